@@ -1,0 +1,53 @@
+"""Which errors a user can cause, each with what was asked, what was found and what to change."""
+
+
+class AutoparError(ValueError):
+    """Base of every error that a user of autopar can cause."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured by torch.export; names the user's own file and line."""
+
+
+class NoLossError(AutoparError):
+    """The model returns no scalar loss and no `loss_fn` was given."""
+
+
+class ModelSpecError(AutoparError):
+    """`file.py:function`, `module:function` or `hf:config.json` does not name a model."""
+
+
+class ClusterError(AutoparError):
+    """Unknown cluster preset, or a cluster file that is not valid."""
+
+
+class MeshError(AutoparError):
+    """A mesh that does not match the cluster or the world size."""
+
+
+class ArgumentError(AutoparError):
+    """An argument outside its domain: unknown optimizer, precision, baseline, ..."""
+
+
+class BatchError(AutoparError):
+    """A batch that does not divide over the ranks, or inputs of other shapes than were planned."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan meets the memory limit (or a baseline does not apply); says the least that would do."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan made for another model, mesh or library version."""
+
+
+class OptimizerError(AutoparError):
+    """An optimizer that cannot serve DTensor parameters."""
+
+
+class RankError(AutoparError, RuntimeError):
+    """Ranks that disagree, or a rank that died."""
+
+
+class PassError(AssertionError):
+    """An invariant of a rewritten graph is broken: our fault, never the user's."""

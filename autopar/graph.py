@@ -1,0 +1,100 @@
+"""What was captured: a normalised forward graph, and what each of its placeholders is.
+
+The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
+this order), its output is `(loss, *mutated_buffers)`. Every node carries
+
+    node.meta["val"]            torch.Tensor on the meta device (or a tuple of them): global shape and dtype
+    node.meta["requires_grad"]  bool: a trainable parameter is upstream and the dtype is floating
+    node.meta["module"]         str: path of the innermost module that made it, e.g. "model.layers.0.mlp" ("" at top)
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """A parameter; `names` holds every qualified name under which a tied weight is known."""
+
+    placeholder: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSpec:
+    """A buffer of the module; `mutated_by` names the node whose value replaces it after each step."""
+
+    placeholder: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persistent: bool
+    mutated_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """A tensor input: a keyword (`input_ids`) or a position (`0`), possibly nested (`batch.pixel_values`)."""
+
+    placeholder: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedModel:
+    """A model's forward pass and loss as one functional graph, at its global batch shapes."""
+
+    name: str
+    graph: fx.Graph
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    inputs: tuple[InputSpec, ...]
+    loss: str
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the graph's text, shapes and dtypes: equal for equal models on every rank and machine."""
+        digest = hashlib.sha256()
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
+            digest.update(f"{node.op} {node.name} {node.target} {node.args} {sorted(node.kwargs.items())} {shape}\n".encode())
+        for parameter in self.parameters:
+            digest.update(f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Tensor operands of a node in argument order, lists flattened, repeated operands repeated."""
+    out: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: out.append(n))
+    return tuple(out)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a single-result node."""
+    return tuple(node.meta["val"].shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def requires_grad(node: fx.Node) -> bool:
+    return bool(node.meta.get("requires_grad", False))
