@@ -73,10 +73,18 @@ class CapturedModel:
         for node in self.graph.nodes:
             value = node.meta.get("val")
             shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
-            digest.update(f"{node.op} {node.name} {node.target} {node.args} {sorted(node.kwargs.items())} {shape}\n".encode())
+            line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {sorted(node.kwargs.items())} {shape}"
+            digest.update(f"{line}\n".encode())
         for parameter in self.parameters:
             digest.update(f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}\n".encode())
         return digest.hexdigest()[:16]
+
+
+def target_name(target: object) -> str:
+    """Stable name of a node's target: `aten.linear.default`, `cross_entropy`, `getitem`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:

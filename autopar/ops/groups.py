@@ -1,0 +1,85 @@
+"""Which process group does a mesh axis stand for? A registry that the runtime fills and collectives read.
+
+Rewritten graphs name axes (`axis="data"` or several at once, `axis=("data", "model")`); which processes those are is
+known only at run time. Group members are in rank order, so a flattened group numbers its members row-major.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from autopar.mesh import Mesh
+
+Axis = str | tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Groups:
+    """The process groups of a mesh on this rank, and a log of what was sent through them.
+
+    `groups` maps an axis name, or a tuple of names in mesh order, to the group of this rank along it.
+    `sent` counts, per (collective, axis), calls and payload bytes while `counting`.
+    """
+
+    mesh: Mesh
+    rank: int
+    groups: dict[tuple[str, ...], dist.ProcessGroup]
+    counting: bool = False
+    sent: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = field(default_factory=dict)
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along `axis`."""
+        size = 1
+        for name in names_of(axis):
+            size *= self.mesh.shape[self.mesh.names.index(name)]
+        return size
+
+    def index(self, axis: Axis) -> int:
+        """Position of this rank along `axis`, row-major over several axes."""
+        coordinate = self.mesh.coordinate(self.rank)
+        index = 0
+        for name in names_of(axis):
+            position = self.mesh.names.index(name)
+            index = index * self.mesh.shape[position] + coordinate[position]
+        return index
+
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        return self.groups[names_of(axis)]
+
+    def count(self, kind: str, axis: Axis, nbytes: int) -> None:
+        if self.counting:
+            key = (kind, names_of(axis))
+            calls, total = self.sent.get(key, (0, 0))
+            self.sent[key] = (calls + 1, total + nbytes)
+
+
+def names_of(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+_active: ContextVar[Groups | None] = ContextVar("autopar_groups", default=None)
+
+
+def active_groups() -> Groups:
+    """The groups bound by `use_groups`.
+
+    Raises:
+        RuntimeError: if a rewritten graph runs outside a distributed module.
+    """
+    groups = _active.get()
+    if groups is None:
+        raise RuntimeError("a collective ran outside autopar.runtime: call the module that autopar.distribute returned")
+    return groups
+
+
+@contextmanager
+def use_groups(groups: Groups) -> Iterator[None]:
+    """Bind axis names to process groups for the calls inside."""
+    token = _active.set(groups)
+    try:
+        yield
+    finally:
+        _active.reset(token)
