@@ -5,5 +5,5 @@ from torch.nn import functional as F
 
 
 def dropout(x: Tensor, p: float, *, site: int) -> Tensor:
-    """`x` with each element zeroed with probability `p` and the rest scaled by 1 / (1 - p); `site` names the call site."""
+    """`x` with elements zeroed with probability `p`, the rest scaled by 1 / (1 - p); `site` names the call."""
     return F.dropout(x, p, training=True)

@@ -1,0 +1,181 @@
+"""The collectives of a rewritten graph: each names its mesh axis and what autograd runs in the backward pass.
+
+One function a row of the redistribution table (docs/theory.md). Dims that do not divide are padded before slice and
+scatter; `size` is the true size to narrow to after a gather.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.ops.groups import Axis, Groups, active_groups
+from autopar.placement import chunk_size
+
+Local = Callable[[Tensor], Tensor]
+
+
+class _Exchange(torch.autograd.Function):
+    """Runs `forward` on the way there and `backward` on the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Local, backward: Local) -> Tensor:
+        ctx.exchange = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange(gradients[0]), None, None
+
+
+def _apply(x: Tensor, forward: Local, backward: Local) -> Tensor:
+    result: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+def pad_dim(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` with zeros appended along `dim` up to `size`."""
+    missing = size - x.shape[dim]
+    if missing == 0:
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+    n = groups.size(axis)
+    if n == 1:
+        return x.view_as(x)
+    if x.dtype == torch.bool:  # Gloo has no bool
+        return _gather(x.view(torch.uint8), dim, axis, size, groups).view(torch.bool)
+    x = x.contiguous()
+    out = x.new_empty((n * x.shape[0], *x.shape[1:]) if x.dim() else (n,))
+    groups.count("all_gather", axis, out.numel() * out.element_size())
+    dist.all_gather_into_tensor(out, x, group=groups.group(axis))
+    if dim:
+        out = torch.cat(out.chunk(n), dim)
+    return out if size is None else out.narrow(dim, 0, size)
+
+
+def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
+    n = groups.size(axis)
+    if n == 1:
+        return x.view_as(x)
+    chunk = chunk_size(x.shape[dim], n)
+    x = pad_dim(x, dim, n * chunk)
+    x = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()
+    out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
+    groups.count("reduce_scatter", axis, x.numel() * x.element_size())
+    dist.reduce_scatter_tensor(out, x, group=groups.group(axis))
+    return out
+
+
+def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
+    if groups.size(axis) == 1:
+        return x.view_as(x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    groups.count("all_reduce", axis, out.numel() * out.element_size())
+    dist.all_reduce(out, group=groups.group(axis))
+    return out
+
+
+def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+    n = groups.size(axis)
+    if n == 1:
+        return x.view_as(x)
+    x = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
+    sent = torch.stack(x.chunk(n, split_dim))
+    received = torch.empty_like(sent)
+    groups.count("all_to_all", axis, sent.numel() * sent.element_size())
+    dist.all_to_all_single(received, sent, group=groups.group(axis))
+    out = torch.cat(received.unbind(), concat_dim)
+    return out if size is None else out.narrow(concat_dim, 0, size)
+
+
+def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
+    n = groups.size(axis)
+    chunk = chunk_size(x.shape[dim], n)
+    return pad_dim(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk).contiguous()
+
+
+def _place(x: Tensor, dim: int, axis: Axis, size: int, groups: Groups) -> Tensor:
+    """Zeros of `size` along `dim`, with this rank's chunk in its place (padding cut off)."""
+    start = min(groups.index(axis) * x.shape[dim], size)
+    length = min(x.shape[dim], size - start)
+    out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    out.narrow(dim, start, length).copy_(x.narrow(dim, 0, length))
+    return out
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def all_gather(x: Tensor, *, dim: int, axis: Axis, size: int | None = None, backward: str = "reduce_scatter") -> Tensor:
+    """Shard(dim) -> Replicate (backward="reduce_scatter") or Invariant (backward="slice")."""
+    groups = active_groups()
+    gradient: Local = {
+        "reduce_scatter": lambda g: _scatter_sum(g, dim, axis, groups),
+        "slice": lambda g: _slice(g, dim, axis, groups),
+    }[backward]
+    return _apply(x, lambda t: _gather(t, dim, axis, size, groups), gradient)
+
+
+def reduce_scatter(x: Tensor, *, dim: int, axis: Axis) -> Tensor:
+    """Partial -> Shard(dim); the backward pass gathers."""
+    groups, size = active_groups(), x.shape[dim]
+    return _apply(x, lambda t: _scatter_sum(t, dim, axis, groups), lambda g: _gather(g, dim, axis, size, groups))
+
+
+def all_reduce(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
+    """Partial -> Invariant (backward="none") or Replicate (backward="all_reduce")."""
+    groups = active_groups()
+    gradient: Local = {"none": _same, "all_reduce": lambda g: _sum(g, axis, groups)}[backward]
+    return _apply(x, lambda t: _sum(t, axis, groups), gradient)
+
+
+def all_reduce_gradient(x: Tensor, *, axis: Axis) -> Tensor:
+    """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass."""
+    groups = active_groups()
+    return _apply(x, _same, lambda g: _sum(g, axis, groups))
+
+
+def divide_gradient(x: Tensor, *, axis: Axis) -> Tensor:
+    """Replicate -> Invariant: nothing now, each rank keeps its share of the gradient."""
+    n = active_groups().size(axis)
+    return _apply(x, _same, lambda g: g / n)
+
+
+def all_to_all(x: Tensor, *, split_dim: int, concat_dim: int, axis: Axis, size: int | None = None) -> Tensor:
+    """Shard(concat_dim) -> Shard(split_dim); the backward pass is the reverse exchange."""
+    groups, whole = active_groups(), x.shape[split_dim]
+    return _apply(
+        x,
+        lambda t: _exchange(t, split_dim, concat_dim, axis, size, groups),
+        lambda g: _exchange(g, concat_dim, split_dim, axis, whole, groups),
+    )
+
+
+def local_slice(x: Tensor, *, dim: int, axis: Axis, backward: str = "pad") -> Tensor:
+    """Replicate (backward="pad") or Invariant (backward="all_gather") -> Shard(dim): this rank's chunk."""
+    groups, size = active_groups(), x.shape[dim]
+    gradient: Local = {
+        "pad": lambda g: _place(g, dim, axis, size, groups),
+        "all_gather": lambda g: _gather(g, dim, axis, size, groups),
+    }[backward]
+    return _apply(x, lambda t: _slice(t, dim, axis, groups), gradient)
+
+
+def place_slice(x: Tensor, *, dim: int, axis: Axis, size: int) -> Tensor:
+    """Shard(dim) -> Partial: this rank's chunk among zeros; the backward pass slices."""
+    groups = active_groups()
+    return _apply(x, lambda t: _place(t, dim, axis, size, groups), lambda g: _slice(g, dim, axis, groups))
+
+
+def divide(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
+    """Invariant (backward="none") or Replicate (backward="divide") -> Partial: each rank takes an equal summand."""
+    n = active_groups().size(axis)
+    gradient: Local = {"none": _same, "divide": lambda g: g / n}[backward]
+    return _apply(x, lambda t: t / n, gradient)
