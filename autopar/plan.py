@@ -1,0 +1,191 @@
+"""What was decided, as a value: one choice per node and mesh axis, where parameters live, which way tensors travel.
+
+A plan names no process and no tensor data. Saved as JSON (schema `VERSION`), it is refused for another model or mesh.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanMismatchError
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh
+from autopar.placement import Layout, parse_layout
+from autopar.version import TORCH_RANGE, in_range
+
+VERSION = 1
+
+LIFETIMES = ("always", "use", "microbatch")
+"""How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is gathered again
+for backward (ZeRO-3), or it is kept from forward to backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How the model is trained: what planning needs to know beside the model and the cluster."""
+
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    memory_nbytes: float | None = None
+    """Memory limit a device; None for what the device has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
+
+    seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
+    memory: bytes by kind at the peak moment; their sum is the predicted peak.
+    bound: a proved lower bound on the step seconds over the space searched.
+    baselines: named baselines: seconds, or why they do not apply.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    bound: float = 0.0
+    baselines: Mapping[str, float | str] = field(default_factory=dict)
+    solver: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak_nbytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def gap(self) -> float:
+        """How far the plan can be from optimal in the space searched, relative to the plan."""
+        total = self.step_seconds
+        return max(0.0, (total - self.bound) / total) if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A distribution of one captured model over one mesh.
+
+    choices: for every call node, the name of its rule's choice on each mesh axis (`autopar.rules.rule.Choice.name`).
+    layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.
+    lifetimes: for every parameter, one of `LIFETIMES`.
+    routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts
+        from the producer's to a wanted one, one step between neighbours.
+    """
+
+    model: str
+    fingerprint: str
+    mesh: Mesh
+    cluster: str
+    config: TrainConfig
+    choices: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Layout]
+    lifetimes: Mapping[str, str]
+    routes: Mapping[str, tuple[tuple[Layout, ...], ...]] = field(default_factory=dict)
+    origin: str = "ilp"
+    estimate: Estimate = field(default_factory=Estimate)
+
+    def check(self, captured: CapturedModel) -> None:
+        """Raises PlanMismatchError if the plan was made for another model."""
+        if captured.fingerprint != self.fingerprint:
+            raise PlanMismatchError(
+                f"this plan was made for {self.model} (fingerprint {self.fingerprint}), the model at hand is "
+                f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape, precision or "
+                "capture; plan again for this model"
+            )
+
+    def with_estimate(self, estimate: Estimate) -> "Plan":
+        return replace(self, estimate=estimate)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; equal choices and layouts are written once."""
+        tables = _Tables()
+        body = {
+            "schema": VERSION,
+            "torch": list(TORCH_RANGE),
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
+            "cluster": self.cluster,
+            "config": asdict(self.config),
+            "origin": self.origin,
+            "choices": {name: tables.index(",".join(choice)) for name, choice in self.choices.items()},
+            "layouts": {name: tables.index(str(layout)) for name, layout in self.layouts.items()},
+            "lifetimes": dict(self.lifetimes),
+            "routes": {
+                name: [[tables.index(str(layout)) for layout in path] for path in paths]
+                for name, paths in self.routes.items()
+            },
+            "estimate": asdict(self.estimate),
+        }
+        return json.dumps({**body, "table": tables.texts}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+
+class _Tables:
+    """Numbers texts in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def index(self, text: str) -> int:
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]
+
+
+def plan_from_json(text: str) -> Plan:
+    """The inverse of `Plan.to_json`.
+
+    Raises:
+        PlanMismatchError: for another schema version, a torch outside the plan's range, or text that is no plan.
+    """
+    try:
+        body = json.loads(text)
+        schema = body["schema"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise PlanMismatchError(
+            "this is not a plan that autopar saved: no JSON object with a schema version"
+        ) from error
+    if schema != VERSION:
+        raise PlanMismatchError(f"the plan has schema version {schema}, this autopar reads {VERSION}; plan again")
+    low, high = body["torch"]
+    if not in_range(low, high):
+        raise PlanMismatchError(f"the plan is for torch >= {low}, < {high}; install such a torch or plan again")
+    table = body["table"]
+    return Plan(
+        model=body["model"],
+        fingerprint=body["fingerprint"],
+        mesh=Mesh(shape=tuple(body["mesh"]["shape"]), names=tuple(body["mesh"]["names"])),
+        cluster=body["cluster"],
+        config=TrainConfig(**body["config"]),
+        origin=body["origin"],
+        choices={name: tuple(table[i].split(",")) for name, i in body["choices"].items()},
+        layouts={name: parse_layout(table[i]) for name, i in body["layouts"].items()},
+        lifetimes=body["lifetimes"],
+        routes={
+            name: tuple(tuple(parse_layout(table[i]) for i in path) for path in paths)
+            for name, paths in body["routes"].items()
+        },
+        estimate=Estimate(**body["estimate"]),
+    )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """A saved plan.
+
+    Raises:
+        PlanMismatchError: if the file is missing or is not a plan for this library.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanMismatchError(
+            f"plan {path} cannot be read ({error.strerror}); give the path of a plan.json"
+        ) from error
+    return plan_from_json(text)
