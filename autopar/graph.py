@@ -12,9 +12,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,22 @@ class CapturedModel:
         for parameter in self.parameters:
             digest.update(f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}\n".encode())
         return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """The graph that every rank runs: a captured graph rewritten by `passes.insert_collectives`.
+
+    Placeholders have the captured graph's names and order, and local shapes (`meta["val"]`). Every node also carries
+
+        node.meta["layouts"]   tuple of Layout, one a result
+        node.meta["global"]    tuple of global shapes, one a result
+        node.meta["messages"]  (forward, backward) tuples of `redistribution.Message` that it sends, if any
+    """
+
+    captured: CapturedModel
+    plan: "Plan"
+    graph: fx.Graph
 
 
 def target_name(target: object) -> str:
