@@ -91,8 +91,8 @@ class Plan:
         if captured.fingerprint != self.fingerprint:
             raise PlanMismatchError(
                 f"this plan was made for {self.model} (fingerprint {self.fingerprint}), the model at hand is "
-                f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or precision; "
-                "plan again for this model"
+                f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
+                "precision; plan again for this model"
             )
 
     def with_estimate(self, estimate: Estimate) -> "Plan":

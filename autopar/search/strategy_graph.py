@@ -2,9 +2,9 @@
 
 - A *node* has options, each with a cost in seconds.
 - An *edge* couples two nodes by a matrix of costs over their options (inf where incompatible).
-- A *redistribution group* is one tensor, its producer and its consumers: the producer's option gives a vertex (a layout),
-  each consumer's option wants one, and arcs between vertices carry it there. An arc is paid once, however many consumers
-  use it. (A parameter is a tensor whose producer's options are its storages and lifetimes.)
+- A *redistribution group* is one tensor, its producer and its consumers: the producer's option gives a vertex (a
+  layout), each consumer's option wants one, and arcs between vertices carry it there. An arc is paid once, however
+  many consumers use it. (A parameter is a tensor whose producer's options are its storages and lifetimes.)
 - Memory is counted at moments; at every moment the sum of all terms must stay within the limit.
 
 Costs include multiplicities: a folded block's node costs as much as all its layers together.
@@ -101,7 +101,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrategyGraph:
-    """Choose one option a node and arcs for every group, so that the total seconds are least within the memory limit."""
+    """Choose one option a node and arcs for every group, the total seconds least within the memory limit."""
 
     nodes: tuple[Node, ...]
     groups: tuple[Group, ...] = ()
