@@ -1,0 +1,88 @@
+"""How many bytes are live, when, and what does the optimizer keep and move?
+
+Memory is a set of live intervals [start, end) and the peak is a maximum over moments, never a sum over everything.
+
+torch's optimizers keep their state in the parameter's own dtype: adam and adamw two tensors (exp_avg, exp_avg_sq), sgd
+with momentum one, sgd none. Their `step` counter, 4 bytes a parameter tensor, is left out. A step reads parameter,
+gradient and states and writes parameter and states, each once: what a fused kernel moves, the least that any can.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.device import Device
+from autopar.errors import ArgumentError
+
+NUM_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """`nbytes` are live from moment `start` up to, and not at, moment `end`; nothing is live if `end <= start`."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+class Peak(NamedTuple):
+    """The most bytes live at once, the first such moment, and the positions of the intervals live then."""
+
+    nbytes: int
+    moment: int
+    contributors: tuple[int, ...]
+
+
+def peak(intervals: Sequence[Interval]) -> Peak:
+    """The peak of `intervals`, by a sweep over their starts; `Peak(0, 0, ())` if nothing is ever live."""
+    table = np.array([(i.start, i.end, i.nbytes) for i in intervals if i.end > i.start], dtype=np.int64).reshape(-1, 3)
+    if not len(table):
+        return Peak(0, 0, ())
+    start, end, nbytes = table.T
+    # Memory grows at starts only, so the peak is at one of them.
+    moments = np.unique(start)
+    live = _total_before(start, nbytes, moments) - _total_before(end, nbytes, moments)
+    best = int(live.argmax())
+    moment = int(moments[best])
+    contributors = tuple(k for k, i in enumerate(intervals) if i.start <= moment < i.end)
+    return Peak(int(live[best]), moment, contributors)
+
+
+def optimizer_state_nbytes(optimizer: str, element_size: int) -> int:
+    """Bytes of optimizer state for each parameter element of `element_size` bytes.
+
+    Raises:
+        ArgumentError: if the optimizer is not in `NUM_STATES`.
+    """
+    return _num_states(optimizer) * element_size
+
+
+def optimizer_step_seconds(optimizer: str, num_elements: float, element_size: int, device: Device) -> float:
+    """Seconds of one step over `num_elements` parameter elements held by the device.
+
+    Raises:
+        ArgumentError: if the optimizer is not in `NUM_STATES`.
+    """
+    states = _num_states(optimizer)
+    reads, writes = 2 + states, 1 + states
+    return (reads + writes) * num_elements * element_size / device.memory_bandwidth + device.launch_seconds
+
+
+def _num_states(optimizer: str) -> int:
+    if optimizer not in NUM_STATES:
+        raise ArgumentError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(NUM_STATES)}")
+    return NUM_STATES[optimizer]
+
+
+def _total_before(
+    events: np.ndarray[tuple[int], np.dtype[np.int64]],
+    nbytes: np.ndarray[tuple[int], np.dtype[np.int64]],
+    moments: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """For each moment, the bytes whose event is at that moment or earlier."""
+    order = np.argsort(events, kind="stable")
+    totals = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(nbytes[order])])
+    return totals[np.searchsorted(events[order], moments, side="right")]

@@ -1,0 +1,172 @@
+"""Clusters: presets, files and what is wrong with them."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autopar.cluster import TOML_FORM, Cluster, cluster_toml, load_cluster, preset_devices, with_memory
+from autopar.device import Device, LinkLevel
+from autopar.errors import ArgumentError, ClusterError
+
+NODE_NAMES = sorted(set(preset_devices()) - {"cpu"})
+
+
+@pytest.mark.parametrize("name", NODE_NAMES)
+def test_a_preset_of_nodes_has_the_slow_level_first(name: str) -> None:
+    cluster = load_cluster(f"64x8x{name}")
+    assert [level.size for level in cluster.levels] == [64, 8]
+    assert cluster.num_devices == 512
+    across, inside = cluster.levels
+    assert across.bandwidth_per_device < inside.bandwidth_per_device
+    assert across.alpha > inside.alpha
+
+
+@pytest.mark.parametrize("name", preset_devices())
+def test_one_node_is_the_fast_level_of_the_same_device(name: str) -> None:
+    cluster = load_cluster(f"4x{name}")
+    assert [level.size for level in cluster.levels] == [4]
+    if name != "cpu":
+        several = load_cluster(f"2x4x{name}")
+        assert cluster.levels[0] == several.levels[1]
+        assert cluster.device == several.device
+
+
+@pytest.mark.parametrize("name", preset_devices())
+def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
+    cluster = load_cluster(f"2x4x{name}" if name != "cpu" else "4xcpu")
+    fields = {"memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency"}
+    fields |= {f"peak_flops.{dtype}" for dtype, _ in cluster.device.peak_flops}
+    assert {field for field, source in cluster.device.sources if source} == fields
+    for level in cluster.levels:
+        assert {"alpha", "bandwidth"} <= {field for field, source in level.sources if source}
+
+
+def test_preset_text_is_not_case_sensitive() -> None:
+    assert load_cluster("8xH100") == load_cluster("8xh100")
+
+
+def test_torch_dtype_names_are_understood() -> None:
+    device = load_cluster("8xh100").device
+    assert device.peak("bfloat16") == device.peak("bf16") == 989e12
+    assert device.peak("float32") == device.peak("fp32") < device.peak("tf32")
+
+
+def test_a_dtype_without_figure_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"v100 has no peak flop/s for bf16: it knows fp16, fp32, fp64"):
+        load_cluster("8xv100").device.peak("bf16")
+
+
+def test_a_shared_link_gives_each_device_its_part() -> None:
+    level = load_cluster("2x8xv100").levels[0]
+    assert level.devices_per_link == 2
+    assert level.bandwidth_per_device == level.bandwidth / 2
+
+
+def test_memory_can_be_overridden() -> None:
+    cluster = load_cluster("8xh100")
+    small = with_memory(cluster, 10**9)
+    assert small.device.memory_bytes == 10**9
+    assert dict(small.device.sources)["memory_bytes"] == "given by the caller"
+    same = dataclasses.replace(small.device, memory_bytes=cluster.device.memory_bytes, sources=cluster.device.sources)
+    assert dataclasses.replace(small, device=same) == cluster
+    with pytest.raises(ClusterError, match="memory_bytes -1 must be positive"):
+        with_memory(cluster, -1)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        *(load_cluster(f"2x4x{name}") for name in NODE_NAMES),
+        load_cluster("4xcpu"),
+        with_memory(load_cluster("8x8xh100"), 12_345),
+        Cluster(
+            name='odd "name" \\ ü \x7f',
+            device=Device(
+                name="d",
+                peak_flops=(("fp32", 1e12 / 3),),
+                memory_bytes=7,
+                memory_bandwidth=1 / 3,
+                launch_seconds=0.0,
+                efficiency=1.0,
+            ),
+            levels=tuple(LinkLevel(name=f"l{k}", size=k, alpha=1e-7 / k, bandwidth=1e9 / k) for k in (2, 3, 5)),
+        ),
+    ],
+    ids=lambda cluster: cluster.device.name,
+)
+def test_a_written_cluster_reads_back_equal(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_toml(cluster), encoding="utf-8")
+    assert load_cluster(path) == cluster
+    assert hash(load_cluster(str(path))) == hash(cluster)
+
+
+def test_the_form_shown_in_messages_is_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(TOML_FORM)
+    cluster = load_cluster(path)
+    assert cluster.num_devices == 512
+    assert cluster.device == load_cluster("8xh100").device
+
+
+@pytest.mark.parametrize("text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100"])
+def test_an_unknown_text_is_answered_with_the_presets_and_the_form(text: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(text)
+    message = str(caught.value)
+    assert repr(text) in message
+    assert all(name in message for name in preset_devices())
+    assert TOML_FORM in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("16xh100", "nvlink joins 1 to 8 h100, not 16; .* as in 2x8xh100"),
+        ("0x8xh100", "infiniband joins 1 to .* not 0"),
+        ("2x4xcpu", "no link between nodes of cpu is known; write 8xcpu"),
+        ("missing.toml", "missing.toml cannot be read: No such file"),
+    ],
+)
+def test_a_preset_that_cannot_be_says_what_can(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(text)
+
+
+LEVEL = '[[levels]]\nname = "l"\nsize = 2\nalpha = 1e-6\nbandwidth = 1e9\n'
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("name = [", "is not TOML"),
+        ('name = "c"\ndevice = "h100"\n', "missing keys levels; unknown keys none"),
+        ('name = "c"\ndevice = "h101"\n' + LEVEL, "device 'h101' is not one of a100"),
+        ('name = "c"\ndevice = 3\n' + LEVEL, r"\[device\] must be a table, not 3"),
+        ('name = 3\ndevice = "h100"\n' + LEVEL, "name 3 must be text"),
+        ('name = "c"\ndevice = "h100"\nlevels = 3\n', r"levels must be \[\[levels\]\] tables"),
+        ('name = "c"\ndevice = "h100"\nlevels = []\n', "cluster c has no link level"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + "speed = 3\n", "unknown keys speed"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 2.5"), "size 2.5 must be a whole number"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 0"), "size 0 must be at least 1"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e-6", "-1e-6"), "alpha -1e-06 must be finite and not neg"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "nan"), "bandwidth nan must be positive"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", '"fast"'), "bandwidth 'fast' must be a number"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "{ value = 1e9 }"), "bandwidth: missing keys source"),
+    ],
+)
+def test_a_faulty_file_is_answered_with_the_fault(document: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "faulty.toml"
+    path.write_text(document)
+    with pytest.raises(ClusterError, match=message) as caught:
+        load_cluster(path)
+    if "has no link" not in message and "must be" not in message:
+        assert "faulty.toml" in str(caught.value)
+
+
+def test_efficiency_is_a_part_of_the_peak() -> None:
+    device = load_cluster("8xh100").device
+    for efficiency in (0.0, 1.1):
+        with pytest.raises(ClusterError, match="efficiency"):
+            dataclasses.replace(device, efficiency=efficiency)

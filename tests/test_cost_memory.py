@@ -1,0 +1,84 @@
+"""Memory: the peak by sweep is the peak over all moments; optimizer state is what torch allocates."""
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from autopar.cluster import load_cluster
+from autopar.cost_models.memory import (
+    NUM_STATES,
+    Interval,
+    Peak,
+    optimizer_state_nbytes,
+    optimizer_step_seconds,
+    peak,
+)
+from autopar.errors import ArgumentError
+
+
+def live_at(intervals: list[Interval], moment: int) -> int:
+    return sum(i.nbytes for i in intervals if i.start <= moment < i.end)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_peak_is_the_maximum_over_every_moment(seed: int) -> None:
+    rng = random.Random(seed)
+    span = rng.choice([3, 20, 1000])
+    intervals = [
+        Interval(start=rng.randrange(-span, span), end=rng.randrange(-span, span), nbytes=rng.randrange(2**40))
+        for _ in range(rng.randrange(1, 40))
+    ]
+    found = peak(intervals)
+    assert found.nbytes == max(live_at(intervals, m) for m in range(-span, span))
+    if found.contributors:
+        assert found.nbytes == live_at(intervals, found.moment)
+        assert found.nbytes == sum(intervals[k].nbytes for k in found.contributors)
+        earlier = range(-span, found.moment)
+        assert all(live_at(intervals, m) < found.nbytes for m in earlier), "the first such moment"
+
+
+def test_nothing_live_is_no_peak() -> None:
+    assert peak([]) == Peak(0, 0, ())
+    assert peak([Interval(start=3, end=3, nbytes=5), Interval(start=4, end=2, nbytes=5)]) == Peak(0, 0, ())
+
+
+def test_an_end_frees_before_a_start_at_the_same_moment_takes() -> None:
+    found = peak([Interval(start=0, end=5, nbytes=10), Interval(start=5, end=9, nbytes=10)])
+    assert found == Peak(10, 0, (0,))
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", NUM_STATES)
+def test_state_bytes_are_those_that_torch_allocates(name: str, dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(16, 4, dtype=dtype))
+    optimizer = OPTIMIZERS[name]([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    tensors = [t for t in optimizer.state[weight].values() if torch.is_tensor(t) and t.ndim]
+    allocated = sum(t.numel() * t.element_size() for t in tensors)
+    assert allocated == weight.numel() * optimizer_state_nbytes(name, weight.element_size())
+
+
+def test_a_step_moves_each_tensor_once_in_each_direction_it_needs() -> None:
+    device = load_cluster("8xh100").device
+    moved = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}  # p, g, states read; p, states written
+    for name, tensors in moved.items():
+        expected = tensors * 1e9 * 4 / device.memory_bandwidth + device.launch_seconds
+        assert optimizer_step_seconds(name, 1e9, 4, device) == pytest.approx(expected)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match="optimizer 'lion' is unknown; choose one of adamw, adam, sgd, sgd-momentum"
+    ):
+        optimizer_state_nbytes("lion", 4)
