@@ -143,6 +143,45 @@ def test_no_collective_beats_the_bytes_that_must_cross_the_slowest_level(
         assert seconds >= entering / slowest.lanes / slowest.bandwidth * (1 - 1e-12)
 
 
+@pytest.mark.parametrize(("shape", "axes"), GROUPS)
+def test_a_shift_waits_for_the_rank_whose_neighbour_is_over_the_slowest_level(
+    shape: tuple[int, ...], axes: tuple[int, ...]
+) -> None:
+    links = links_of(shape, axes)
+    slowest = min(links.crossings, key=lambda c: c.bandwidth)
+    assert collective_seconds("send_recv", 1e6, links)[0] == pytest.approx(slowest.alpha + 1e6 / slowest.bandwidth)
+
+
+def test_hierarchical_is_the_sum_of_its_steps_level_by_level() -> None:
+    sizes = (3, 2, 4)
+    levels = [LinkLevel(name=str(n), size=n, alpha=10.0**-n, bandwidth=10.0 ** (8 + k)) for k, n in enumerate(sizes)]
+    cluster = Cluster(name="3x2x4", device=load_cluster("8xh100").device, levels=tuple(levels))
+    nbytes = 2.4e9
+    expected = dict.fromkeys(("all_gather", "all_to_all", "broadcast"), 0.0)
+    piece = nbytes / math.prod(sizes)
+    for level in levels:
+        for _ in range(level.size - 1):
+            expected["all_gather"] += level.alpha + piece / level.bandwidth
+            expected["all_to_all"] += level.alpha + nbytes / level.size / level.bandwidth
+            expected["broadcast"] += level.alpha
+        expected["broadcast"] += nbytes / level.bandwidth  # pipelined: the chain's length costs alpha only
+        piece *= level.size
+    assert piece == pytest.approx(nbytes), "every rank holds the whole"
+    expected |= {"reduce_scatter": expected["all_gather"], "all_reduce": 2 * expected["all_gather"]}
+    for kind, seconds in expected.items():
+        form = next(a for a in algorithms(kind, axis_links(cluster, (24,), (0,))) if a.algorithm == "hierarchical")
+        assert form.alpha_seconds + nbytes * form.seconds_per_byte == pytest.approx(seconds), kind
+
+
+def test_devices_that_share_a_link_share_its_bandwidth_whatever_the_mesh() -> None:
+    v100 = load_cluster("2x8xv100")
+    nic = v100.levels[0].bandwidth
+    across = axis_links(v100, (2, 8), (0,))  # 8 groups, each with one rank a node, on 4 NICs
+    assert algorithms("all_gather", across)[0].seconds_per_byte == pytest.approx(0.5 / (nic / 2))
+    whole = axis_links(v100, (16,), (0,))  # one group has all 4 NICs of a node
+    assert algorithms("all_gather", whole)[0].seconds_per_byte == pytest.approx(15 / 16 / (4 * nic))
+
+
 def test_hierarchical_is_offered_only_to_regular_groups_on_several_levels_and_taken_only_when_cheaper() -> None:
     both = links_of((64,), (0,))
     assert {a.algorithm for a in algorithms("all_reduce", both)} == {"ring", "hierarchical"}
