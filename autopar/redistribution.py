@@ -225,3 +225,16 @@ def cheapest_route(
                 continue  # integers and masks have no summands
             heapq.heappush(queue, (seconds + weight(step), next(counter), step.target, (*path, step)))
     raise AssertionError(f"no route from {source} to {target} for a tensor of shape {shape}")
+
+
+def step_between(source: Layout, target: Layout) -> Step:
+    """The one step that leads from `source` to `target`.
+
+    Raises:
+        ValueError: if no single collective does.
+    """
+    rank = 1 + max((*source.sharded_dims(), *target.sharded_dims()), default=0)
+    for step in steps_from(source, rank, True):
+        if step.target == target:
+            return step
+    raise ValueError(f"no single step leads from layout {source} to {target}")

@@ -1,0 +1,257 @@
+"""Does a plan compute what one process computes? Loss, every gradient on every rank, and the bytes it sends.
+
+The processes are started here (Gloo, loopback), live for many plans, and receive the captured model as bytes. Rank 0
+computes the reference: the captured graph on one process, on the global batch. Relative error of a gradient: largest
+difference over the largest entry, with a floor of `FLOOR` times the model's largest gradient entry for gradients that
+are zero in truth (key biases under softmax).
+"""
+
+import json
+import os
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from autopar.errors import RankError
+from autopar.graph import CapturedModel
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import Sent, predicted_messages
+from autopar.placement import local_ranges
+from autopar.plan import Plan, plan_from_json
+from autopar.serialize import dump, load
+
+FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One plan against one process: largest relative errors over all ranks, and messages predicted and counted."""
+
+    plan: str
+    loss: float
+    loss_error: float
+    gradient_error: float
+    worst_gradient: str
+    predicted: Sent
+    counted: Sent
+    error: str = ""
+
+    @property
+    def bytes_match(self) -> bool:
+        return self.predicted == self.counted
+
+    def passes(self, loss_tolerance: float, gradient_tolerance: float) -> bool:
+        good = self.loss_error <= loss_tolerance and self.gradient_error <= gradient_tolerance
+        return not self.error and good and self.bytes_match
+
+
+TOLERANCES = {"fp64": (1e-10, 1e-8), "fp32": (1e-5, 1e-3), "bf16": (2e-2, 1e-1)}
+"""Largest relative error of the loss and of any gradient that rounding explains, by precision."""
+
+
+def verify_plans(
+    captured: CapturedModel,
+    values: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    plans: Mapping[str, Plan],
+    *,
+    timeout_seconds: float = 120.0,
+) -> Iterator[Check]:
+    """Checks of `plans` (label -> plan, all on meshes of one size), in order, as they are made.
+
+    values: parameters and buffers by placeholder; inputs: by placeholder, the global batch.
+
+    Raises:
+        RankError: if a process dies or a plan takes longer than `timeout_seconds`.
+    """
+    sizes = {plan.mesh.size for plan in plans.values()}
+    assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
+        folder = Path(name)
+        (folder / "captured").write_bytes(dump(captured))
+        torch.save({"values": dict(values), "inputs": dict(inputs)}, folder / "tensors.pt")
+        (folder / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
+        world = sizes.pop()
+        context = mp.get_context("spawn")
+        with _quiet_threads():
+            processes = [
+                context.Process(target=_worker, args=(rank, world, str(folder), _free_port(folder)), daemon=True)
+                for rank in range(world)
+            ]
+            for process in processes:
+                process.start()
+        try:
+            yield from _results(folder, plans, processes, timeout_seconds)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+
+
+class _quiet_threads:
+    """One thread a process: many ranks share few cores."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = self.before
+
+
+def _free_port(folder: Path) -> int:
+    """One port for all ranks of a folder, free at this moment."""
+    file = folder / "port"
+    if not file.exists():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            file.write_text(str(probe.getsockname()[1]))
+    return int(file.read_text())
+
+
+def _results(
+    folder: Path, plans: Mapping[str, Plan], processes: list[Any], timeout_seconds: float
+) -> Iterator[Check]:
+    for number, label in enumerate(plans):
+        deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
+        file = folder / f"result{number}"
+        while not file.exists():
+            dead = [p for p in processes if p.exitcode not in (None, 0)]
+            if dead and not file.exists():
+                raise RankError(f"plan {label}: {len(dead)} of {len(processes)} processes died; see their output above")
+            if time.monotonic() > deadline:
+                raise RankError(f"plan {label} took longer than {timeout_seconds:.0f} s on {len(processes)} processes")
+            time.sleep(0.01)
+        yield pickle.loads(file.read_bytes())
+
+
+def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
+    """One rank: checks plan after plan; rank 0 writes the results."""
+    import torch.distributed as dist
+
+    from autopar.reference import run_captured
+    from autopar.runtime import init
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK=str(rank))
+    init(backend="gloo", timeout_seconds=100)
+    folder = Path(folder_name)
+    captured = load((folder / "captured").read_bytes())
+    tensors = torch.load(folder / "tensors.pt", weights_only=True, mmap=True)
+    texts = pickle.loads((folder / "plans").read_bytes())
+    if rank == 0:
+        loss, gradients = reference_gradients(captured, tensors["values"], tensors["inputs"], run_captured)
+        torch.save({"loss": loss, "gradients": gradients}, folder / "reference.pt")
+    dist.barrier()
+    reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
+    for number, (label, text) in enumerate(texts.items()):
+        check = _check(label, plan_from_json(text), captured, tensors, reference)
+        gathered: list[Check] = [check] * world
+        dist.all_gather_object(gathered, check)
+        if rank == 0:
+            part = folder / f"part{number}"
+            part.write_bytes(pickle.dumps(_merge(gathered)))
+            part.rename(folder / f"result{number}")
+    dist.destroy_process_group()
+
+
+def reference_gradients(
+    captured: CapturedModel,
+    values: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    run: Callable[..., tuple[Tensor, Any]],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and the gradient of every trainable parameter (by placeholder) on one process."""
+    trainable = {p.placeholder for p in captured.parameters if p.trainable}
+    parameters = {p.placeholder: values[p.placeholder].detach().clone() for p in captured.parameters}
+    for name in trainable:
+        parameters[name].requires_grad_()
+    buffers = {b.placeholder: values[b.placeholder].clone() for b in captured.buffers}
+    loss, _ = run(captured, parameters, buffers, dict(inputs))
+    loss.backward()
+    gradients = {
+        name: torch.zeros_like(parameters[name]) if (grad := parameters[name].grad) is None else grad
+        for name in sorted(trainable)
+    }
+    return loss.detach(), gradients
+
+
+def _check(
+    label: str, plan: Plan, captured: CapturedModel, tensors: Mapping[str, Any], reference: Mapping[str, Any]
+) -> Check:
+    """This rank's view of one plan."""
+    from autopar.runtime import DistributedModule, count_messages
+
+    local = insert_collectives(captured, plan)
+    module = DistributedModule(local, tensors["values"])
+    with count_messages(module) as counted:
+        loss = module.run(tensors["inputs"])
+        loss.backward()
+    error, worst = _gradient_error(captured, plan, module, reference["gradients"])
+    whole = reference["loss"]
+    return Check(
+        plan=label,
+        loss=float(loss),
+        loss_error=float((loss.detach() - whole).abs() / whole.abs().clamp_min(1e-30)),
+        gradient_error=error,
+        worst_gradient=worst,
+        predicted=predicted_messages(local),
+        counted=dict(counted),
+    )
+
+
+def _gradient_error(
+    captured: CapturedModel, plan: Plan, module: Any, gradients: Mapping[str, Tensor]
+) -> tuple[float, str]:
+    floor = FLOOR * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    coordinate = plan.mesh.coordinate(module.groups.rank)
+    worst, name = 0.0, ""
+    for parameter in captured.parameters:
+        if not parameter.trainable:
+            continue
+        whole = gradients[parameter.placeholder]
+        got = module.local_gradient(parameter.placeholder)
+        ranges = local_ranges(parameter.shape, plan.layouts[parameter.placeholder], plan.mesh, coordinate)
+        part = whole[tuple(slice(start, start + length) for start, length in ranges)]
+        if part.numel() == 0:
+            continue
+        if got is None or got.shape != part.shape:
+            return float("inf"), parameter.names[0]
+        error = float((got - part).abs().max()) / max(float(whole.abs().max()), floor, 1e-300)
+        if not error <= worst:
+            worst, name = error, parameter.names[0]
+    return worst, name
+
+
+def _merge(checks: list[Check]) -> Check:
+    """The worst rank's errors; messages must agree on all ranks, or the first that differs is shown."""
+    worst = max(checks, key=lambda c: (c.gradient_error != c.gradient_error, c.gradient_error))
+    odd = next((c for c in checks if not c.bytes_match), checks[0])
+    return Check(
+        plan=checks[0].plan,
+        loss=checks[0].loss,
+        loss_error=max(c.loss_error for c in checks),
+        gradient_error=worst.gradient_error,
+        worst_gradient=worst.worst_gradient,
+        predicted=odd.predicted,
+        counted=odd.counted,
+    )
+
+
+def sent_as_json(sent: Sent) -> str:
+    """Messages as JSON text: `{"all_reduce data,model": [calls, bytes]}`."""
+    return json.dumps({f"{kind} {','.join(axes)}": list(value) for (kind, axes), value in sorted(sent.items())})
