@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from autopar.ops.collectives import all_reduce
+from autopar.ops.groups import Axis
+
 
 def batch_norm(
     x: Tensor,
@@ -13,9 +16,48 @@ def batch_norm(
     *,
     momentum: float,
     eps: float,
+    axis: Axis = (),
+    count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`x[n, c, ...]` -> (`y[n, c, ...]`, new `running_mean[c]`, new `running_var[c]`)."""
+    """`x[n, c, ...]` -> (`y[n, c, ...]`, new `running_mean[c]`, new `running_var[c]`).
+
+    Where batch or spatial dims are split over `axis`, mean and variance are those of the whole batch, `count` elements
+    a channel: sums over all ranks, whose gradients are summed too.
+    """
+    if axis:
+        assert count is not None
+        return _split_batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, axis, count)
     y, _, _, mean, var = torch.ops.aten._native_batch_norm_legit_functional.default(
         x, weight, bias, running_mean, running_var, True, momentum, eps
     )
     return y, mean, var
+
+
+def _split_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    axis: Axis,
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    dtype = torch.promote_types(x.dtype, torch.float32)  # statistics of bfloat16 need more digits than it has
+    mean = all_reduce(x.sum(dims, dtype=dtype), axis=axis, backward="all_reduce") / count
+    centred = x - mean.view(shape)
+    # two passes over x, since the mean of squares less the square of the mean cancels
+    var = all_reduce(centred.square().sum(dims), axis=axis, backward="all_reduce") / count
+    y = centred * torch.rsqrt(var + eps).view(shape)
+    if weight is not None:
+        y = y * weight.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
+    with torch.no_grad():
+        new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
+        unbiased = var * (count / max(count - 1, 1))
+        new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
+    return y.to(x.dtype), new_mean, new_var

@@ -136,6 +136,17 @@ def all_reduce(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
     return _apply(x, lambda t: _sum(t, axis, groups), gradient)
 
 
+def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
+    """The greatest of all ranks' values, element for element; for values that need no gradient."""
+    groups = active_groups()
+    if groups.size(axis) == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    groups.count("all_reduce", axis, out.numel() * out.element_size())
+    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=groups.group(axis))
+    return out
+
+
 def all_reduce_gradient(x: Tensor, *, axis: Axis) -> Tensor:
     """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass."""
     groups = active_groups()

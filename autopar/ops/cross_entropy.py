@@ -1,7 +1,14 @@
 """Cross entropy over the last dim of the logits, whole or split over mesh axes."""
 
+import math
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from autopar.ops.collectives import all_reduce, all_reduce_maximum
+from autopar.ops.groups import Axis, active_groups
+from autopar.ops.shards import in_mesh_order, own_range
 
 
 def cross_entropy(
@@ -11,13 +18,70 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    row_axes: Axis = (),
+    class_axes: Axis = (),
+    num_classes: int | None = None,
 ) -> Tensor:
-    """`logits[..., C]`, `target[...]` (class indices) -> scalar (mean, sum) or `[...]` (none)."""
+    """`logits[..., C]`, `target[...]` (class indices) -> scalar (mean, sum) or `[...]` (none).
+
+    `row_axes` split the rows of a mean: the result is this rank's summand of the mean over all rows. `class_axes`
+    (outermost split first) split `num_classes`: the result is the whole loss of these rows, on every rank.
+    """
+    if class_axes:
+        assert num_classes is not None
+        rows = _split_rows(logits, target, ignore_index, label_smoothing, class_axes, num_classes)
+    elif row_axes or reduction == "none":
+        rows = _rows(logits, target, ignore_index, label_smoothing)
+    else:
+        flat = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(
+            flat,
+            target.reshape(-1),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    count = (target != ignore_index).sum()
+    if row_axes:
+        count = all_reduce(count, axis=row_axes)
+    return rows.sum() / count
+
+
+def _rows(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The loss of every row, zero where its label is ignored."""
+    flat = logits.reshape(-1, logits.shape[-1])
     loss = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
-        target.reshape(-1),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
+        flat, target.reshape(-1), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    return loss.reshape(target.shape)
+
+
+def _split_rows(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, class_axes: Axis, num_classes: int
+) -> Tensor:
+    """The loss of every row from this rank's classes. Each sum over ranks is Partial -> Invariant: no backward."""
+    groups = active_groups()
+    axis = in_mesh_order(class_axes, groups)
+    start, length = own_range(num_classes, class_axes, groups)
+    shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if length < logits.shape[-1]:
+        beyond = torch.arange(logits.shape[-1], device=logits.device) >= length
+        shifted = shifted.masked_fill(beyond, -math.inf)
+    # the maximum only keeps exp in range: the loss does not depend on it, so it needs no gradient
+    shifted = shifted - all_reduce_maximum(shifted.detach().amax(-1), axis=axis).unsqueeze(-1)
+    local = target - start
+    inside = (local >= 0) & (local < length) & (target != ignore_index)
+    picked = shifted.gather(-1, torch.where(inside, local, 0).unsqueeze(-1)).squeeze(-1)
+    sums = [shifted.exp().sum(-1), torch.where(inside, picked, 0.0)]
+    if label_smoothing:
+        sums.append(shifted[..., :length].sum(-1))
+    normaliser, *terms = all_reduce(torch.stack(sums), axis=axis).unbind()
+    loss = normaliser.log() - terms[0]
+    if label_smoothing:
+        smooth = normaliser.log() - terms[1] / num_classes
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    return torch.where(target != ignore_index, loss, 0.0).to(logits.dtype)

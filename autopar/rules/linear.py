@@ -1,0 +1,125 @@
+"""Matrix products: `linear: x[.. rows], w[columns rows], bias[columns] -> y[.. columns]`, rows summed.
+
+Rows are input features and columns output features, whichever way a weight is stored. A product is linear in either
+operand; a bias is added once to the sum over split rows.
+"""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.graph import operands
+from autopar.rules.describe import aligned, all_float, dim_name, grads_of, numel, shapes_of
+from autopar.rules.rule import Dims, Factor, Rule, replicated_rule
+
+Maker = Callable[[fx.Node], Rule]
+
+
+def product_rule(
+    node: fx.Node,
+    *,
+    left: Dims,
+    right: Dims,
+    bias: Dims | None,
+    result: Dims,
+    factors: dict[str, Factor],
+    bias_first: bool = False,
+    flops: float,
+) -> Rule:
+    """The rule of `left x right + bias`; each factor of the product is saved for the gradient of the other."""
+    sources = operands(node)
+    first = 1 if bias_first else 0
+    second = first + 1
+    added = frozenset() if bias is None else frozenset({0 if bias_first else 2})
+    dims = (left, right) if bias is None else (bias, left, right) if bias_first else (left, right, bias)
+    grads = grads_of(sources)
+    linear = tuple(added | {i} for i in (first, second))
+    return Rule(
+        factors={n: f for n, f in factors.items() if f.size > 1},
+        operands=dims,
+        results=(result,),
+        added=added,
+        linear=linear if all_float(node, sources) and sources[first] is not sources[second] else (),
+        saves=tuple(i for i, other in ((first, second), (second, first)) if grads[other]),
+        flops=flops,
+        backward_flops=flops * (grads[first] + grads[second]),
+    )
+
+
+def _dim(name: str, size: int) -> str | None:
+    """A factor's name, None for a dim of size 1."""
+    return name if size > 1 else None
+
+
+def _linear(node: fx.Node) -> Rule:
+    shapes = shapes_of(operands(node))
+    x, weight = shapes[0], shapes[1]
+    if len(weight) != 2:
+        return replicated_rule(tuple(map(len, shapes)), (node.meta["val"].dim(),))
+    batch: Dims = tuple(_dim(dim_name(d), size) for d, size in enumerate(x[:-1]))
+    rows, columns = _dim("rows", weight[1]), _dim("columns", weight[0])
+    factors = {
+        **{n: Factor(size=x[d], even=False) for d, n in enumerate(batch) if n},
+        "columns": Factor(size=weight[0], even=False),
+        "rows": Factor(size=weight[1], summed=True),
+    }
+    return product_rule(
+        node,
+        left=(*batch, rows),
+        right=(columns, rows),
+        bias=(columns,) if len(shapes) == 3 else None,
+        result=(*batch, columns),
+        factors=factors,
+        flops=2.0 * numel(x) * weight[0],
+    )
+
+
+def _matmul(node: fx.Node) -> Rule:
+    """matmul, mm, bmm: batch dims broadcast."""
+    a, b = shapes_of(operands(node))
+    if len(a) < 2 or len(b) < 2:
+        return replicated_rule((len(a), len(b)), (node.meta["val"].dim(),))
+    return _batched(node, a, b, None)
+
+
+def _addmm(node: fx.Node) -> Rule:
+    """addmm, baddbmm: operands (bias, a, b); the bias broadcasts."""
+    bias, a, b = shapes_of(operands(node))
+    return _batched(node, a, b, bias)
+
+
+def _batched(node: fx.Node, a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None) -> Rule:
+    result = tuple(node.meta["val"].shape)
+    factors, (left, right), batch = aligned((a[:-2], b[:-2]), result[:-2])
+    row_dim = dim_name(len(result) - 2)
+    row, rows, columns = _dim(row_dim, a[-2]), _dim("rows", a[-1]), _dim("columns", b[-1])
+    out = (*batch, row, columns)
+    added: Dims | None = None
+    if bias is not None:
+        offset = len(result) - len(bias)
+        added = tuple(out[offset + d] if size == result[offset + d] else None for d, size in enumerate(bias))
+    return product_rule(
+        node,
+        left=(*left, row, rows),
+        right=(*right, rows, columns),
+        bias=added,
+        bias_first=bias is not None,
+        result=out,
+        factors={
+            **factors,
+            row_dim: Factor(size=a[-2], even=False),
+            "columns": Factor(size=b[-1], even=False),
+            "rows": Factor(size=a[-1], summed=True),
+        },
+        flops=2.0 * numel(result) * a[-1],
+    )
+
+
+RULES: dict[str, Maker] = {
+    "aten.linear.default": _linear,
+    "aten.matmul.default": _matmul,
+    "aten.mm.default": _matmul,
+    "aten.bmm.default": _matmul,
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": _addmm,
+}
