@@ -1,0 +1,85 @@
+"""What does a model compute? Its forward pass and loss as one normalised graph, traced without memory or device."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.capture.fake_twin import fake_twin
+from autopar.capture.import_program import import_program, stop_gradients
+from autopar.capture.loss import LossModule
+from autopar.capture.user_frame import user_frame
+from autopar.errors import AutoparError, CaptureError
+from autopar.graph import CapturedModel
+from autopar.inputs import flatten_inputs
+from autopar.passes.normalize import normalize
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    name: str | None = None,
+) -> CapturedModel:
+    """Trace `model(*args, **kwargs)` at the shapes given, in the mode (training or not) that the model is in.
+
+    Args:
+        model: on any device, the meta device included; it is not changed, and its activations are never allocated.
+        args, kwargs: example inputs at the global batch; only shapes and dtypes of tensors are used, other values
+            (`use_cache=False`) become constants of the graph.
+        loss_fn: `loss_fn(output, batch)` or `loss_fn(output)`, see `LossModule`; without it the model must return its
+            own loss (a `loss` field, or a scalar that depends on a parameter).
+        name: of the captured model; its class name if not given.
+
+    Raises:
+        NoLossError: if there is nothing to minimise.
+        CaptureError: if torch.export cannot trace the model; names the line at fault.
+    """
+    name = name or type(model).__name__
+    lazy = [path for path, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise CaptureError(f"{name} has parameters without a shape ({', '.join(lazy[:3])}); run its forward once first")
+    named_leaves, rebuild = flatten_inputs(args, kwargs or {})
+    tensors = [(path, leaf) for path, leaf in named_leaves if isinstance(leaf, Tensor)]
+    leaves = [leaf for _, leaf in named_leaves]
+    try:
+        with fake_twin(model) as mode, torch.enable_grad():
+            with mode:  # one fake tensor an input, so that `labels=input_ids` does not tie the two
+                fakes = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in tensors)
+            program = _export(LossModule(model, leaves, rebuild, loss_fn), fakes)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error, name)) from error
+    return normalize(import_program(program, name=name, model=model, inputs=tensors))
+
+
+def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    with warnings.catch_warnings():
+        # torch.export's own use of deprecated torch functions is not for our users to read.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        program = torch.export.export(module, inputs, strict=False)
+        stop_gradients(program)
+        functional: ExportedProgram = program.run_decompositions({})
+        return functional
+
+
+def _explain(error: Exception, name: str) -> str:
+    where = user_frame(error) or name
+    first = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return (
+            f"{where}: Python control flow depends on the values of a tensor ({first}), so one graph cannot stand for "
+            f"the model; use torch.where or a mask, or move the decision out of forward"
+        )
+    return (
+        f"{where}: {name} cannot be traced: {type(error).__name__}: {first}; the forward must run on "
+        "fake tensors: no .item(), .numpy() or file access, and inputs as in a real call"
+    )

@@ -1,0 +1,53 @@
+"""How is a model traced without memory? Its tensors are exchanged for fake ones of the same shape while it is traced.
+
+Fake tensors pretend to live on the CPU, so that `torch.arange(n)` or `torch.tensor([...])` inside a forward, which
+say no device, work for models that stand on the meta device, the CPU or a GPU alike.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+@contextmanager
+def fake_twin(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Parameters and buffers of `model` are fake inside the `with`, and the very same objects again after it.
+
+    Tied tensors stay tied. Plain tensor attributes keep their values (they become constants), unless they have none.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, export=True, shape_env=ShapeEnv(tracked_fakes=[]))
+    twins: dict[int, Tensor] = {}
+    saved: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            with mode:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            twins[id(tensor)] = fake
+        return twins[id(tensor)]
+
+    try:
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for table in tables:
+                for key, value in list(table.items()):
+                    if not isinstance(value, Tensor) or (table is vars(module) and not value.is_meta):
+                        continue
+                    saved.append((table, key, value))
+                    table[key] = twin(value)
+        yield mode
+    finally:
+        for table, key, value in saved:
+            table[key] = value
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Is there data behind a tensor, neither fake nor meta?"""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta

@@ -1,0 +1,210 @@
+"""How does an exported program become a CapturedModel? Placeholders are sorted and named, meta is completed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.capture.fake_twin import has_value
+from autopar.capture.user_frame import frame_of_stack
+from autopar.errors import CaptureError
+from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
+from autopar.passes.graph_tools import needs_grad, tidy
+
+PREFIX = "model."
+
+
+def stop_gradients(program: ExportedProgram) -> None:
+    """Write `torch.no_grad()` blocks as `detach` of their results: inlining the block would forget it."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            continue
+        for result in list(node.users):
+            value = result.meta.get("val")
+            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+                continue
+            with graph.inserting_after(result):
+                stopped = graph.call_function(torch.ops.aten.detach.default, (result,))
+            stopped.meta = dict(result.meta)
+            result.replace_all_uses_with(stopped, delete_user_cb=lambda user, keep=stopped: user is not keep)
+    program.graph_module.recompile()
+
+
+def import_program(
+    program: ExportedProgram, *, name: str, model: nn.Module, inputs: Sequence[tuple[str, Tensor]]
+) -> CapturedModel:
+    """The program's graph with placeholders in the order parameters, buffers, constants, inputs.
+
+    Args:
+        program: a functional export of a `LossModule` around `model`.
+        model: the user's module, from which names, ties and trainability are read.
+        inputs: path and tensor of each tensor input, in the program's order.
+
+    Raises:
+        CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
+    """
+    importer = _Importer(program, model)
+    importer.placeholders(inputs)
+    for node in program.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            importer.call(node)
+    return importer.finish(name)
+
+
+class _Importer:
+    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+        self.program = program
+        self.model = model
+        self.graph = fx.Graph()
+        self.env: dict[str, fx.Node] = {}
+        self.taken: set[str] = set()
+        self.constants: dict[str, Tensor] = {}
+        self.parameter_specs: list[ParameterSpec] = []
+        self.buffer_specs: list[BufferSpec] = []
+        self.input_specs: list[InputSpec] = []
+
+    def placeholders(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
+        specs = self.program.graph_signature.input_specs
+        by_target = {spec.target.removeprefix(PREFIX): spec.arg.name for spec in specs if spec.target is not None}
+        for names, parameter in _by_identity(self.model.named_parameters(remove_duplicate=False)):
+            node = self._state("p_", names, parameter, by_target)
+            node.meta["requires_grad"] = parameter.requires_grad
+            spec = ParameterSpec(
+                placeholder=node.name,
+                names=names,
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                trainable=parameter.requires_grad,
+            )
+            self.parameter_specs.append(spec)
+        persistent = set(self.model.state_dict(keep_vars=True))
+        for names, buffer in _by_identity(self.model.named_buffers(remove_duplicate=False)):
+            node = self._state("b_", names, buffer, by_target)
+            self.buffer_specs.append(
+                BufferSpec(
+                    placeholder=node.name,
+                    names=names,
+                    shape=tuple(buffer.shape),
+                    dtype=buffer.dtype,
+                    persistent=any(name in persistent for name in names),
+                )
+            )
+        for spec in specs:
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                value = self.program.constants[str(spec.target)]
+                node = self._placeholder("c_" + str(spec.target).removeprefix(PREFIX), value)
+                self.constants[node.name] = _plain_constant(value, str(spec.target))
+                self.env[spec.arg.name] = node
+            elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
+                raise CaptureError(
+                    f"the model uses {spec.target}, a {spec.kind.name.lower()}: only tensors are captured"
+                )
+        user = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
+        for old, (path, tensor) in zip(user, inputs, strict=True):
+            node = self._placeholder(f"arg_{path}" if path[0].isdigit() else path, tensor)
+            self.env[old] = node
+            self.input_specs.append(
+                InputSpec(placeholder=node.name, path=path, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            )
+
+    def call(self, old: fx.Node) -> None:
+        if old.op == "get_attr" or getattr(old.target, "namespace", "") == "higher_order":
+            where = frame_of_stack(str(old.meta.get("stack_trace", ""))) or "the model"
+            raise CaptureError(
+                f"{where}: the graph holds {old.target}, a control-flow operator; write it without torch.cond, "
+                "while_loop or autocast blocks"
+            )
+        node = self.graph.node_copy(old, lambda n: self.env[n.name])
+        node.meta = {"val": _meta(old.meta.get("val"), old), "module": _module(old)}
+        node.meta["requires_grad"] = needs_grad(node, node.meta["val"])
+        self.env[old.name] = node
+
+    def finish(self, name: str) -> CapturedModel:
+        mutated: dict[str, fx.Node] = {}
+        for spec in self.program.graph_signature.output_specs:
+            if spec.kind is OutputKind.USER_OUTPUT:
+                loss = self.env[spec.arg.name]
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                mutated[str(spec.target).removeprefix(PREFIX)] = self.env[spec.arg.name]
+        outputs = [loss]
+        for index, buffer in enumerate(self.buffer_specs):
+            value = next((mutated[n] for n in buffer.names if n in mutated), None)
+            if value is not None:
+                outputs.append(value)
+                self.buffer_specs[index] = replace(buffer, mutated_by=value.name)
+        self.graph.output(tuple(outputs))
+        return tidy(
+            CapturedModel(
+                name=name,
+                graph=self.graph,
+                parameters=tuple(self.parameter_specs),
+                buffers=tuple(self.buffer_specs),
+                inputs=tuple(self.input_specs),
+                loss=loss.name,
+                constants=self.constants,
+            )
+        )
+
+    def _state(self, prefix: str, names: tuple[str, ...], tensor: Tensor, by_target: Mapping[str, str]) -> fx.Node:
+        node = self._placeholder(prefix + names[0], tensor)
+        for name in names:
+            if name in by_target:
+                self.env[by_target[name]] = node
+        return node
+
+    def _placeholder(self, wish: str, tensor: Tensor) -> fx.Node:
+        base = re.sub(r"\W", "_", wish).lower()
+        name, number = base, 1
+        while name in self.taken:
+            name, number = f"{base}_{number}", number + 1
+        self.taken.add(name)
+        node = self.graph.create_node("placeholder", name, name=name)
+        if node.name != name:  # a Python keyword or builtin: fx chose another name, the argument follows it
+            node.target = node.name
+            self.taken.add(node.name)
+        node.meta = {"val": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), "module": ""}
+        node.meta["requires_grad"] = False
+        return node
+
+
+def _by_identity(named: Any) -> list[tuple[tuple[str, ...], Tensor]]:
+    groups: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [(tuple(names), tensor) for names, tensor in groups.values()]
+
+
+def _plain_constant(value: Any, target: str) -> Tensor:
+    if not isinstance(value, Tensor) or not has_value(value):
+        raise CaptureError(
+            f"the tensor attribute {target.removeprefix(PREFIX)!r} has no value on the meta device; "
+            "register it as a buffer, or build it on the CPU"
+        )
+    return value.detach().cpu()
+
+
+def _meta(value: Any, node: fx.Node) -> Any:
+    """A fake value as a plain meta tensor."""
+    if isinstance(value, tuple | list):
+        return tuple(_meta(item, node) for item in value)
+    if isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if value is None:
+        return torch.empty(0, device="meta")
+    where = frame_of_stack(str(node.meta.get("stack_trace", ""))) or "the model"
+    raise CaptureError(
+        f"{where}: the shape of {node.target} depends on the data ({value}); a captured model has fixed shapes: "
+        "use a mask or torch.where instead of selecting by condition or calling .item()"
+    )
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return "" if path == PREFIX.rstrip(".") else path.removeprefix(PREFIX).split("@")[0]

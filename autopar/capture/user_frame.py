@@ -1,0 +1,56 @@
+"""Which line of the user's own code does an error come from?"""
+
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parents[1]
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def user_frame(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame that is the user's; failing that, of a library that is not torch."""
+    frames = [frame for link in _chain(error) for frame in _frames(link.__traceback__)]
+    return innermost(frames)
+
+
+def frame_of_stack(text: str) -> str | None:
+    """The same for a stack trace printed as text, as fx nodes carry it."""
+    return innermost([(name, int(line)) for name, line in _FRAME.findall(text)])
+
+
+def innermost(frames: list[tuple[str, int]]) -> str | None:
+    """Of frames listed outermost first, the last one that is the user's own, or else any library's but torch."""
+    known = [(Path(name), line) for name, line in frames if not name.startswith("<")]
+    foreign = [(path, line) for path, line in known if not _is_machinery(path)]
+    own = [(path, line) for path, line in foreign if "site-packages" not in path.parts]
+    chosen = own or foreign
+    return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else None
+
+
+def _is_machinery(path: Path) -> bool:
+    if path.is_relative_to(_TORCH) or path.is_relative_to(_OURS):
+        return True
+    return path.is_relative_to(_STDLIB) and "site-packages" not in path.parts
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what caused it, outermost last."""
+    causes = []
+    link: BaseException | None = error
+    while link is not None and link not in causes:
+        causes.append(link)
+        link = link.__cause__ or link.__context__
+    return reversed(causes)
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next

@@ -1,0 +1,54 @@
+"""Which tensors does a call hand to a model, and under which path? `input_ids`, `0`, `batch.pixel_values`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import BatchError
+from autopar.graph import InputSpec
+
+Rebuild = Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], Rebuild]:
+    """Every leaf of a call with its path, and the function that makes `(args, kwargs)` of as many other leaves.
+
+    Positions come first, then keywords by name (their order is the caller's taste).
+    """
+    ordered = {key: kwargs[key] for key in sorted(kwargs)}
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
+
+    def rebuild(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return args, kwargs
+
+    return [(path_name(path), leaf) for path, leaf in leaves], rebuild
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Leaves of nested lists, tuples, mappings and registered dataclasses, in order."""
+    return list(pytree.tree_leaves(value))
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`(args, 0)` -> `0`, `(kwargs, batch, x)` -> `batch.x`."""
+    parts = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path[1:]]
+    return ".".join(parts)
+
+
+def bind_inputs(inputs: Sequence[InputSpec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The call's tensors by placeholder name.
+
+    Raises:
+        BatchError: if a captured tensor input is missing, or one is given that was not captured.
+    """
+    given = {path: leaf for path, leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)}
+    wanted = {spec.path for spec in inputs}
+    if wanted != set(given):
+        raise BatchError(
+            f"the model was captured with tensor inputs {sorted(wanted)} but was called with {sorted(given)}; "
+            "call it with the same arguments, or plan again with these"
+        )
+    return {spec.placeholder: given[spec.path] for spec in inputs}

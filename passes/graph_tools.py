@@ -1,0 +1,139 @@
+"""What do passes share? Inserting calls whose meta is complete, removing dead ones, and checking the result."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import PassError
+from autopar.graph import CapturedModel, operands
+
+aten = torch.ops.aten
+_OVERLOAD = type(aten.add.Tensor)
+
+
+def insert(
+    anchor: fx.Node,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """A call just before `anchor`, made by the same module as it, its value inferred on the meta device."""
+    graph = anchor.graph
+    with graph.inserting_before(anchor):
+        node = graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
+    node.meta["module"] = anchor.meta["module"]
+    infer_meta(node)
+    return node
+
+
+def substitute(node: fx.Node, replacement: fx.Node) -> None:
+    """Every user of `node` reads `replacement` instead, and `node` is gone."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+
+
+def infer_meta(node: fx.Node) -> None:
+    """Run the node on meta tensors for its `val`; it requires a gradient where an operand does and it is floating."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    if not operands(node) and any(a.name == "device" for a in node.target._schema.arguments):  # type: ignore[union-attr]
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    with torch.no_grad():
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = value
+    node.meta["requires_grad"] = needs_grad(node, value)
+
+
+def needs_grad(node: fx.Node, value: Any) -> bool:
+    """Is a trainable parameter upstream of a call with this value?"""
+    if node.target is aten.detach.default:
+        return False
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    floating = any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
+    return floating and any(bool(operand.meta["requires_grad"]) for operand in operands(node))
+
+
+def is_aten(target: Any) -> bool:
+    """Is a call's target an operator of torch with a schema, not a Python function?"""
+    return isinstance(target, _OVERLOAD)
+
+
+def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
+    """The calls of any of `targets`, in order; safe against edits while iterating."""
+    wanted = set(targets)
+    return iter([node for node in graph.nodes if node.op == "call_function" and node.target in wanted])
+
+
+def results(node: fx.Node) -> dict[int, fx.Node]:
+    """The `getitem` users of a node with several results, by position."""
+    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    last: fx.Node = next(iter(reversed(graph.nodes)))
+    return last
+
+
+def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The loss, then the new value of each mutated buffer."""
+    values: Any = output_node(graph).args[0]
+    return tuple(values)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drop calls that nothing reads: in a functional graph they have no effect."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def tidy(captured: CapturedModel) -> CapturedModel:
+    """Drop dead calls and constants, then name loss and mutated buffers as the graph's output has them now."""
+    graph = captured.graph
+    remove_dead(graph)
+    constants = dict(captured.constants)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name in constants and not node.users:
+            del constants[node.name]
+            graph.erase_node(node)
+    loss, *mutated = outputs(graph)
+    names = iter(node.name for node in mutated)
+    buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
+    return replace(captured, constants=constants, buffers=buffers, loss=loss.name)
+
+
+def verify(captured: CapturedModel) -> None:
+    """What every pass must leave behind.
+
+    Raises:
+        PassError: if the graph is not well formed, a node's meta is incomplete, or placeholders, loss or mutated
+            buffers are not those that the specs name.
+    """
+    graph = captured.graph
+    graph.lint()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        missing = [key for key in ("val", "requires_grad", "module") if key not in node.meta]
+        if missing:
+            raise PassError(f"{node.name} = {node.target}: meta lacks {missing}")
+        for value in node.meta["val"] if isinstance(node.meta["val"], tuple | list) else (node.meta["val"],):
+            if not isinstance(value, Tensor) or not value.is_meta:
+                raise PassError(f"{node.name} = {node.target}: val is {type(value).__name__}, not a meta tensor")
+    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+    expected = [
+        *(p.placeholder for p in captured.parameters),
+        *(b.placeholder for b in captured.buffers),
+        *captured.constants,
+        *(i.placeholder for i in captured.inputs),
+    ]
+    if placeholders != expected:
+        raise PassError(f"placeholders {placeholders} are not the specs' {expected}")
+    found = [node.name for node in outputs(graph)]
+    named = [captured.loss, *(b.mutated_by for b in captured.buffers if b.mutated_by)]
+    if found != named:
+        raise PassError(f"outputs {found} are not the loss and mutated buffers {named}")

@@ -1,0 +1,82 @@
+"""What does attention mask, and how many key heads are there? Read off constants and repeats; then one form of call.
+
+`scaled_dot_product_attention(q, k, v, mask, dropout_p=0.0, is_causal=..., scale=..., enable_gqa=...)`, or
+`autopar.ops.attention` with a `site` where attention weights are dropped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.graph import CapturedModel, shape_of
+from autopar.ops.attention import attention
+from autopar.passes.graph_tools import aten, calls, insert, substitute
+from autopar.passes.normalize.dropout import next_site
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def normalize_attention(captured: CapturedModel) -> CapturedModel:
+    """An all-true mask becomes none, a lower triangle `is_causal`, repeated key and value heads `enable_gqa`."""
+    kinds: dict[str, str] = {}
+    site = next_site(captured)
+    for node in calls(captured.graph, SDPA):
+        given: list[Any] = [*node.args, *(None, 0.0, False)[len(node.args) - 3 :]]
+        query, key, value, mask, dropout_p, is_causal = given
+        options: dict[str, Any] = {
+            "is_causal": bool(is_causal),
+            "scale": node.kwargs.get("scale"),
+            "enable_gqa": bool(node.kwargs.get("enable_gqa", False)),
+        }
+        if isinstance(mask, fx.Node) and mask.name in captured.constants:
+            kind = kinds.setdefault(mask.name, mask_kind(captured.constants[mask.name]))
+            square = shape_of(query)[-2] == shape_of(key)[-2]
+            if kind == "all" or (kind == "causal" and square):
+                options["is_causal"] = kind == "causal"
+                mask = None
+        grouped = ungrouped(key), ungrouped(value)
+        if grouped[0] is not None and grouped[1] is not None and not options["enable_gqa"]:
+            (key, value), options["enable_gqa"] = grouped, True
+        if dropout_p:
+            options = {"dropout_p": float(dropout_p), **options, "site": site}
+            site += 1
+            call = insert(node, attention, (query, key, value, mask), options)
+        else:
+            call = insert(node, SDPA, (query, key, value, mask), {"dropout_p": 0.0, **options})
+        substitute(node, call)
+    return captured
+
+
+def mask_kind(mask: Tensor) -> str:
+    """`all` if nothing is masked, `causal` if exactly the future is, else `other`. Masks are boolean or added."""
+    if mask.dtype is torch.bool:
+        keep = mask
+    else:
+        keep = mask == 0
+        hidden = mask[~keep]
+        if not bool((hidden <= torch.finfo(mask.dtype).min).all()):
+            return "other"
+    if bool(keep.all()):
+        return "all"
+    *leading, rows, columns = keep.shape
+    if rows != columns or any(size != 1 for size in leading):
+        return "other"
+    square = keep.reshape(rows, columns)
+    return "causal" if torch.equal(square, torch.ones_like(square).tril()) else "other"
+
+
+def ungrouped(node: Any) -> Any:
+    """`[b, g, s, d]` of a tensor whose heads are those repeated: reshape(expand(unsqueeze(x, 2))); None otherwise."""
+    if node.target is not aten.reshape.default or node.args[0].target is not aten.expand.default:
+        return None
+    expanded = node.args[0]
+    single = expanded.args[0]
+    if single.target is not aten.unsqueeze.default or single.args[1] != 2 or len(shape_of(node)) != 4:
+        return None
+    source = single.args[0]
+    batch, groups, length, width = shape_of(source)
+    repeats = shape_of(expanded)[2]
+    if shape_of(expanded) != (batch, groups, repeats, length, width):
+        return None
+    return source if shape_of(node) == (batch, groups * repeats, length, width) else None

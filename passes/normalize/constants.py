@@ -1,0 +1,140 @@
+"""Which values are the same at every step? What depends on no parameter, buffer or input is evaluated once, here.
+
+A mask over [batch, 1, sequence, sequence] is constant along the batch: values are kept in *compressed* form, size 1
+along each dim where they do not vary, so that nothing is ever as large as the batch it stands for.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.graph import CapturedModel, shape_of
+from autopar.passes.graph_tools import aten, insert, is_aten, substitute
+from autopar.passes.normalize.elementwise import is_elementwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """`tensor` expanded to `shape` is the value."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> Tensor:
+        return self.tensor.expand(self.shape)
+
+
+def compress(value: Tensor) -> Tensor:
+    """The value with size 1 along each dim where it is constant."""
+    for dim in range(value.dim()):
+        if value.shape[dim] <= 1:
+            continue
+        if value.stride(dim) == 0 or _is_constant(value, dim):
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def fold_constants(captured: CapturedModel) -> CapturedModel:
+    """Evaluate constant calls; those that others read become constant placeholders, expanded where they vary less."""
+    graph = captured.graph
+    values = {name: Compressed(tensor=compress(t), shape=tuple(t.shape)) for name, t in captured.constants.items()}
+    frontier: list[fx.Node] = []
+    pending: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and _foldable(node, values):
+            values[node.name] = evaluate(node, values)
+            pending[node] = len(node.users)
+            if any(user.op == "output" or not _foldable(user, values) for user in node.users):
+                frontier.append(node)
+        for operand in node.all_input_nodes:  # what no later call reads is freed, masks being large
+            if operand in pending:
+                pending[operand] -= 1
+                if pending[operand] == 0 and operand not in frontier:
+                    values.pop(operand.name, None)
+    constants = {name: values[name].tensor for name in captured.constants}
+    anchor = _first_after_constants(captured)
+    for node in frontier:
+        value = values[node.name]
+        name = next((n for n, t in constants.items() if _equal(t, value.tensor)), None)
+        if name is None:
+            name = _fresh(f"c_{node.name}", graph)
+            constants[name] = value.tensor.clone(memory_format=torch.contiguous_format)
+            placeholder = _placeholder(anchor, name, constants[name])
+        else:
+            placeholder = next(n for n in graph.nodes if n.op == "placeholder" and n.name == name)
+        if shape_of(placeholder) != value.shape:
+            placeholder = insert(node, aten.expand.default, (placeholder, list(value.shape)))
+        substitute(node, placeholder)
+    for name in captured.constants:
+        _expand_lifted(graph, name, values[name])
+    return replace(captured, constants=constants)
+
+
+def evaluate(node: fx.Node, values: dict[str, Compressed]) -> Compressed:
+    """Run a call on the CPU; elementwise calls on compressed operands, others on stride-0 views of the whole."""
+    elementwise = is_elementwise(node.target)
+
+    def value(operand: fx.Node) -> Tensor:
+        known = values[operand.name]
+        return known.tensor if elementwise else known.whole
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    with torch.no_grad():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return Compressed(tensor=compress(result), shape=shape_of(node))
+
+
+def _foldable(node: fx.Node, values: dict[str, Compressed]) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not is_aten(target):
+        return False
+    if not isinstance(node.meta["val"], Tensor) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return all(operand.name in values for operand in node.all_input_nodes)
+
+
+def _is_constant(value: Tensor, dim: int) -> bool:
+    first = value.narrow(dim, 0, 1)
+    if not torch.equal(first, value.narrow(dim, 1, 1)):  # the cheap test first: most dims vary at once
+        return False
+    return bool((value == first).all())
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+
+
+def _expand_lifted(graph: fx.Graph, name: str, value: Compressed) -> None:
+    """A constant that came with the model is stored compressed as well."""
+    node = next(n for n in graph.nodes if n.op == "placeholder" and n.name == name)
+    if shape_of(node) == tuple(value.tensor.shape):
+        return
+    node.meta["val"] = torch.empty(value.tensor.shape, dtype=value.tensor.dtype, device="meta")
+    for user in list(node.users):
+        expanded = insert(user, aten.expand.default, (node, list(value.shape)))
+        user.replace_input_with(node, expanded)
+
+
+def _first_after_constants(captured: CapturedModel) -> fx.Node:
+    first_input = captured.inputs[0].placeholder if captured.inputs else None
+    nodes: list[fx.Node] = list(captured.graph.nodes)
+    return next(n for n in nodes if n.op != "placeholder" or n.name == first_input)
+
+
+def _placeholder(anchor: fx.Node, name: str, value: Tensor) -> fx.Node:
+    with anchor.graph.inserting_before(anchor):
+        node = anchor.graph.create_node("placeholder", name, name=name)
+    val: Any = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    node.meta = {"val": val, "requires_grad": False, "module": ""}
+    return node
+
+
+def _fresh(wish: str, graph: fx.Graph) -> str:
+    taken = {node.name for node in graph.nodes}
+    name, number = wish, 1
+    while name in taken:
+        name, number = f"{wish}_{number}", number + 1
+    return name

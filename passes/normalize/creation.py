@@ -1,0 +1,72 @@
+"""Which calls look at a tensor only for its shape? They become calls without operands, so that they can be folded."""
+
+from typing import Any
+
+from torch import fx
+
+from autopar.graph import CapturedModel, dtype_of, shape_of
+from autopar.passes.graph_tools import aten, calls, insert, substitute
+
+FILL: dict[Any, Any] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    # A functional graph writes every element of an empty tensor before reading it, so any value will do.
+    aten.empty_like.default: 0,
+    aten.new_empty.default: 0,
+    aten.empty.memory_format: 0,
+    aten.new_empty_strided.default: 0,
+    aten.empty_strided.default: 0,
+    aten.empty_permuted.default: 0,
+}
+# Random numbers are drawn where their operand lives; a creation call alone would always draw them on the CPU.
+RANDOM: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
+FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
+
+
+def simplify_creation(captured: CapturedModel) -> CapturedModel:
+    """`zeros_like(x)` -> `full(sizes, 0)`; `copy(a, b)` -> b; `pad` by a constant -> `constant_pad_nd`."""
+    for node in calls(captured.graph, *FILL):
+        substitute(node, _full(node, FILL[node.target]))
+    for node in calls(captured.graph, *FILL_ARGUMENT):
+        substitute(node, _full(node, node.args[FILL_ARGUMENT[node.target]]))
+    for node in calls(captured.graph, *RANDOM):
+        substitute(node, insert(node, RANDOM[node.target], (_full(node, 0),)))
+    for node in calls(captured.graph, aten.copy.default):
+        substitute(node, _copied(node))
+    for node in calls(captured.graph, aten.pad.default):
+        mode = node.args[2] if len(node.args) > 2 else "constant"
+        value: Any = node.args[3] if len(node.args) > 3 else None
+        if mode == "constant":
+            filled = float(value or 0) if dtype_of(node).is_floating_point else int(value or 0)
+            substitute(node, insert(node, aten.constant_pad_nd.default, (node.args[0], node.args[1], filled)))
+    for node in calls(captured.graph, aten.index.Tensor):
+        indices: Any = node.args[1]
+        if len(indices) == 1 and _is_row_lookup(node.args[0], indices[0]):
+            substitute(node, insert(node, aten.embedding.default, (node.args[0], indices[0])))
+    return captured
+
+
+def _full(node: fx.Node, value: Any) -> fx.Node:
+    dtype = dtype_of(node)
+    if dtype.is_floating_point:
+        value = float(value)
+    return insert(node, aten.full.default, (list(shape_of(node)), value), {"dtype": dtype})
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    source: Any = node.args[1]
+    if dtype_of(source) != dtype_of(node):
+        source = insert(node, aten._to_copy.default, (source,), {"dtype": dtype_of(node)})
+    if shape_of(source) != shape_of(node):
+        source = insert(node, aten.expand.default, (source, list(shape_of(node))))
+    return source  # type: ignore[no-any-return]
+
+
+def _is_row_lookup(table: Any, index: Any) -> bool:
+    """Is `table[index]` an embedding: rows of a trainable matrix by integer?"""
+    if not isinstance(index, fx.Node):
+        return False
+    integer = not dtype_of(index).is_floating_point and dtype_of(index).itemsize > 1
+    return table.op == "placeholder" and bool(table.meta["requires_grad"]) and len(shape_of(table)) == 2 and integer

@@ -1,0 +1,287 @@
+"""The house keeps its rules: who imports whom, what the wheel holds, who touches private torch, how long files are.
+
+Each rule is a table at the top. A new module joins the table, or a test here says where to declare it.
+"""
+
+import ast
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Folders of the product and the package each is imported as.
+PACKAGES = {"autopar": "autopar", "passes": "autopar.passes", "cost_models": "autopar.cost_models"}
+
+# Modules and packages right under `autopar`, from what knows nothing to what knows everything. A module imports from
+# its own layer and from those before it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "version", "mesh", "placement", "redistribution", "graph", "plan", "cluster", "inputs"),
+    ("ops",),
+    ("rules", "cost_models", "passes"),
+    ("search", "runtime", "capture", "reference", "models"),
+    ("api", "__init__"),
+    ("cli",),
+)
+
+# Beyond layers: passes know what is legal, cost models what is dear, search what is wise.
+FORBIDDEN = {
+    "passes": ("search", "cost_models"),
+    "cost_models": ("search", "passes", "rules", "ops"),
+}
+
+# Private parts of torch, and the files that may touch each; a dot in front means an attribute of any object.
+PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
+    "torch._ops": ("autopar/graph.py",),
+    "torch._subclasses": ("autopar/capture/fake_twin.py",),
+    "torch.utils._pytree": ("autopar/inputs.py",),
+    "torch.ops._c10d_functional": (),
+    "torch.distributed.tensor.placement_types._StridedShard": (),
+    "._local_tensor": (),
+    "._spec": (),
+}
+
+MAX_LINES = 400
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Files below `folder`, links not followed, caches left out."""
+    for base, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f != "__pycache__" and not f.endswith(".egg-info"))
+        folders[:] = [f for f in folders if not (Path(base) / f).is_symlink()]
+        yield from (Path(base) / file for file in sorted(files) if not file.endswith(".pyc"))
+
+
+@cache
+def product() -> dict[str, Path]:
+    """Module name -> file, for every module of the product."""
+    modules = {}
+    for folder, package in PACKAGES.items():
+        for file in walk(ROOT / folder):
+            if file.suffix == ".py":
+                parts = [package, *file.relative_to(ROOT / folder).with_suffix("").parts]
+                modules[".".join(parts).removesuffix(".__init__")] = file
+    return modules
+
+
+def unit(module: str) -> str:
+    """`autopar.passes.x.y` -> `passes`; the package itself is `__init__`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_modules(source: str, known: set[str]) -> set[str]:
+    """Modules of autopar that `source` imports, at any depth: in functions and under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"relative import on line {node.lineno}; write it from autopar"
+            children = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= children & known
+            if children - known:
+                found.add(node.module or "")
+    return {name for name in found if name.split(".")[0] == "autopar"}
+
+
+def breaks(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, or None if it may."""
+    layer = {name: index for index, names in enumerate(LAYERS) for name in names}
+    source, dependency = unit(module), unit(target)
+    for name in (source, dependency):
+        if name not in layer:
+            return f"autopar.{name} has no layer; declare it in LAYERS of tests/test_house.py"
+    if layer[dependency] > layer[source]:
+        return f"{module} (layer {layer[source]}) imports {target} (layer {layer[dependency]}), which stands above it"
+    if dependency in FORBIDDEN.get(source, ()):
+        return f"{module} imports {target}, and {source} never import {dependency}"
+    return None
+
+
+@pytest.mark.parametrize("module", sorted(product()))
+def test_imports_point_downwards(module: str) -> None:
+    targets = imported_modules(product()[module].read_text(), set(product()))
+    assert [reason for target in sorted(targets | {module}) if (reason := breaks(module, target))] == []
+
+
+def test_the_direction_rule_itself() -> None:
+    assert breaks("autopar.passes.x", "autopar.errors") is None
+    assert breaks("autopar.search.x", "autopar.cost_models.y") is None
+    assert breaks("autopar.cli", "autopar.api") is None
+    assert "above" in (breaks("autopar.rules.x", "autopar.search.y") or "")
+    assert "above" in (breaks("autopar.errors", "autopar") or "")
+    assert "never" in (breaks("autopar.passes.x", "autopar.cost_models") or "")
+    assert "declare" in (breaks("autopar.novelty", "autopar.errors") or "")
+    known = {"autopar", "autopar.api", "autopar.search", "autopar.search.ilp"}
+    lazy = "def f():\n    from autopar.search import ilp\n    from autopar import plan\n    import torch"
+    assert imported_modules(lazy, known) == {"autopar.search.ilp", "autopar"}
+    with pytest.raises(AssertionError, match="relative"):
+        imported_modules("from . import x", known)
+
+
+def test_passes_and_cost_models_are_reached_through_links() -> None:
+    for folder in ("passes", "cost_models"):
+        link = ROOT / "autopar" / folder
+        assert link.is_symlink() and link.readlink() == Path("..") / folder
+
+
+def settings() -> dict[str, dict[str, object]]:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert isinstance(table, dict)
+    return table
+
+
+def test_the_package_list_is_the_tree() -> None:
+    folders = {name if file.name == "__init__.py" else name.rpartition(".")[0] for name, file in product().items()}
+    missing = [name for name in folders if name not in product() or product()[name].name != "__init__.py"]
+    assert missing == [], "folders with modules but no __init__.py"
+    assert settings()["packages"] == sorted(folders), "tool.setuptools.packages of pyproject.toml, sorted"
+    assert settings()["package-dir"] == {package: folder for folder, package in PACKAGES.items()}
+
+
+def data_files() -> dict[str, Path]:
+    """`package-relative path in the wheel` -> file, for what is not Python source."""
+    return {
+        f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}": file
+        for folder, package in PACKAGES.items()
+        for file in walk(ROOT / folder)
+        if file.suffix != ".py"
+    }
+
+
+def test_package_data_covers_every_data_file() -> None:
+    patterns = [
+        f"{package.replace('.', '/')}/{pattern}"
+        for package, globs in settings()["package-data"].items()
+        for pattern in globs
+    ]
+    left_out = [path for path in data_files() if not any(fnmatch.fnmatch(path, pattern) for pattern in patterns)]
+    assert left_out == [], "add them to tool.setuptools.package-data of pyproject.toml"
+
+
+def test_the_wheel_is_complete(tmp_path: Path) -> None:
+    """Built without network, from a copy without the links (as a checkout on Windows would be)."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in PACKAGES:
+        for file in walk(ROOT / folder):
+            target = source / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+    ]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    expected = set(data_files())
+    for name, file in product().items():
+        expected.add(name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py"))
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    assert held == expected
+
+
+def private_torch(source: str) -> set[str]:
+    """Keys of PRIVATE_TORCH style that `source` touches: `torch.a._b` up to its first private part, `._listed`."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    dotted: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            dotted |= {alias.name for alias in node.names}
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            dotted |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    listed = {key for key in PRIVATE_TORCH if key.startswith(".")}
+    touched = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            touched |= {f".{node.attr}"} & listed
+            chain = [node.attr]
+            value = node.value
+            while isinstance(value, ast.Attribute):
+                chain.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name) and value.id in names:
+                dotted.add(".".join([names[value.id], *reversed(chain)]))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            touched |= {f".{node.value}"} & listed  # getattr(tensor, "_local_tensor")
+    for name in dotted:
+        if match := re.match(r"torch\.(?!ops\.aten\.)(?:[A-Za-z]\w*\.)*_(?!_)\w+", name):
+            touched.add(match.group())
+    return touched
+
+
+@pytest.mark.parametrize("file", sorted(f.relative_to(ROOT).as_posix() for f in product().values()))
+def test_private_torch_stays_behind_its_file(file: str) -> None:
+    touched = private_torch((ROOT / file).read_text())
+    astray = sorted(name for name in touched if file not in PRIVATE_TORCH.get(name, ()))
+    assert astray == [], (
+        f"{file} touches private parts of torch that PRIVATE_TORCH of tests/test_house.py keeps elsewhere"
+    )
+
+
+def test_private_torch_is_recognised() -> None:
+    assert private_torch("import torch\ntorch._ops.OpOverload") == {"torch._ops"}
+    assert private_torch("import torch.fx._x as y\ny.z") == {"torch.fx._x"}
+    assert private_torch("from torch.ops import _c10d_functional as f\nf.wait") == {"torch.ops._c10d_functional"}
+    strided = "torch.distributed.tensor.placement_types._StridedShard"
+    assert private_torch("from torch.distributed.tensor.placement_types import _StridedShard") == {strided}
+    assert private_torch("x._local_tensor; getattr(x, '_spec')") == {"._local_tensor", "._spec"}
+    assert private_torch("import torch\ntorch.ops.aten._softmax.default") == set(), "a name of ATen, not of Python"
+    assert private_torch("import torch\ntorch.nn.Module.__init__\nself._mine") == set()
+
+
+def sources() -> list[str]:
+    folders = (*PACKAGES, "tests", "examples", "benchmarks")
+    return [f.relative_to(ROOT).as_posix() for folder in folders for f in walk(ROOT / folder) if f.suffix == ".py"]
+
+
+def test_no_file_is_longer_than_a_head_can_hold() -> None:
+    lengths = {file: len((ROOT / file).read_text().splitlines()) for file in sources()}
+    assert {file: length for file, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_the_first_two_commands_of_the_readme_are_the_two_that_work() -> None:
+    blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    commands = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    assert commands[:2] == ["make demo", "make test"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    for command in commands[:2]:
+        result = subprocess.run(
+            [*command.split(), "-n"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        assert ".venv/bin/python" in result.stdout
+
+
+def test_continuous_integration_runs_what_a_person_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    lines = script.read_text().splitlines()
+    assert "set -euo pipefail" in lines
+    assert [line.split()[-1] for line in lines if line.startswith("make ")] == ["check", "test"]
