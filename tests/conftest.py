@@ -1,0 +1,18 @@
+"""What every test shares: one thread, no network, and the warnings of other people's code that we cannot answer.
+
+Warnings are errors (pyproject). A filter here names one message of one library and why it is not ours to fix.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the suite shares few cores with its own ranks
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; a test that downloads is a mistake
+
+import pytest
+
+FILTERS: tuple[str, ...] = ()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in FILTERS:
+        config.addinivalue_line("filterwarnings", line)
