@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.graph import operands
 from autopar.ops.attention import attention
-from autopar.rules.describe import all_float, argument, grads_of, numel, shapes_of, statistics_size
+from autopar.rules.describe import all_float, argument, grads_of, is_float, numel, shapes_of, statistics_size
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
 
 # Forward is two matrix products; backward five, as flash kernels compute the weights again.
@@ -45,14 +45,18 @@ def attention_rule(node: fx.Node) -> Rule:
         dims.append(mask)
     flops = 2.0 * numel(q[:-1]) * k[-2] * (q[-1] + v[-1]) / (2 if _is_causal(node) else 1)
     graded = any(grads_of(sources))
+    dtype = sources[0].meta["val"].dtype
+    saved, kept = tuple(range(len(sources))), numel(whole[:-1]) * statistics_size(dtype)
+    if len(sources) == 4 and not is_float(sources[3]):  # kernels turn a bool mask into one to add
+        saved, kept = (0, 1, 2), kept + numel(shapes[3]) * dtype.itemsize
     return Rule(
         factors=factors,
         operands=tuple(dims),
         results=((*query, None),),
         linear=(frozenset({2}),) if all_float(node, sources[2:3]) else (),
-        saves=tuple(range(len(sources))) if graded else (),
+        saves=saved if graded else (),
         saves_results=(0,) if graded else (),
-        saves_nbytes=numel(whole[:-1]) * statistics_size(sources[0].meta["val"].dtype) if graded else 0,
+        saves_nbytes=kept if graded else 0,
         flops=flops,
         backward_flops=BACKWARD_RATIO * flops if graded else 0.0,
         localize=_localize,

@@ -212,7 +212,7 @@ RULES: dict[str, Maker] = {
     **dict.fromkeys(_names("div true_divide divide", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), _quotient),
     **dict.fromkeys(_names("pow", "Tensor_Scalar", "Tensor_Tensor", "Scalar"), _power),
     **dict.fromkeys(_names("rsqrt sqrt reciprocal", "default"), _root("result")),
-    **dict.fromkeys(_names("log log2 log10", "default"), _root("operand")),
+    **dict.fromkeys(_names("log log2 log10 log1p", "default"), _root("operand")),
     **dict.fromkeys(_names("where", "self", "ScalarOther", "ScalarSelf", "Scalar"), _where),
     **dict.fromkeys(_names("masked_fill", "Scalar", "Tensor"), _masked_fill),
     **dict.fromkeys(_names("maximum minimum fmax fmin", "default"), _both_saved),

@@ -25,14 +25,19 @@ def product_rule(
     factors: dict[str, Factor],
     bias_first: bool = False,
     flops: float,
+    copied: tuple[int, int] = (0, 0),
 ) -> Rule:
-    """The rule of `left x right + bias`; each factor of the product is saved for the gradient of the other."""
+    """The rule of `left x right + bias`; each factor of the product is saved for the gradient of the other.
+
+    `copied`: bytes of the broadcast copy that is kept in place of the left and right operand, 0 where none is made.
+    """
     sources = operands(node)
     first = 1 if bias_first else 0
     second = first + 1
     added = frozenset() if bias is None else frozenset({0 if bias_first else 2})
     dims = (left, right) if bias is None else (bias, left, right) if bias_first else (left, right, bias)
     grads = grads_of(sources)
+    kept = [nbytes if grads[other] else None for nbytes, other in zip(copied, (second, first), strict=True)]
     linear = tuple(added | {i} for i in (first, second))
     return Rule(
         factors={n: f for n, f in factors.items() if f.size > 1},
@@ -40,7 +45,8 @@ def product_rule(
         results=(result,),
         added=added,
         linear=linear if all_float(node, sources) and sources[first] is not sources[second] else (),
-        saves=tuple(i for i, other in ((first, second), (second, first)) if grads[other]),
+        saves=tuple(i for i, nbytes in zip((first, second), kept, strict=True) if nbytes == 0),
+        saves_nbytes=sum(filter(None, kept)),
         flops=flops,
         backward_flops=flops * (grads[first] + grads[second]),
     )
@@ -112,7 +118,19 @@ def _batched(node: fx.Node, a: tuple[int, ...], b: tuple[int, ...], bias: tuple[
             "rows": Factor(size=a[-1], summed=True),
         },
         flops=2.0 * numel(result) * a[-1],
+        copied=_copies(node, a, b, result),
     )
+
+
+def _copies(node: fx.Node, a: tuple[int, ...], b: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of an operand's copy where its batch dims are broadcast; a matrix beside a batch is folded instead."""
+    if len(a) == 2 or len(b) == 2:
+        return 0, 0
+    element_size = node.meta["val"].dtype.itemsize
+    left, right = (
+        0 if side[:-2] == result[:-2] else numel(result[:-2]) * numel(side[-2:]) * element_size for side in (a, b)
+    )
+    return left, right
 
 
 RULES: dict[str, Maker] = {

@@ -65,12 +65,17 @@ def _cross_entropy(node: fx.Node) -> Rule:
         results=(() if summed else rows,),
         extra=(split_classes,) if num_classes > 1 else (),
         saves=(1,) if graded else (),
-        saves_nbytes=numel(shape) * value.dtype.itemsize if graded else 0,
+        saves_nbytes=_kept_nbytes(shape, value.dtype.itemsize, bool(smoothing)) if graded else 0,
         flops=5.0 * numel(shape),
         backward_flops=2.0 * numel(shape),
         localize=localize,
         messages=messages,
     )
+
+
+def _kept_nbytes(shape: tuple[int, ...], element_size: int, smoothing: bool) -> int:
+    """The log-softmax, and with smoothing a bool a row."""
+    return numel(shape) * element_size + (numel(shape[:-1]) if smoothing else 0)
 
 
 def _ranks(local: Local, axes: tuple[int, ...]) -> int:

@@ -22,7 +22,7 @@ from autopar.rules.describe import (
     shapes_of,
     statistics_size,
 )
-from autopar.rules.rule import Call, Choice, Dims, Factor, Local, Rule
+from autopar.rules.rule import Call, Choice, Dims, Factor, Local, Rule, replicated_rule
 
 Messages = tuple[tuple[Message, ...], tuple[Message, ...]]
 
@@ -100,8 +100,6 @@ def _batch_norm(node: fx.Node) -> Rule:
         for n in summed
     )
     graded = any(grads_of(sources))
-    has_weight = isinstance(argument(node, 1, "weight"), fx.Node)
-    has_bias = isinstance(argument(node, 2, "bias"), fx.Node)
     count = numel(x) // x[1]
     element_size = statistics_size(sources[0].meta["val"].dtype)
 
@@ -117,7 +115,7 @@ def _batch_norm(node: fx.Node) -> Rule:
         sent = (Message(kind="all_reduce", axes=axes, nbytes=local.operand_shapes[0][1] * element_size),) * 2
         return sent, sent if requires_grad(sources[0]) else ()
 
-    saved = tuple(i for i in range(len(sources)) if not (has_bias and i == 1 + has_weight))
+    saved = tuple(i for i, source in enumerate(sources) if source is not argument(node, 2, "bias"))
     return Rule(
         factors=factors,
         operands=(names, *(("channels",),) * num_channel_operands),
@@ -128,6 +126,25 @@ def _batch_norm(node: fx.Node) -> Rule:
         flops=8.0 * numel(x),
         localize=localize,
         messages=messages,
+    )
+
+
+def _evaluated_batch_norm(node: fx.Node) -> Rule:
+    """aten.batch_norm with given statistics is elementwise over the batch; in training mode it has no rule."""
+    sources = operands(node)
+    shapes = shapes_of(sources)
+    x = shapes[0]
+    if argument(node, 5, "training"):
+        return replicated_rule(tuple(map(len, shapes)), (len(x),))
+    names: Dims = tuple("channels" if d == 1 else dim_name(d) if x[d] > 1 else None for d in range(len(x)))
+    graded = any(grads_of(sources))
+    saved = tuple(i for i, source in enumerate(sources) if source is not argument(node, 2, "bias"))
+    return Rule(
+        factors={n: Factor(size=x[d], even=n == "channels") for d, n in enumerate(names) if n},
+        operands=(names, *(("channels",),) * (len(sources) - 1)),
+        results=(names,),
+        saves=saved if graded else (),
+        flops=4.0 * numel(x),
     )
 
 
@@ -143,5 +160,6 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
     "aten._softmax.default": _softmax,
     "aten.log_softmax.int": _softmax,
     "aten._log_softmax.default": _softmax,
+    "aten.batch_norm.default": _evaluated_batch_norm,
     batch_norm: _batch_norm,
 }

@@ -1,0 +1,56 @@
+"""Does a rule name exactly what autograd keeps for backward? Tensors by storage, all else by size.
+
+Rules are written for a GPU's kernels; where those of a CPU keep other tensors, `CPU_KEEPS` says so.
+"""
+
+import math
+
+import pytest
+import torch
+from op_samples import SAMPLES, Sample
+
+from autopar.graph import operands
+from autopar.ops.random import Draws, use_draws
+from autopar.rules.registry import RULES, rule_of
+
+# Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
+# a gradient, three dims or one head for all.
+CPU_KEEPS = ("sdpa bias", "attention dropout", "rms_norm", "sdpa one key head", "sdpa three dims")
+
+
+def kept(sample: Sample, dtype: torch.dtype) -> tuple[set[int], set[int], int]:
+    """Inputs and results whose storage autograd keeps, and bytes of all other kept storages."""
+    tensors = [
+        t.requires_grad_(spec.needs_grad) for t, spec in zip(sample.tensors(dtype=dtype), sample.inputs, strict=True)
+    ]
+    saved: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), use_draws(Draws(seed=1, step=1, exact=True)):
+        results = sample.run(*tensors)
+    storages = {t.untyped_storage().data_ptr(): t for t in saved}
+    inputs = {i for i, t in enumerate(tensors) if storages.pop(t.untyped_storage().data_ptr(), None) is not None}
+    made = {i for i, t in enumerate(results) if storages.pop(t.untyped_storage().data_ptr(), None) is not None}
+    return inputs, made, sum(t.untyped_storage().nbytes() for t in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+def test_rule_saves_what_autograd_keeps(sample: Sample, dtype: torch.dtype) -> None:
+    node = sample.node(dtype)
+    rule = rule_of(node)
+    if not rule.known or sample.name.startswith(CPU_KEEPS):
+        return
+    numbers = [int(s.name.removeprefix("x")) for s in operands(node)]
+    declared = {numbers[i] for i in rule.saves}, set(rule.saves_results)
+    inputs, results, nbytes = kept(sample, dtype)
+    if rule.alias == 0 and 0 in results:  # a view's storage is its operand's
+        inputs.add(0)
+    if isinstance(node.target, torch._ops.OpOverload) and str(node.target) not in RULES:  # pointwise: assumed the worst
+        assert inputs <= declared[0] and results <= declared[1]
+        return
+    assert (inputs, results) == declared
+    assert math.isclose(nbytes, rule.saves_nbytes, abs_tol=16)  # numbers kept as tensors
