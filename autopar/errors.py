@@ -34,7 +34,14 @@ class BatchError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan meets the memory limit (or a baseline does not apply); says the least that would do."""
+    """No plan meets the memory limit (or a baseline does not apply); says the least that would do.
+
+    `least_nbytes` is that least limit a device, None where memory is not what stands in the way.
+    """
+
+    def __init__(self, message: str, *, least_nbytes: float | None = None) -> None:
+        super().__init__(message)
+        self.least_nbytes = least_nbytes
 
 
 class PlanMismatchError(AutoparError):

@@ -1,0 +1,263 @@
+"""Which solution of a strategy graph is cheapest, and how far can any other be below it? HiGHS on the mixed program.
+
+1. Without the memory limit first: a smaller program, and where its optimum fits it is the optimum.
+2. The linear relaxation; it is nearly integral, so that rounding gives an incumbent of cost U and, with z its optimum,
+   any solution that uses an option or arc of reduced cost d costs at least z + d. What cannot beat U by the gap goes.
+3. The mixed program on the rest. Its solution is completed with exact arcs; where continuous arcs made it look cheaper
+   than it is, the arcs of those groups become binary and it is solved again.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.search.completion import Completed, complete, within
+from autopar.search.formulation import Formulation, formulate
+from autopar.search.highs_log import Progress, progress_of
+from autopar.search.reduction import reduce
+from autopar.search.steiner import Metric, metric
+from autopar.search.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
+
+GIGA = 1e9
+TOLERANCE = 1e-7
+"""The relative gap below which HiGHS's own tolerances forbid to look."""
+ROUNDS = 30
+"""How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
+
+
+class SearchTimeoutError(AutoparError):
+    """The time given ended before any solution was found."""
+
+
+def solve(
+    graph: StrategyGraph,
+    *,
+    relative_gap: float = 1e-3,
+    seconds: float | None = None,
+    hint: ArrayLike | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
+
+    `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
+    the incumbent and the bound as they improve.
+
+    Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`), and
+    SearchTimeoutError when `seconds` end before anything is found.
+    """
+    started = time.monotonic()
+    run = _Run(relative_gap=relative_gap, deadline=None if seconds is None else started + seconds, report=on_progress)
+    hints = [] if hint is None else [np.asarray(hint, np.int64)]
+    lower = -np.inf
+    if graph.memory is not None:
+        free = run.optimise(replace(graph, memory=None), hints, phase="without limit")
+        if free.infeasible:
+            raise _incompatible()
+        lower = free.bound
+        if free.best is not None:
+            hints.append(free.best.choice)
+            if within(graph, free.best.choice, free.best.arcs):
+                return run.solution(graph, free)
+    found = run.optimise(graph, hints, phase="within limit" if graph.memory is not None else "program")
+    found = replace(found, bound=max(found.bound, lower))
+    if found.best is not None:
+        return run.solution(graph, found)
+    if found.infeasible:
+        raise _incompatible() if graph.memory is None else _infeasible(graph, run)
+    raise SearchTimeoutError(
+        f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Outcome:
+    """`best` lives in the graph that was given to `optimise`; `infeasible` where it is proved that nothing fits."""
+
+    best: Completed | None
+    bound: float
+    infeasible: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """What all programs of one call share: tolerances, the clock, and the seconds that each phase took."""
+
+    relative_gap: float
+    deadline: float | None
+    report: Callable[[Progress], None] | None
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def over(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def proved(self, best: Completed | None, bound: float) -> bool:
+        return best is not None and best.seconds - bound <= max(self.relative_gap, TOLERANCE) * abs(best.seconds)
+
+    def solution(self, graph: StrategyGraph, outcome: _Outcome) -> Solution:
+        best = outcome.best
+        assert best is not None
+        seconds = evaluate(graph, best.choice, best.arcs)
+        return Solution(
+            choice=best.choice,
+            arcs=best.arcs,
+            seconds=seconds,
+            bound=min(outcome.bound, seconds),
+            status="optimal" if self.proved(best, outcome.bound) else "feasible",
+            phases=dict(self.phases),
+        )
+
+    def optimise(self, graph: StrategyGraph, hints: Sequence[Ints], *, phase: str) -> _Outcome:
+        """Relaxation, rounding, fixing, program; InfeasibleError when no choice is compatible."""
+        started = time.monotonic()
+        reduced = reduce(graph)
+        small = reduced.graph
+        metrics = [metric(group) for group in small.groups]
+        started = self._passed(phase, "reduction", started)
+        linear = formulate(small)
+        answer = linear.model.solve(relaxed=True, seconds=self.left())
+        started = self._passed(phase, "relaxation", started)
+        if answer.infeasible:
+            return _Outcome(best=None, bound=np.inf, infeasible=True)
+        best: Completed | None = None
+        starts = [lowered for hint in hints if (lowered := reduced.lower(hint)) is not None]
+        if answer.values is not None:
+            starts.append(linear.choice(answer.values))
+        for start in starts:
+            best = better(best, complete(small, metrics, start))
+        started = self._passed(phase, "rounding", started)
+        bound = answer.bound / linear.scale if answer.optimal else -np.inf
+        if not self.proved(best, bound) and not self.over():
+            found, proved, infeasible = self._program(small, metrics, phase=phase)
+            best, bound = better(best, found), max(bound, proved)
+            self._passed(phase, "program", started)
+            if infeasible and best is None:
+                return _Outcome(best=None, bound=np.inf, infeasible=True)
+        if best is not None:
+            choice, arcs = reduced.lift(best.choice, best.arcs)
+            best = replace(best, choice=choice, arcs=arcs)
+        return _Outcome(best=best, bound=bound)
+
+    def _program(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], *, phase: str
+    ) -> tuple[Completed | None, float, bool]:
+        """The mixed program, until what it finds costs what it says; (best, bound, proved infeasible)."""
+        best: Completed | None = None
+        bound = -np.inf
+        integral: set[int] = set()
+        limit_at_first = None if graph.memory is None else graph.memory.limit
+        tried = graph
+        for _ in range(ROUNDS):
+            program = formulate(tried, integral_groups=integral)
+            started = time.monotonic()
+
+            def on_message(lines: Sequence[str], scale: float = program.scale, started: float = started) -> None:
+                if self.report is not None and (progress := progress_of(lines, phase, scale)) is not None:
+                    self.report(progress)
+
+            answer = program.model.solve(
+                relative_gap=self.relative_gap / 2,
+                seconds=self.left(),
+                on_message=on_message if self.report is not None else None,
+            )
+            untouched = tried is graph
+            if answer.infeasible:
+                return best, (np.inf if untouched else bound), best is None
+            if untouched:
+                bound = max(bound, answer.bound / program.scale)
+            if answer.values is None:
+                break
+            choice = program.choice(answer.values)
+            proposed = [np.flatnonzero(answer.values[columns] > 0.5) for columns in program.arcs]
+            found = complete(graph, metrics, choice, proposed)
+            best = better(best, found)
+            if self.proved(best, bound) or self.over():
+                break
+            loose = _loose_groups(graph, program, answer.values, found) - integral
+            if loose:
+                integral |= loose
+            elif found is None or not found.fits:
+                assert graph.memory is not None and tried.memory is not None and limit_at_first is not None
+                excess = abs(limit_at_first) * 1e-9
+                if found is not None:
+                    excess = max(excess, float(usage(graph, found.choice, found.arcs).max() - limit_at_first))
+                tried = replace(tried, memory=replace(tried.memory, limit=tried.memory.limit - excess))
+            else:
+                break
+        return best, bound, False
+
+    def _passed(self, phase: str, step: str, since: float) -> float:
+        now = time.monotonic()
+        name = f"{phase}: {step}"
+        self.phases[name] = self.phases.get(name, 0.0) + now - since
+        return now
+
+
+def better(best: Completed | None, other: Completed | None) -> Completed | None:
+    """The cheaper of two that fit."""
+    if other is None or not other.fits:
+        return best
+    return other if best is None or other.seconds < best.seconds else best
+
+
+def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, found: Completed | None) -> set[int]:
+    """Groups whose continuous arcs made the solution cheaper, or smaller, than any set of arcs is."""
+    weighted = set() if graph.memory is None else {term.group for term in graph.memory.arcs}
+    misfit = found is None or not found.fits
+    loose = set()
+    for i, columns in enumerate(program.arcs):
+        if not columns.size:
+            continue
+        if i in weighted and misfit:
+            loose.add(i)
+        elif found is not None and len(graph.groups[i].consumers) > 1:
+            paid = float(values[columns] @ graph.groups[i].arc_seconds)
+            exact = float(graph.groups[i].arc_seconds[found.arcs[i]].sum())
+            if exact > paid + 1e-7 * abs(found.seconds):
+                loose.add(i)
+    return loose
+
+
+def least_peak(graph: StrategyGraph, *, seconds: float | None = None) -> float | None:
+    """The least memory limit, in bytes, that some choice meets; None when none was found in `seconds`.
+
+    Raises InfeasibleError when no choice is compatible at all.
+    """
+    assert graph.memory is not None
+    reduced = reduce(graph, by_seconds=False)
+    small = reduced.graph
+    program = formulate(small, minimise_peak=True, integral_groups={term.group for term in graph.memory.arcs})
+    answer = program.model.solve(relative_gap=1e-6, seconds=seconds)
+    if answer.values is None:
+        return None
+    metrics = [metric(group) for group in small.groups]
+    proposed = [np.flatnonzero(answer.values[columns] > 0.5) for columns in program.arcs]
+    choice = program.choice(answer.values)
+    peaks = []
+    tight = replace(small, memory=replace(graph.memory if small.memory is None else small.memory, limit=-np.inf))
+    for arcs in (None, proposed):
+        if (found := complete(tight, metrics, choice, arcs)) is not None:
+            peaks.append(float(usage(small, found.choice, found.arcs).max()))
+    return min(peaks) if peaks else None
+
+
+def _incompatible() -> InfeasibleError:
+    return InfeasibleError(
+        "no choice of options is compatible over all edges and redistributions (memory aside); allow more of them"
+    )
+
+
+def _infeasible(graph: StrategyGraph, run: _Run) -> InfeasibleError:
+    memory = graph.memory
+    assert memory is not None
+    least = least_peak(graph, seconds=run.left())
+    asked = f"no choice fits the memory limit of {memory.limit / GIGA:.6g} GB"
+    if least is None:
+        return InfeasibleError(f"{asked}; the time ended before the least that would do was found; allow more memory")
+    return InfeasibleError(f"{asked}; the least that would do is {least / GIGA:.6g} GB", least_nbytes=least)
