@@ -203,28 +203,33 @@ def cheapest_route(
 ) -> tuple[Step, ...]:
     """Steps from `source` to `target` of the least total weight (Dijkstra; ties go to the first found).
 
-    Intermediate layouts shard only dims that `source` or `target` shard.
+    On the way every axis keeps its placement, has its target's, or is whole (Replicate or Invariant).
     """
-    dims = set(source.sharded_dims()) | set(target.sharded_dims())
     counter = itertools.count()
     queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(counter), source, ())]
     done: set[Layout] = set()
     while queue:
-        seconds, _, layout, path = heapq.heappop(queue)
+        total, _, layout, path = heapq.heappop(queue)
         if layout == target:
             return path
         if layout in done:
             continue
         done.add(layout)
-        for step in steps_from(layout, len(shape), needs_gradient):
-            if step.target in done or not is_possible(step, shape, mesh):
-                continue
-            if isinstance(step.after, Shard) and step.after.dim not in dims:
-                continue
-            if not needs_gradient and step.after == PARTIAL and PARTIAL not in target.axes:
-                continue  # integers and masks have no summands
-            heapq.heappush(queue, (seconds + weight(step), next(counter), step.target, (*path, step)))
+        for step in _steps_towards(layout, target, needs_gradient):
+            if step.target not in done and is_possible(step, shape, mesh):
+                heapq.heappush(queue, (total + weight(step), next(counter), step.target, (*path, step)))
     raise AssertionError(f"no route from {source} to {target} for a tensor of shape {shape}")
+
+
+@lru_cache(maxsize=1 << 16)
+def _steps_towards(layout: Layout, target: Layout, needs_gradient: bool) -> tuple[Step, ...]:
+    rank = 1 + max((*layout.sharded_dims(), *target.sharded_dims()), default=0)
+    whole = (REPLICATE, INVARIANT) if needs_gradient else (REPLICATE,)
+    return tuple(
+        step
+        for step in steps_from(layout, rank, needs_gradient)
+        if step.after in whole or all(target.axes[axis] == step.after for axis in step.axes)
+    )
 
 
 def step_between(source: Layout, target: Layout) -> Step:
