@@ -28,6 +28,8 @@ class Formulation:
     model: ArrayModel
     options: tuple[Ints, ...]
     arcs: tuple[Ints, ...]
+    flows: tuple[tuple[Ints, ...], ...]
+    """For each group the columns of every consumer's own flow; empty where there is one consumer, whose flow is `arcs`."""
     scale: float
     """Seconds times `scale` is the objective (bytes, where the peak is minimised)."""
 
@@ -35,18 +37,26 @@ class Formulation:
         """The option with the largest x of every node."""
         return np.array([int(values[columns].argmax()) for columns in self.options], np.int64)
 
+    def least_extra(self, reduced_costs: Floats) -> tuple[list[Floats], list[Floats]]:
+        """How many seconds, at least, a solution that uses an option (or an arc) costs above the relaxation's optimum.
+
+        Options and arcs are used or not, so that an arc's y and some consumer's f on it are 1 together.
+        """
+        extra = np.maximum(reduced_costs, 0.0) / self.scale
+        arcs = [extra[columns] for columns in self.arcs]
+        for i, flows in enumerate(self.flows):
+            if flows:
+                arcs[i] = arcs[i] + np.stack([extra[columns] for columns in flows]).min(axis=0)
+        return [extra[columns] for columns in self.options], arcs
+
 
 def formulate(
     graph: StrategyGraph,
     *,
     integral_groups: Collection[int] = (),
-    excluded: Collection[tuple[int, ...]] = (),
     minimise_peak: bool = False,
 ) -> Formulation:
-    """Seconds within the memory limit as a program, or with `minimise_peak` the least limit that would do.
-
-    `excluded` choices are cut off one by one.
-    """
+    """Seconds within the memory limit as a program, or with `minimise_peak` the least limit that would do."""
     model = ArrayModel()
     scale = _scale(graph)
     price = 0.0 if minimise_peak else scale
@@ -64,18 +74,17 @@ def formulate(
     for edge, pairs in edges:
         _add_transport(model, options[edge.a], options[edge.b], pairs)
     weighted = {term.group for term in graph.memory.arcs} if graph.memory is not None else set()
-    arcs = tuple(
+    columns = tuple(
         _add_flows(model, group, options, price=price, integral=i in integral_groups)
         if not (minimise_peak and i not in weighted and _always_reached(group))
-        else np.zeros(0, np.int64)
+        else (np.zeros(0, np.int64), ())
         for i, group in enumerate(graph.groups)
     )
+    arcs = tuple(part for part, _ in columns)
     if graph.memory is not None:
         _add_memory(model, graph, options, arcs, minimise_peak=minimise_peak)
-    for choice in excluded:
-        row = model.add_rows(1, upper=len(choice) - 1.0)
-        model.add_entries(row[0], np.array([columns[o] for columns, o in zip(options, choice, strict=True)]), 1.0)
-    return Formulation(model=model, options=options, arcs=arcs, scale=1.0 if minimise_peak else scale)
+    flows = tuple(part for _, part in columns)
+    return Formulation(model=model, options=options, arcs=arcs, flows=flows, scale=1.0 if minimise_peak else scale)
 
 
 def _scale(graph: StrategyGraph) -> float:
@@ -150,19 +159,22 @@ def _always_reached(group: Group) -> bool:
     return True
 
 
-def _add_flows(model: ArrayModel, group: Group, options: tuple[Ints, ...], *, price: float, integral: bool) -> Ints:
-    """Flows for every different consumer; returns the column of every arc (its y, or the only consumer's f)."""
+def _add_flows(
+    model: ArrayModel, group: Group, options: tuple[Ints, ...], *, price: float, integral: bool
+) -> tuple[Ints, tuple[Ints, ...]]:
+    """Flows for every different consumer; returns every arc's y (the only consumer's f), and the f of several."""
     num_arcs = len(group.arc_source)
     distinct = {(c.node, c.wants.tobytes()): c for c in group.consumers if (c.wants >= 0).any()}
     consumers = list(distinct.values())
     if not consumers:
-        return np.zeros(0, np.int64)
+        return np.zeros(0, np.int64), ()
     wanted = np.concatenate([c.wants for c in consumers])
     vertices = np.unique(np.concatenate([group.arc_source, group.arc_target, group.gives, wanted[wanted >= 0]]))
     local = np.full(group.num_vertices, -1, np.int64)
     local[vertices] = np.arange(len(vertices))
     cost = group.arc_seconds * price
     y = np.zeros(0, np.int64)
+    own: list[Ints] = []
     if len(consumers) > 1:
         y = model.add_columns(num_arcs, cost=cost, integer=integral, upper=1.0 if integral else np.inf)
     for consumer in consumers:
@@ -187,7 +199,8 @@ def _add_flows(model: ArrayModel, group: Group, options: tuple[Ints, ...], *, pr
             idle = model.add_rows(1, lower=0.0, upper=0.0)
             model.add_entries(idle[0], taken, 1.0)
             model.add_entries(idle[0], columns[~reads], -1.0)
-    return y
+        own.append(f)
+    return y, tuple(own) if len(consumers) > 1 else ()
 
 
 def _add_memory(

@@ -25,6 +25,8 @@ from autopar.search.strategy_graph import Floats, Ints, Solution, StrategyGraph,
 GIGA = 1e9
 TOLERANCE = 1e-7
 """The relative gap below which HiGHS's own tolerances forbid to look."""
+FIRST_SLACK = 0.01
+"""How much reduced cost, as a part of the relaxation's optimum, the first program admits."""
 ROUNDS = 30
 """How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
 
@@ -134,20 +136,64 @@ class _Run:
         started = self._passed(phase, "rounding", started)
         bound = answer.bound / linear.scale if answer.optimal else -np.inf
         if not self.proved(best, bound) and not self.over():
-            found, proved, infeasible = self._program(small, metrics, phase=phase)
-            best, bound = better(best, found), max(bound, proved)
+            if answer.reduced_costs is None or not answer.optimal:
+                found, proved = self._program(small, metrics, phase=phase)
+                best, bound = better(best, found), max(bound, proved)
+            else:
+                extra = linear.least_extra(answer.reduced_costs)
+                best, bound = self._widen(small, bound, extra, best, phase=phase)
             self._passed(phase, "program", started)
-            if infeasible and best is None:
+            if best is None and bound == np.inf:
                 return _Outcome(best=None, bound=np.inf, infeasible=True)
         if best is not None:
             choice, arcs = reduced.lift(best.choice, best.arcs)
             best = replace(best, choice=choice, arcs=arcs)
         return _Outcome(best=best, bound=bound)
 
+    def _widen(
+        self,
+        graph: StrategyGraph,
+        relaxed: float,
+        extra: tuple[list[Floats], list[Floats]],
+        best: Completed | None,
+        *,
+        phase: str,
+    ) -> tuple[Completed | None, float]:
+        """Programs of options and arcs with at most `slack` of reduced cost; what they leave out costs more than
+        relaxed + slack. Wider until that proves the best found; (best, bound), and bound inf where nothing fits."""
+        bound = relaxed
+        slack = FIRST_SLACK * max(abs(relaxed), 1e-12)
+        while True:
+            if best is not None:
+                slack = min(slack, best.seconds - relaxed)
+            masks = [[part <= slack for part in parts] for parts in extra]
+            whole = all(mask.all() for parts in masks for mask in parts)
+            try:
+                rest = reduce(graph, options=masks[0], arcs=masks[1])
+            except InfeasibleError:
+                proved = np.inf
+            else:
+                metrics = [metric(group) for group in rest.graph.groups]
+                found, proved = self._program(rest.graph, metrics, phase=phase)
+                if found is not None:
+                    choice, arcs = rest.lift(found.choice, found.arcs)
+                    best = better(best, replace(found, choice=choice, arcs=arcs))
+            bound = max(bound, proved if whole else min(proved, relaxed + slack))
+            if best is not None and relaxed + slack >= best.seconds:
+                bound = max(bound, min(proved, best.seconds))
+            if whole or self.proved(best, bound) or self.over():
+                return best, bound
+            if best is None:
+                slack *= 4
+            elif slack < best.seconds - relaxed:
+                slack = best.seconds - relaxed
+            else:
+                return best, bound
+
     def _program(
         self, graph: StrategyGraph, metrics: Sequence[Metric], *, phase: str
-    ) -> tuple[Completed | None, float, bool]:
-        """The mixed program, until what it finds costs what it says; (best, bound, proved infeasible)."""
+    ) -> tuple[Completed | None, float]:
+        """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits."""
         best: Completed | None = None
         bound = -np.inf
         integral: set[int] = set()
@@ -168,7 +214,7 @@ class _Run:
             )
             untouched = tried is graph
             if answer.infeasible:
-                return best, (np.inf if untouched else bound), best is None
+                return best, (np.inf if untouched else bound)
             if untouched:
                 bound = max(bound, answer.bound / program.scale)
             if answer.values is None:
@@ -190,7 +236,7 @@ class _Run:
                 tried = replace(tried, memory=replace(tried.memory, limit=tried.memory.limit - excess))
             else:
                 break
-        return best, bound, False
+        return best, bound
 
     def _passed(self, phase: str, step: str, since: float) -> float:
         now = time.monotonic()
