@@ -50,9 +50,9 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.utils._pytree": ("autopar/inputs.py",),
-    "torch.distributed.tensor.placement_types._StridedShard": (),
-    "._local_tensor": (),
-    "._spec": (),
+    "torch.distributed.tensor.placement_types._StridedShard": ("autopar/runtime/private_torch.py",),
+    "._local_tensor": ("autopar/runtime/private_torch.py",),
+    "._spec": ("autopar/runtime/private_torch.py",),
 }
 
 MAX_LINES = 400

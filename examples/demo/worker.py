@@ -10,6 +10,7 @@ import os
 import sys
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import autopar
 from examples.demo.data import batches, corpus
@@ -22,6 +23,7 @@ def report(step: int, loss: float) -> None:
         print(json.dumps({"step": step, "loss": loss}), flush=True)
 
 
+@record  # torchrun then ends its report with the traceback of the first rank that failed
 def main(plan_file: str) -> None:
     model, _ = llama()
     module = autopar.distribute(model, autopar.load_plan(plan_file))
