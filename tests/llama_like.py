@@ -1,4 +1,4 @@
-"""A strategy graph of the shape that a folded Llama block with embedding and head gives, on a mesh of any number of axes.
+"""A strategy graph shaped like a folded Llama block with embedding and head, on a mesh of any number of axes.
 
 Options and vertices are products of per-axis choices: S(batch), S(sequence), S(hidden), Replicate, Invariant, Partial.
 Seconds are per-step sums over all layers, from local bytes and flops; rough, but with the structure of the real ones.
@@ -11,9 +11,16 @@ import numpy as np
 
 from autopar.search.strategy_graph import Consumer, Group, KeptMemory, Memory, Node, NodeMemory, StrategyGraph
 
-B, S, H, R, I, P = range(6)
+B, S, H, R, INVARIANT, P = range(6)
 KINDS = 6
-LINEAR = {"b": (B, B, R), "s": (S, S, R), "col": (R, H, B), "row": (H, P, S), "R": (R, R, R), "I": (I, I, I)}
+LINEAR = {
+    "b": (B, B, R),
+    "s": (S, S, R),
+    "col": (R, H, B),
+    "row": (H, P, S),
+    "R": (R, R, R),
+    "INVARIANT": (INVARIANT, INVARIANT, INVARIANT),
+}
 """Per axis (input, output, weight); a weight's B is its first dim split, its S the second."""
 LAYERS, TOKENS, HIDDEN = 32, 64 * 4096, 4096
 FLOPS, BANDWIDTH = 400e12, (300e9, 40e9, 10e9)
@@ -32,7 +39,7 @@ class Builder:
         self.kept: list[KeptMemory] = []
 
     def op(self, name: str, choices: list[tuple[int, ...]], flops: float, layers: int) -> tuple[int, list[np.ndarray]]:
-        """A node whose options are products of per-axis choices; returns it and the vertex of each operand an option."""
+        """A node whose options are products of per-axis choices; returns it and the vertices of each operand."""
         options = list(itertools.product(choices, repeat=len(self.axes)))
         split = np.array(
             [math.prod(n for n, c in zip(self.axes, o, strict=True) if set(c) & {B, S, H}) for o in options]
@@ -90,7 +97,7 @@ class Builder:
 
     def weight(self, name: str, params: float, layers: int, user: tuple[int, np.ndarray]) -> None:
         """Storage x lifetime: gathered per use (dearer, smaller) or kept gathered."""
-        storage = [p for p in self.points if set(p) <= {B, S, I}]
+        storage = [p for p in self.points if set(p) <= {B, S, INVARIANT}]
         local = np.array([self.local(params)[self.vertex(p)] for p in storage])
         whole = params / local > 1
         gather = params * 2 / BANDWIDTH[min(1, len(self.axes) - 1)] * whole
@@ -107,10 +114,10 @@ def _units(source: int, target: int, n: int) -> float:
     if source < R and target < R:
         return 2.0 / n
     if source < R:
-        return {R: 2.0, I: 1.0, P: 0.0}[target]
+        return {R: 2.0, INVARIANT: 1.0, P: 0.0}[target]
     if target < R:
-        return {R: 0.0, I: 1.0, P: 2.0}[source]
-    return {(I, R): 2.0, (P, R): 4.0, (P, I): 2.0}.get((source, target), 0.0)
+        return {R: 0.0, INVARIANT: 1.0, P: 2.0}[source]
+    return {(INVARIANT, R): 2.0, (P, R): 4.0, (P, INVARIANT): 2.0}.get((source, target), 0.0)
 
 
 def llama_like(axes: tuple[int, ...], limit: float | None = None) -> StrategyGraph:
@@ -119,22 +126,27 @@ def llama_like(axes: tuple[int, ...], limit: float | None = None) -> StrategyGra
     linear = list(LINEAR.values())
     act, mlp, kv = TOKENS * HIDDEN * 2.0, TOKENS * 14336 * 2.0, TOKENS * 1024 * 2.0
     square = float(HIDDEN * HIDDEN)
-    norm = [(B, B), (S, S), (R, R), (I, I)]
+    norm = [(B, B), (S, S), (R, R), (INVARIANT, INVARIANT)]
     add = [(k, k, k) for k in range(KINDS)]
     cheap = TOKENS * HIDDEN * 200.0
-    embedding, (e_out,) = b.op("embedding", [(B,), (S,), (H,), (R,), (I,), (P,)], cheap, 1)
+    embedding, (e_out,) = b.op("embedding", [(B,), (S,), (H,), (R,), (INVARIANT,), (P,)], cheap, 1)
     start, (s_in, s_out) = b.op("block input", [(k, k) for k in range(KINDS)], 0.0, LAYERS)
     norm1, (n1_in, n1_out) = b.op("norm1", norm, cheap, LAYERS)
     flops = {name: 6.0 * TOKENS * size for name, size in _sizes(square).items()}
     ops = {name: b.op(name, linear, flops[name], 1 if name == "head" else LAYERS) for name in flops}
     attention, (a_q, a_k, a_v, a_out) = b.op(
-        "attention", [(B,) * 4, (H,) * 4, (R,) * 4, (I,) * 4, (S, R, R, S)], 6.0 * TOKENS * 4096 * HIDDEN, LAYERS
+        "attention",
+        [(B,) * 4, (H,) * 4, (R,) * 4, (INVARIANT,) * 4, (S, R, R, S)],
+        6.0 * TOKENS * 4096 * HIDDEN,
+        LAYERS,
     )
     add1, (x1, y1, z1) = b.op("add1", add, cheap, LAYERS)
     norm2, (n2_in, n2_out) = b.op("norm2", norm, cheap, LAYERS)
-    product, (p_x, p_y, p_out) = b.op("product", [(B,) * 3, (S,) * 3, (H,) * 3, (R,) * 3, (I,) * 3], cheap, LAYERS)
+    product, (p_x, p_y, p_out) = b.op(
+        "product", [(B,) * 3, (S,) * 3, (H,) * 3, (R,) * 3, (INVARIANT,) * 3], cheap, LAYERS
+    )
     add2, (x2, y2, z2) = b.op("add2", add, cheap, LAYERS)
-    loss, (l_in,) = b.op("loss", [(B,), (S,), (H,), (R,), (I,)], cheap, 1)
+    loss, (l_in,) = b.op("loss", [(B,), (S,), (H,), (R,), (INVARIANT,)], cheap, 1)
 
     def into(*names: str) -> list:
         return [(ops[name][0], ops[name][1][0]) for name in names]

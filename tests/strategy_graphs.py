@@ -93,4 +93,4 @@ def _memory(rng: np.random.Generator, sizes: np.ndarray, groups: tuple[Group, ..
         if rng.random() < 0.25
     )
     base = rng.integers(0, 10, num_moments) * 1e9
-    return Memory(limit=float(rng.integers(5, 120)) * 1e9, base=base, nodes=nodes, kept=tuple(kept), arcs=arcs)
+    return Memory(limit=float(rng.integers(10, 80)) * 1e9, base=base, nodes=nodes, kept=tuple(kept), arcs=arcs)

@@ -3,7 +3,7 @@
     minimise cost @ x   subject to   row_lower <= A x <= row_upper,  lower <= x <= upper,  some x integer
 
 Columns, rows and entries are appended as NumPy blocks and go into a `ModelProto` at once (135,000 columns: 0.3 s,
-through expression objects 3.5 s). HiGHS is only reached through MathOpt: `highspy` carries its own copy, and they clash.
+through expression objects 3.5 s). HiGHS is only reached through MathOpt: `highspy` carries its own copy; they clash.
 """
 
 import datetime

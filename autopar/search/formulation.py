@@ -29,7 +29,7 @@ class Formulation:
     options: tuple[Ints, ...]
     arcs: tuple[Ints, ...]
     flows: tuple[tuple[Ints, ...], ...]
-    """For each group the columns of every consumer's own flow; empty where there is one consumer, whose flow is `arcs`."""
+    """For each group the columns of every consumer's own flow; empty for one consumer, whose flow is `arcs`."""
     scale: float
     """Seconds times `scale` is the objective (bytes, where the peak is minimised)."""
 
@@ -74,16 +74,16 @@ def formulate(
     for edge, pairs in edges:
         _add_transport(model, options[edge.a], options[edge.b], pairs)
     weighted = {term.group for term in graph.memory.arcs} if graph.memory is not None else set()
-    columns = tuple(
+    arc_columns = tuple(
         _add_flows(model, group, options, price=price, integral=i in integral_groups)
         if not (minimise_peak and i not in weighted and _always_reached(group))
         else (np.zeros(0, np.int64), ())
         for i, group in enumerate(graph.groups)
     )
-    arcs = tuple(part for part, _ in columns)
+    arcs = tuple(part for part, _ in arc_columns)
     if graph.memory is not None:
         _add_memory(model, graph, options, arcs, minimise_peak=minimise_peak)
-    flows = tuple(part for _, part in columns)
+    flows = tuple(part for _, part in arc_columns)
     return Formulation(model=model, options=options, arcs=arcs, flows=flows, scale=1.0 if minimise_peak else scale)
 
 

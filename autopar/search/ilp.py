@@ -134,7 +134,7 @@ class _Run:
         for start in starts:
             best = better(best, complete(small, metrics, start))
         started = self._passed(phase, "rounding", started)
-        bound = answer.bound / linear.scale if answer.optimal else -np.inf
+        bound = answer.bound / linear.scale if answer.optimal else _floor(small)
         if not self.proved(best, bound) and not self.over():
             if answer.reduced_costs is None or not answer.optimal:
                 found, proved = self._program(small, metrics, phase=phase)
@@ -195,7 +195,7 @@ class _Run:
     ) -> tuple[Completed | None, float]:
         """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits."""
         best: Completed | None = None
-        bound = -np.inf
+        bound = _floor(graph)
         integral: set[int] = set()
         limit_at_first = None if graph.memory is None else graph.memory.limit
         tried = graph
@@ -243,6 +243,12 @@ class _Run:
         name = f"{phase}: {step}"
         self.phases[name] = self.phases.get(name, 0.0) + now - since
         return now
+
+
+def _floor(graph: StrategyGraph) -> float:
+    """What every solution costs at least, whatever the time: the cheapest option of every node and pair of every edge."""
+    parts = [*(node.seconds for node in graph.nodes), *(edge.seconds for edge in graph.edges)]
+    return sum(float(seconds.min()) for seconds in parts)
 
 
 def better(best: Completed | None, other: Completed | None) -> Completed | None:

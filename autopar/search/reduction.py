@@ -130,8 +130,8 @@ def reduce(
 
 def _make_consistent(graph: StrategyGraph, alive: list[Mask], metrics: Sequence[Metric]) -> None:
     """Drop, until nothing changes, options without a compatible partner on an edge or across a group."""
-    reach = [np.isfinite(m.distance) for m in metrics]
-    finite = [np.isfinite(edge.seconds) for edge in graph.edges]
+    reach: list[Mask] = [np.asarray(np.isfinite(m.distance)) for m in metrics]
+    finite: list[Mask] = [np.asarray(np.isfinite(edge.seconds)) for edge in graph.edges]
     changed = True
     while changed:
         before = sum(int(mask.sum()) for mask in alive)
@@ -145,10 +145,10 @@ def _make_consistent(graph: StrategyGraph, alive: list[Mask], metrics: Sequence[
             for consumer in group.consumers:
                 given = np.unique(group.gives[alive[group.producer]])
                 asked = consumer.wants >= 0
-                alive[consumer.node] &= ~asked | reachable[given].any(axis=0)[consumer.wants]
+                alive[consumer.node] &= ~asked | np.asarray(reachable[given].any(axis=0))[consumer.wants]
                 if not (alive[consumer.node] & ~asked).any():
                     wanted = np.unique(consumer.wants[alive[consumer.node] & asked])
-                    alive[group.producer] &= reachable[:, wanted].any(axis=1)[group.gives]
+                    alive[group.producer] &= np.asarray(reachable[:, wanted].any(axis=1))[group.gives]
         for node, mask in zip(graph.nodes, alive, strict=True):
             if not mask.any():
                 raise InfeasibleError(
@@ -207,9 +207,9 @@ def _useful_arcs(group: Group, alive: Sequence[Mask], paths: Metric, *, exchange
     source, target = group.arc_source, group.arc_target
     if not targets.size or not source.size:
         return np.zeros(len(source), bool)
-    reached = np.isfinite(paths.distance[given]).any(axis=0)
-    leads = np.isfinite(paths.distance[:, targets]).any(axis=1)
-    useful = reached[source] & leads[target] & (source != target)
+    reached: Mask = np.asarray(np.isfinite(paths.distance[given]).any(axis=0))
+    leads: Mask = np.asarray(np.isfinite(paths.distance[:, targets]).any(axis=1))
+    useful: Mask = reached[source] & leads[target] & (source != target)
     if exchange:
         first = np.full((group.num_vertices, group.num_vertices), -1)
         order = np.argsort(-paths.price, kind="stable")
