@@ -200,6 +200,8 @@ ELEMENTWISE = (
         )
         for value in (0.0, -1e9)
     ),
+    _on_one("detach.default"),
+    _on("floor_divide.default", _ids((4, 6), 9), _ids((6,), 4, low=1)),
     _on("eq.Tensor", _ids((4, 6), 3), _ids((6,), 3)),
     _on("__and__.Tensor", Input(shape=(4, 6), kind="bool"), Input(shape=(1, 6), kind="bool")),
     _on("atan2.default", *_floats((4, 6), (4, 6)), title="(pointwise by its tag)"),
@@ -288,6 +290,7 @@ ATTENTION = (
     _attention("causal, uneven query", (2, 2, 7, 8), (2, 2, 7, 8), causal=True),
     _attention("grouped", (2, 12, 6, 8), (2, 6, 6, 8), causal=True),
     _attention("one key head", (2, 4, 6, 8), (2, 1, 6, 8)),
+    _attention("uneven heads", (2, 5, 6, 8), (2, 5, 6, 8)),
     _attention("float mask", (4, 6, 6, 8), (4, 6, 6, 8), Input(shape=(1, 6, 6, 6), grad=False)),
     _attention("bool mask", (4, 6, 5, 8), (4, 6, 16, 8), Input(shape=(4, 1, 5, 16), kind="bool")),
     _attention("bias", (4, 6, 6, 8), (4, 6, 6, 8), Input(shape=(1, 6, 6, 6))),
@@ -384,7 +387,7 @@ LOOKUPS = (
         name="embedding with padding",
         target=aten.embedding.default,
         args=(X(0), X(1), 7),
-        inputs=(Input(shape=(12, 6)), _ids((4, 5), 12)),
+        inputs=(Input(shape=(12, 6)), _ids((4, 5), 9, low=6)),
     ),
     Sample(
         name="index",

@@ -1,12 +1,13 @@
 """A rule is right if the op on shards, put together by the placements' law, is the op: values and gradients."""
 
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 from law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
-from op_samples import SAMPLES, Sample, as_results
+from op_samples import SAMPLES, Input, Sample, X, as_results, aten
 from torch import Tensor, fx
 
 from autopar.graph import operands
@@ -139,3 +140,36 @@ def test_op_on_shards_is_the_op(sample: Sample) -> None:
             check(sample, mesh, chosen, one_after_the_other)
         except Exception as error:
             raise AssertionError(f"{mesh.shape} {[c.name for c in chosen]}: {error}") from error
+
+
+def random_sample(seed: int) -> Sample:
+    """A reshape between random factorisations of one size, a broadcast sum, or a linear, of random shapes."""
+    draw = random.Random(seed)
+    primes = [draw.choice((1, 2, 2, 3, 3, 4)) for _ in range(5)]
+    source, target = regrouped(primes, draw), regrouped(primes, draw)
+    kind = seed % 3
+    if kind == 0:
+        inputs = (Input(shape=source),)
+        return Sample(name="", target=aten.reshape.default, args=(X(0), list(target)), inputs=inputs)
+    if kind == 1:
+        other = tuple(draw.choice((1, size)) for size in source[draw.randrange(len(source)) :])
+        inputs = (Input(shape=source), Input(shape=other))
+        return Sample(name="", target=draw.choice((aten.add.Tensor, aten.mul.Tensor)), args=(X(0), X(1)), inputs=inputs)
+    columns = draw.randint(1, 8)
+    inputs = (Input(shape=source), Input(shape=(columns, source[-1])), Input(shape=(columns,)))
+    return Sample(name="", target=aten.linear.default, args=(X(0), X(1), X(2)), inputs=inputs)
+
+
+def regrouped(primes: list[int], draw: random.Random) -> tuple[int, ...]:
+    """The product of `primes` as dims: neighbours multiplied at random, ones put in at random."""
+    out = [1]
+    for prime in primes:
+        if draw.random() < 0.5:
+            out.append(1)
+        out[-1] *= prime
+    return tuple(out)
+
+
+@pytest.mark.parametrize("seed", range(45))
+def test_random_shapes_on_shards_are_the_op(seed: int) -> None:
+    test_op_on_shards_is_the_op(random_sample(seed))

@@ -86,6 +86,13 @@ def test_uneven_splits_are_offered_only_where_padding_is_harmless() -> None:
     assert not splits(aten.reshape.default, [42])
 
 
+def test_attention_is_not_padded_along_its_mask() -> None:
+    """A padded mask may hide every key from a row, and its softmax would be NaN."""
+    masked, plain = rule_of(sample("sdpa float mask").node()), rule_of(sample("sdpa plain").node())
+    assert {n: f.even for n, f in plain.factors.items()} == {"batch": False, "heads": False, "query": False}
+    assert {n: f.even for n, f in masked.factors.items()} == {"batch": False, "heads": True, "query": True}
+
+
 def test_rsqrt_of_a_mean_square_and_epsilon_may_be_padded() -> None:
     node = Sample(name="", target=aten.pow.Tensor_Scalar, args=(X(0), 2), inputs=(Input(shape=(7, 6)),)).node()
     for target, args in ((aten.mean.dim, ([1], True)), (aten.add.Tensor, (1e-6,)), (aten.rsqrt.default, ())):

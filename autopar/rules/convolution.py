@@ -28,7 +28,7 @@ def _convolution_rule(node: fx.Node, groups_position: int) -> Rule:
     x, weight = shapes[:2]
     result = tuple(node.meta["val"].shape)
     transposed = groups_position == 8 and node.args[6]
-    if len(x) != len(weight) or transposed or isinstance(argument(node, 4, "padding"), str):
+    if len(x) != len(weight) or transposed:
         return replicated_rule(tuple(map(len, shapes)), (len(result),))
     groups = argument(node, groups_position, "groups", 1)
     spatial: Dims = (None,) * (len(x) - 2)

@@ -98,6 +98,11 @@ def _quotient(node: fx.Node) -> Rule:
     return elementwise_rule(node, linear=linear, saves=saves, unsafe=unsafe)
 
 
+def _whole_quotient(node: fx.Node) -> Rule:
+    """floor_divide has no gradient, but zeros as padding of an integer denominator raise an error."""
+    return elementwise_rule(node, unsafe=frozenset(range(1, len(operands(node)))))
+
+
 def _power(node: fx.Node) -> Rule:
     """pow: garbage is harmless only under a positive whole exponent."""
     base, exponent = node.args[0], node.args[1]
@@ -209,7 +214,8 @@ def _names(text: str, *overloads: str) -> list[str]:
 RULES: dict[str, Maker] = {
     **dict.fromkeys(_names("add sub subtract rsub", "Tensor", "Scalar"), _sum_of_two),
     **dict.fromkeys(_names("mul multiply", "Tensor", "Scalar"), _product),
-    **dict.fromkeys(_names("div true_divide divide", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), _quotient),
+    **dict.fromkeys(_names("div divide", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"), _quotient),
+    **dict.fromkeys(_names("floor_divide", "default", "Scalar"), _whole_quotient),
     **dict.fromkeys(_names("pow", "Tensor_Scalar", "Tensor_Tensor", "Scalar"), _power),
     **dict.fromkeys(_names("rsqrt sqrt reciprocal", "default"), _root("result")),
     **dict.fromkeys(_names("log log2 log10 log1p", "default"), _root("operand")),
