@@ -1,0 +1,56 @@
+"""What is a value called in exported code? By the module that made it: `w_q_proj`, `h_input_layernorm`, `mlp_mul`."""
+
+import keyword
+import re
+from collections.abc import Iterable
+
+RESERVED = {"F", "torch", "aten", "w", "i", "block", "forward", "labels_of", *keyword.kwlist, *dir(__builtins__)}
+PREFIX = {"weight": "w_", "bias": "b_"}
+
+
+def identifier(text: str) -> str:
+    """`text` as a Python name."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "x"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+class Names:
+    """Names of one scope, each given once; a taken one gets a number."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = RESERVED | set(taken)
+
+    def take(self, wish: str) -> str:
+        base = identifier(wish)
+        name, number = base, 1
+        while name in self.taken:
+            number += 1
+            name = f"{base}_{number}"
+        self.taken.add(name)
+        return name
+
+
+def parameter_names(relative: Iterable[str], names: Names) -> dict[str, str]:
+    """`self_attn.q_proj.weight` -> `w_q_proj`; where that is ambiguous, more of the path."""
+    out = {}
+    paths = list(relative)
+    for path in paths:
+        *modules, leaf = path.split(".")
+        prefix = PREFIX.get(leaf, f"{leaf}_" if modules else leaf)
+        named = [m for m in modules if not m.isdigit()]
+        short = prefix + (named[-1] if named else "_".join(modules))
+        alike = [p for p in paths if p != path and p.split(".")[-1] == leaf and _last(p) == _last(path)]
+        out[path] = names.take(prefix + "_".join(modules) if alike else short)
+    return out
+
+
+def _last(path: str) -> str:
+    named = [m for m in path.split(".")[:-1] if not m.isdigit()]
+    return named[-1] if named else ""
+
+
+def last_component(module: str) -> str:
+    """`self_attn.q_proj` -> `q_proj`, `layer.0` -> `layer_0`."""
+    parts = module.split(".")
+    named = [i for i, part in enumerate(parts) if not part.isdigit()]
+    return "_".join(parts[named[-1] :]) if named else "_".join(parts)
