@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
-from op_samples import SAMPLES, Input, Sample, X, as_results, aten
+from op_sample import Input, Sample, X, as_results, aten
+from op_samples import SAMPLES
 from torch import Tensor, fx
 
 from autopar.graph import operands

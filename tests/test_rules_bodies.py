@@ -1,7 +1,8 @@
 """Bodies that communicate: right on every rank, and sending exactly the messages that their rule predicts."""
 
 import pytest
-from op_samples import SAMPLES, Sample
+from op_sample import Sample
+from op_samples import SAMPLES
 from ranks_in_threads import run_in_threads
 from test_rules import cases, check, local_of
 

@@ -3,7 +3,8 @@
 import operator
 
 import torch
-from op_samples import SAMPLES, Input, Sample, X
+from op_sample import Input, Sample, X
+from op_samples import SAMPLES
 
 from autopar.mesh import make_mesh
 from autopar.ops.batch_norm import batch_norm

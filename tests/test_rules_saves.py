@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from op_samples import SAMPLES, Sample
+from op_sample import Sample
+from op_samples import SAMPLES
 
 from autopar.graph import operands
 from autopar.ops.random import Draws, use_draws
