@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import torch
 from op_sample import Input, Sample, X, aten
 
 from autopar.ops.attention import attention
