@@ -31,6 +31,14 @@ def insert(
     return node
 
 
+def rewrite(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Put another call of the same value in place of `node`; the value is not inferred anew."""
+    with node.graph.inserting_before(node):
+        call = node.graph.create_node("call_function", target, args, dict(kwargs))
+    call.meta = {key: node.meta[key] for key in ("val", "requires_grad", "module")}
+    substitute(node, call)
+
+
 def substitute(node: fx.Node, replacement: fx.Node) -> None:
     """Every user of `node` reads `replacement` instead, and `node` is gone."""
     node.replace_all_uses_with(replacement)
@@ -101,6 +109,8 @@ def tidy(captured: CapturedModel) -> CapturedModel:
             del constants[node.name]
             graph.erase_node(node)
     loss, *mutated = outputs(graph)
+    values = tuple(node.meta["val"] for node in (loss, *mutated))
+    output_node(graph).meta = {"val": values, "requires_grad": True, "module": ""}
     names = iter(node.name for node in mutated)
     buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
     return replace(captured, constants=constants, buffers=buffers, loss=loss.name)
@@ -116,8 +126,6 @@ def verify(captured: CapturedModel) -> None:
     graph = captured.graph
     graph.lint()
     for node in graph.nodes:
-        if node.op == "output":
-            continue
         missing = [key for key in ("val", "requires_grad", "module") if key not in node.meta]
         if missing:
             raise PassError(f"{node.name} = {node.target}: meta lacks {missing}")

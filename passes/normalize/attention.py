@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopar.graph import CapturedModel, shape_of
 from autopar.ops.attention import attention
-from autopar.passes.graph_tools import aten, calls, insert, substitute
+from autopar.passes.graph_tools import aten, calls, rewrite
 from autopar.passes.normalize.dropout import next_site
 
 SDPA = aten.scaled_dot_product_attention.default
@@ -30,7 +30,9 @@ def normalize_attention(captured: CapturedModel) -> CapturedModel:
             "enable_gqa": bool(node.kwargs.get("enable_gqa", False)),
         }
         if isinstance(mask, fx.Node) and mask.name in captured.constants:
-            kind = kinds.setdefault(mask.name, mask_kind(captured.constants[mask.name]))
+            if mask.name not in kinds:
+                kinds[mask.name] = mask_kind(captured.constants[mask.name])
+            kind = kinds[mask.name]
             square = shape_of(query)[-2] == shape_of(key)[-2]
             if kind == "all" or (kind == "causal" and square):
                 options["is_causal"] = kind == "causal"
@@ -41,10 +43,9 @@ def normalize_attention(captured: CapturedModel) -> CapturedModel:
         if dropout_p:
             options = {"dropout_p": float(dropout_p), **options, "site": site}
             site += 1
-            call = insert(node, attention, (query, key, value, mask), options)
+            rewrite(node, attention, (query, key, value, mask), options)
         else:
-            call = insert(node, SDPA, (query, key, value, mask), {"dropout_p": 0.0, **options})
-        substitute(node, call)
+            rewrite(node, SDPA, (query, key, value, mask), {"dropout_p": 0.0, **options})
     return captured
 
 
@@ -62,8 +63,9 @@ def mask_kind(mask: Tensor) -> str:
     *leading, rows, columns = keep.shape
     if rows != columns or any(size != 1 for size in leading):
         return "other"
-    square = keep.reshape(rows, columns)
-    return "causal" if torch.equal(square, torch.ones_like(square).tril()) else "other"
+    position = torch.arange(rows)
+    past = position[None, :] <= position[:, None]
+    return "causal" if torch.equal(keep.reshape(rows, columns), past) else "other"
 
 
 def ungrouped(node: Any) -> Any:

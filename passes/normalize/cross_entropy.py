@@ -7,7 +7,7 @@ from torch import fx
 from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.ops.cross_entropy import cross_entropy
 from autopar.passes.graph_tools import aten, calls, insert, substitute
-from autopar.passes.normalize.linear import flattens_leading_dims
+from autopar.passes.normalize.linear import leading_dims
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
@@ -44,9 +44,9 @@ def unflatten(anchor: fx.Node, logits: Any, target: Any) -> tuple[fx.Node, fx.No
     if logits.target is not aten.reshape.default:
         return logits, target
     whole = logits.args[0]
-    if not flattens_leading_dims(shape_of(whole), shape_of(logits)):
+    leading = leading_dims(shape_of(whole), shape_of(logits))
+    if leading is None or shape_of(whole) != (*leading, shape_of(logits)[-1]):
         return logits, target
-    leading = shape_of(whole)[:-1]
     source = target.args[0] if target.target is aten.reshape.default else target
     if shape_of(source) != leading:
         source = insert(anchor, aten.reshape.default, (target, list(leading)))

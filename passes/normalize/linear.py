@@ -1,5 +1,6 @@
 """How is a projection written? One n-dim `linear(x, w, b)`: a flattened dim could not carry a split sequence."""
 
+import math
 from typing import Any
 
 from torch import fx
@@ -45,12 +46,21 @@ def _move_flattening_behind(node: fx.Node) -> None:
     if flat.target is not aten.reshape.default:
         return
     x = flat.args[0]
-    if not flattens_leading_dims(shape_of(x), shape_of(flat)):
+    leading = leading_dims(shape_of(x), shape_of(flat))
+    if leading is None:
         return
+    features = shape_of(flat)[-1]
+    if shape_of(x)[-1] != features:  # heads merge into features by the same view: keep that part of it before
+        x = insert(node, aten.reshape.default, (x, [*leading, features]))
     result = insert(node, aten.linear.default, (x, *node.args[1:]))
     substitute(node, insert(node, aten.reshape.default, (result, list(shape_of(node)))))
 
 
-def flattens_leading_dims(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Does a reshape only merge dims before the last?"""
-    return len(after) < len(before) and len(after) == 2 and before[-1] == after[-1]
+def leading_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The two or more dims that a reshape to `after = [rows, features]` merges into rows; None if it does not."""
+    if len(after) != 2:
+        return None
+    for count in range(2, len(before)):
+        if math.prod(before[:count]) == after[0] and math.prod(before[count:]) == after[1]:
+            return before[:count]
+    return None
