@@ -1,7 +1,8 @@
 """The collectives of a rewritten graph: each names its mesh axis and what autograd runs in the backward pass.
 
 One function a row of the redistribution table (docs/theory.md). Dims that do not divide are padded before slice and
-scatter; `size` is the true size to narrow to after a gather.
+scatter; `size` is the true size to narrow to after a gather. A backend that fails (a rank died, a timeout) is a
+`RankError` that names the collective and the group.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ops.groups import Axis, Groups, active_groups
+from autopar.errors import RankError
+from autopar.ops import regather as regathered
+from autopar.ops.groups import Axis, Groups, active_groups, names_of
 from autopar.placement import chunk_size
 
 Local = Callable[[Tensor], Tensor]
@@ -44,6 +47,18 @@ def pad_dim(x: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
 
 
+def _send(kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[dist.ProcessGroup], Any]) -> None:
+    """Run one collective of the backend, counted."""
+    groups.count(kind, axis, nbytes)
+    try:
+        call(groups.group(axis))
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {groups.rank}: {kind} over axis {','.join(names_of(axis))} (ranks {groups.members(axis)}) failed: "
+            f"{error}; a rank of this group died or hangs, its own output says why"
+        ) from error
+
+
 def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -51,11 +66,10 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     if x.dtype == torch.bool:  # Gloo has no bool
         return _gather(x.view(torch.uint8), dim, axis, size, groups).view(torch.bool)
     x = x.contiguous()
-    out = x.new_empty((n * x.shape[0], *x.shape[1:]) if x.dim() else (n,))
-    groups.count("all_gather", axis, out.numel() * out.element_size())
-    dist.all_gather_into_tensor(out, x, group=groups.group(axis))
-    if dim:
-        out = torch.cat(out.chunk(n), dim)
+    parts = x.new_empty((n, *x.shape))
+    nbytes = parts.numel() * parts.element_size()
+    _send("all_gather", axis, nbytes, groups, lambda group: dist.all_gather_into_tensor(parts, x, group=group))
+    out = parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
     return out if size is None else out.narrow(dim, 0, size)
 
 
@@ -67,8 +81,8 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     x = pad_dim(x, dim, n * chunk)
     x = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-    groups.count("reduce_scatter", axis, x.numel() * x.element_size())
-    dist.reduce_scatter_tensor(out, x, group=groups.group(axis))
+    nbytes = x.numel() * x.element_size()
+    _send("reduce_scatter", axis, nbytes, groups, lambda group: dist.reduce_scatter_tensor(out, x, group=group))
     return out
 
 
@@ -76,8 +90,8 @@ def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     if groups.size(axis) == 1:
         return x.view_as(x)
     out = x.clone(memory_format=torch.contiguous_format)
-    groups.count("all_reduce", axis, out.numel() * out.element_size())
-    dist.all_reduce(out, group=groups.group(axis))
+    nbytes = out.numel() * out.element_size()
+    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, group=group))
     return out
 
 
@@ -85,11 +99,13 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
     n = groups.size(axis)
     if n == 1:
         return x.view_as(x)
+    if x.dtype == torch.bool:
+        return _exchange(x.view(torch.uint8), split_dim, concat_dim, axis, size, groups).view(torch.bool)
     x = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
     sent = torch.stack(x.chunk(n, split_dim))
     received = torch.empty_like(sent)
-    groups.count("all_to_all", axis, sent.numel() * sent.element_size())
-    dist.all_to_all_single(received, sent, group=groups.group(axis))
+    nbytes = sent.numel() * sent.element_size()
+    _send("all_to_all", axis, nbytes, groups, lambda group: dist.all_to_all_single(received, sent, group=group))
     out = torch.cat(received.unbind(), concat_dim)
     return out if size is None else out.narrow(concat_dim, 0, size)
 
@@ -113,14 +129,32 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def all_gather(x: Tensor, *, dim: int, axis: Axis, size: int | None = None, backward: str = "reduce_scatter") -> Tensor:
-    """Shard(dim) -> Replicate (backward="reduce_scatter") or Invariant (backward="slice")."""
+def all_gather(
+    x: Tensor,
+    *,
+    dim: int,
+    axis: Axis,
+    size: int | None = None,
+    backward: str = "reduce_scatter",
+    regather: bool = False,
+) -> Tensor:
+    """Shard(dim) -> Replicate (backward="reduce_scatter") or Invariant (backward="slice").
+
+    With `regather` autograd does not keep the result for backward but gathers it again (`autopar.ops.regather`).
+    """
     groups = active_groups()
     gradient: Local = {
         "reduce_scatter": lambda g: _scatter_sum(g, dim, axis, groups),
         "slice": lambda g: _slice(g, dim, axis, groups),
     }[backward]
-    return _apply(x, lambda t: _gather(t, dim, axis, size, groups), gradient)
+
+    def gather(t: Tensor) -> Tensor:
+        return _gather(t, dim, axis, size, groups)
+
+    out = _apply(x, gather, gradient)
+    if regather and groups.size(axis) > 1:
+        regathered.register(out, x, gather)
+    return out
 
 
 def reduce_scatter(x: Tensor, *, dim: int, axis: Axis) -> Tensor:
@@ -142,8 +176,8 @@ def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
     if groups.size(axis) == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    groups.count("all_reduce", axis, out.numel() * out.element_size())
-    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=groups.group(axis))
+    nbytes = out.numel() * out.element_size()
+    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group))
     return out
 
 

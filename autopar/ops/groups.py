@@ -49,6 +49,10 @@ class Groups:
     def group(self, axis: Axis) -> dist.ProcessGroup:
         return self.groups[names_of(axis)]
 
+    def members(self, axis: Axis) -> list[int]:
+        """Ranks of this rank's group along `axis`."""
+        return dist.get_process_group_ranks(self.group(axis))
+
     def count(self, kind: str, axis: Axis, nbytes: int) -> None:
         if self.counting:
             key = (kind, names_of(axis))

@@ -1,0 +1,52 @@
+"""What runs under torchrun: the distributed module, what belongs to it, and every function that exported code calls."""
+
+from autopar.ops.attention import attention
+from autopar.ops.batch_norm import batch_norm
+from autopar.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_gradient,
+    all_to_all,
+    divide,
+    divide_gradient,
+    local_slice,
+    pad_dim,
+    place_slice,
+    reduce_scatter,
+)
+from autopar.ops.cross_entropy import cross_entropy
+from autopar.ops.dropout import dropout
+from autopar.ops.embedding import embedding
+from autopar.ops.mean import mean
+from autopar.runtime.checkpoint import load, save
+from autopar.runtime.data import DistributedBatchSampler
+from autopar.runtime.launch import init
+from autopar.runtime.module import DistributedModule, Output, count_messages
+from autopar.runtime.optimizers import check_optimizer
+
+__all__ = [
+    "DistributedBatchSampler",
+    "DistributedModule",
+    "Output",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_gradient",
+    "all_to_all",
+    "attention",
+    "batch_norm",
+    "check_optimizer",
+    "count_messages",
+    "cross_entropy",
+    "divide",
+    "divide_gradient",
+    "dropout",
+    "embedding",
+    "init",
+    "load",
+    "local_slice",
+    "mean",
+    "pad_dim",
+    "place_slice",
+    "reduce_scatter",
+    "save",
+]

@@ -1,0 +1,46 @@
+"""How is training saved so that it goes on under another plan or number of ranks? By torch's own checkpoints.
+
+DTensors say which part of which whole tensor a rank holds; torch.distributed.checkpoint writes parts and reads whatever
+part the new layout asks for. Optimizer state is keyed by parameter name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from autopar.errors import PlanMismatchError
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.optimizers import check_optimizer
+
+
+def save(module: DistributedModule, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Write parameters, buffers, optimizer state and the count of calls to the folder `path`; all ranks call this."""
+    state_dict_saver.save(_state(module, optimizer), checkpoint_id=str(path))
+
+
+def load(module: DistributedModule, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Restore what `save` wrote, in place; plan, mesh and number of ranks may be others. All ranks call this.
+
+    Raises:
+        PlanMismatchError: if the folder holds no checkpoint of such a model and optimizer.
+    """
+    state = _state(module, optimizer)
+    try:
+        state_dict_loader.load(state, checkpoint_id=str(path))
+    except (CheckpointException, FileNotFoundError) as error:
+        raise PlanMismatchError(
+            f"{path} does not hold a checkpoint of this model and optimizer: {error}; give the folder that "
+            "autopar.runtime.save wrote, and the same kind of optimizer"
+        ) from error
+    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    module.num_calls = state["num_calls"]
+
+
+def _state(module: DistributedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    check_optimizer(optimizer)
+    model, optim = get_state_dict(module, optimizer)
+    return {"model": model, "optimizer": optim, "num_calls": module.num_calls}

@@ -1,0 +1,59 @@
+"""How does a process join the others? From torchrun's environment, with a bound on how long it waits for them."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import MeshError
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+_timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+
+
+def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.device:
+    """Join the processes that torchrun started, unless this process has joined already; returns its device.
+
+    backend: "nccl" or "gloo"; by default NCCL where every local process has a GPU of its own, Gloo otherwise.
+    timeout_seconds: a collective or a missing rank that takes longer is an error on the ranks that wait for it.
+
+    Raises:
+        MeshError: if no launcher set RANK, WORLD_SIZE and MASTER_ADDR.
+    """
+    global _timeout_seconds
+    if dist.is_initialized():
+        return device()
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"this process was not started as one of several ({', '.join(missing)} not set); "
+            "start it with torchrun --nproc-per-node N"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if backend is None:
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= max(local_world, local_rank + 1)
+        backend = "nccl" if enough else "gloo"
+    _timeout_seconds = timeout_seconds
+    timeout = timedelta(seconds=timeout_seconds)
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+        own = torch.device("cuda", local_rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    return device()
+
+
+def device() -> torch.device:
+    """Where this process computes: its GPU if the default group speaks NCCL, the CPU otherwise."""
+    if "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def collective_timeout() -> float:
+    """Seconds after which a group's collective is an error."""
+    return _timeout_seconds

@@ -1,0 +1,216 @@
+"""The distributed module: an ordinary nn.Module to its user, one rank of a plan inside.
+
+Parameters and state-dict keys are named as in the original model. A call takes the global batch, or this rank's slice
+of any of its dims; the loss it gives is that of the whole batch, the same on every rank, and `backward()` leaves on
+every parameter the gradient that one process would have computed on the global batch.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ArgumentError
+from autopar.graph import BufferSpec, LocalModel, ParameterSpec
+from autopar.inputs import bind_inputs
+from autopar.ops.groups import use_groups
+from autopar.ops.random import Draws, use_draws
+from autopar.ops.regather import regathering
+from autopar.passes.predict import Sent
+from autopar.plan import Estimate, Plan
+from autopar.runtime.agreement import agree, shared_number
+from autopar.runtime.data import local_batch, local_input
+from autopar.runtime.evaluation import evaluation_graph
+from autopar.runtime.groups import build_groups, flattened_axes
+from autopar.runtime.launch import device as own_device
+from autopar.runtime.launch import init
+from autopar.runtime.optimizers import install_check
+from autopar.runtime.parameters import check_names
+from autopar.runtime.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a call returns: the loss of the global batch, a scalar on every rank."""
+
+    loss: Tensor
+
+    def backward(self) -> None:
+        self.loss.backward()  # type: ignore[no-untyped-call]
+
+    def item(self) -> float:
+        return float(self.loss.detach())
+
+
+class DistributedModule(nn.Module):
+    """One rank's part of a model under a plan. All ranks construct it together, in the same order.
+
+    local: the graph that every rank runs.
+    values: whole parameters and buffers by placeholder. Those on the meta device are left empty until
+        `reset_parameters`, `load_state_dict` or a checkpoint fills them.
+    sync: take rank 0's values, as DistributedDataParallel does; False if they are known to be equal.
+    bare: a call returns the loss itself instead of an `Output`.
+    seed: of dropout; None for that of rank 0's torch generator.
+    exact_random: every rank draws dropout masks for whole tensors, so that a run equals one process exactly.
+
+    Raises:
+        MeshError: if the mesh does not have as many ranks as there are processes.
+        RankError: on every rank, if the ranks have different plans, models or libraries.
+        PlanMismatchError: if the plan stores a parameter in a way that no DTensor can.
+        ArgumentError: if the model has a part named as a method of this class.
+    """
+
+    def __init__(
+        self,
+        local: LocalModel,
+        values: Mapping[str, Tensor],
+        *,
+        sync: bool = True,
+        bare: bool = False,
+        seed: int | None = None,
+        exact_random: bool = False,
+    ) -> None:
+        super().__init__()
+        init()
+        captured, plan = local.captured, local.plan
+        specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)
+        check_names((name for spec in specs for name in spec.names), dir(self))
+        empty = [spec for spec in specs if values[spec.placeholder].is_meta]
+        agree({**_facts(local), "values": f"{len(empty)} of {len(specs)} on the meta device"})
+        device = own_device()
+        self.device_mesh, self.groups = build_groups(plan.mesh, device.type, flattened_axes(local.graph, plan.mesh))
+        self.local = local
+        self.bare = bare
+        self.num_calls = 0
+        self.exact_random = exact_random
+        self.seed = shared_number(torch.initial_seed() if seed is None else seed)
+        self.uninitialized = {name for spec in empty for name in spec.names}
+        self._regathers = any(node.kwargs.get("regather") for node in local.graph.nodes)
+        self._mutated = [b for b in captured.buffers if b.mutated_by]
+        self._names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
+        self._state = State(local, self.groups.rank, self.device_mesh, device)
+        with torch.no_grad():
+            self._state.register(self, values, sync)
+        self._state.bind(self)
+        install_check()
+        self.register_load_state_dict_pre_hook(_scatter_whole_tensors)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._state.device
+
+    @property
+    def plan(self) -> Plan:
+        return self.local.plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
+        """The loss of the global batch, differentiable.
+
+        Arguments are those of the captured call; each dim of a tensor is whole or this rank's slice.
+
+        Raises:
+            BatchError: if a tensor is missing or has neither size.
+            ArgumentError: if a parameter was never given a value.
+        """
+        loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs))
+        return loss if self.bare else Output(loss)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The loss for inputs by placeholder."""
+        if self.uninitialized:
+            some = ", ".join(sorted(self.uninitialized)[:3])
+            raise ArgumentError(
+                f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
+                "meta device; call reset_parameters(model) or load a state dict first"
+            )
+        arguments = self._state.arguments(self)
+        for spec in self.local.captured.inputs:
+            arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
+        graph = self._training_graph if self.training else self._evaluation_graph
+        with ExitStack() as stack:
+            stack.enter_context(use_groups(self.groups))
+            stack.enter_context(use_draws(Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)))
+            if self._regathers and torch.is_grad_enabled():
+                stack.enter_context(regathering())
+            loss, *mutated = graph(*(arguments[name] for name in self._names))
+        if self.training:
+            self.num_calls += 1
+            with torch.no_grad():
+                for buffer, value in zip(self._mutated, mutated, strict=True):
+                    self.get_buffer(buffer.names[0]).copy_(value)
+        result: Tensor = loss
+        return result
+
+    def local_batch(self, batch: Any) -> Any:
+        """This rank's slices of a global batch: a dict (keywords), a tuple (positions) or one tensor, as given.
+
+        Raises:
+            BatchError: if a tensor has another shape than was planned.
+        """
+        return local_batch(self, batch)
+
+    def local_gradient(self, placeholder: str) -> Tensor | None:
+        """This rank's part of the gradient of a parameter, None if there is none yet."""
+        return self._state.gradient(placeholder)
+
+    @cached_property
+    def _training_graph(self) -> fx.GraphModule:
+        return fx.GraphModule(nn.Module(), self.local.graph)
+
+    @cached_property
+    def _evaluation_graph(self) -> fx.GraphModule:
+        return fx.GraphModule(nn.Module(), evaluation_graph(self.local.graph))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DistributedModule":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._state.bind(self)
+        return self
+
+
+def _facts(local: LocalModel) -> dict[str, str]:
+    """What must be equal on all ranks; estimates do not matter, solvers time themselves."""
+    text = local.plan.with_estimate(Estimate()).to_json()
+    return {
+        "torch": torch.__version__,
+        "autopar": version("autopar"),
+        "mesh": str(local.plan.mesh),
+        "model": local.captured.fingerprint,
+        "plan": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+
+
+def _scatter_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict of the original model holds whole tensors: each rank takes its part."""
+    assert isinstance(module, DistributedModule)
+    for spec in module.local.captured.parameters:
+        for name in spec.names:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
+                state_dict[prefix + name] = module._state.scattered(spec, value)
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    assert isinstance(module, DistributedModule)
+    module.uninitialized &= set(incompatible.missing_keys)
+    module._state.bind(module)
+
+
+@contextmanager
+def count_messages(module: DistributedModule) -> Iterator[Sent]:
+    """What this rank sends inside: (collective, axis names) -> (calls, payload bytes), as `predicted_messages`."""
+    groups = module.groups
+    before = groups.counting, groups.sent
+    groups.counting, groups.sent = True, {}
+    try:
+        yield groups.sent
+    finally:
+        groups.counting, groups.sent = before

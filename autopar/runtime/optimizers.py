@@ -1,0 +1,55 @@
+"""Which optimizers can update DTensor parameters? A step of one that cannot fails with the reason, not with DTensor's.
+
+Found by trying every optimizer of torch.optim against one process (tests/test_runtime_optimizers.py does so again).
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import OptimizerError
+
+MARK = "autopar_name"
+"""Attribute that tells our parameters from others."""
+
+REFUSED: dict[type, str] = {
+    torch.optim.Adafactor: "its factored second moments use operations that DTensor does not have",
+    torch.optim.LBFGS: "it flattens all parameters into one vector, which DTensors of several layouts cannot be",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gradients here are dense",
+}
+
+ALTERNATIVE = "AdamW, Adam, SGD, Adagrad, RMSprop and most others of torch.optim work"
+
+_checked: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+_installed = False
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Return if `optimizer` can update DTensor parameters.
+
+    Raises:
+        OptimizerError: with the reason and alternatives.
+    """
+    for kind, reason in REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot update distributed parameters: {reason}; {ALTERNATIVE}"
+            )
+
+
+def install_check() -> None:
+    """From now on the first step of any optimizer that holds parameters of ours is checked."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if optimizer in _checked:
+        return
+    if any(hasattr(p, MARK) for group in optimizer.param_groups for p in group["params"]):
+        check_optimizer(optimizer)
+    _checked.add(optimizer)

@@ -1,0 +1,130 @@
+"""What does a rank hold of a model? Parameters as DTensors under their own names, and leaves that compute on them.
+
+A leaf is a plain tensor that shares storage with its parameter's local tensor, so what optimizers and checkpoints write
+in place is what the graph reads, without a `to_local()` a step. Autograd's gradient of a leaf moves to the parameter's
+`grad` as a DTensor of the same layout.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.graph import BufferSpec, LocalModel, ParameterSpec
+from autopar.mesh import Mesh
+from autopar.placement import Layout
+from autopar.runtime.optimizers import MARK
+from autopar.runtime.parameters import check_storage, local_part, padded_part, register_under, to_dtensor
+from autopar.runtime.private_torch import local_tensor
+
+
+class State:
+    """Parameters, buffers and constants of one module on one rank, by placeholder."""
+
+    def __init__(self, local: LocalModel, rank: int, device_mesh: DeviceMesh, device: torch.device) -> None:
+        self.local = local
+        self.mesh: Mesh = local.plan.mesh
+        self.coordinate = self.mesh.coordinate(rank)
+        self.device_mesh = device_mesh
+        self.device = device
+        self.leaves: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.constants = {
+            name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
+            for name, value in local.captured.constants.items()
+        }
+
+    def layout(self, placeholder: str) -> Layout:
+        return self.local.plan.layouts[placeholder]
+
+    def register(self, root: nn.Module, values: Mapping[str, Tensor], sync: bool) -> None:
+        """Put this rank's part of `values` (whole tensors, by placeholder) on `root` under the original names.
+
+        With `sync` the values are rank 0's, broadcast one at a time.
+        """
+        for spec in self.local.captured.parameters:
+            parameter = self._parameter(spec, self._value(values[spec.placeholder].to(spec.dtype), sync))
+            for name in spec.names:
+                register_under(root, name, parameter)
+        for buffer in self.local.captured.buffers:
+            held = self._value(values[buffer.placeholder], sync)
+            held = torch.empty_like(held, device=self.device) if held.is_meta else own_copy(held, self.device)
+            for name in buffer.names:
+                register_under(root, name, held, buffer.persistent)
+
+    def _value(self, value: Tensor, sync: bool) -> Tensor:
+        value = value.detach()
+        return value if value.is_meta or not sync else first_ranks_value(value, self.device)
+
+    def _parameter(self, spec: ParameterSpec, whole: Tensor) -> nn.Parameter:
+        layout = self.layout(spec.placeholder)
+        check_storage(spec.names[0], spec.shape, layout, self.mesh, spec.trainable)
+        part = local_part(whole, layout, self.mesh, self.coordinate)
+        empty = torch.empty(part.shape, dtype=part.dtype, device=self.device) if part.is_meta else None
+        local = own_copy(part, self.device) if empty is None else empty
+        parameter = nn.Parameter(self.as_dtensor(spec, local), requires_grad=spec.trainable)
+        setattr(parameter, MARK, spec.names[0])
+        return parameter
+
+    def as_dtensor(self, spec: ParameterSpec, part: Tensor) -> DTensor:
+        return to_dtensor(part, self.layout(spec.placeholder), spec.shape, self.mesh, self.device_mesh)
+
+    def scattered(self, spec: ParameterSpec, whole: Tensor) -> DTensor:
+        """This rank's part of a whole tensor, as the parameter is stored."""
+        part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
+        return self.as_dtensor(spec, own_copy(part, self.device))
+
+    def bind(self, root: nn.Module) -> None:
+        """Make leaves of the parameters that `root` has now; after anything that replaces parameters or their data."""
+        for spec in self.local.captured.parameters:
+            parameter = root.get_parameter(spec.names[0])
+            stored = parameter.data
+            assert isinstance(stored, DTensor)
+            leaf = local_tensor(stored).detach().requires_grad_(parameter.requires_grad)
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._mover(spec))  # type: ignore[no-untyped-call]
+            self.parameters[spec.placeholder] = parameter
+            self.leaves[spec.placeholder] = leaf
+
+    def _mover(self, spec: ParameterSpec) -> Callable[[Tensor], None]:
+        def move(leaf: Tensor) -> None:
+            parameter, gradient = self.parameters[spec.placeholder], leaf.grad
+            leaf.grad = None
+            assert gradient is not None
+            held = parameter.grad
+            if held is None:
+                parameter.grad = self.as_dtensor(spec, gradient)
+            else:
+                assert isinstance(held, DTensor)
+                local_tensor(held).add_(gradient)
+
+        return move
+
+    def arguments(self, root: nn.Module) -> dict[str, Tensor]:
+        """What the graph's placeholders read, inputs excepted."""
+        buffers = {spec.placeholder: self._buffer(root, spec) for spec in self.local.captured.buffers}
+        return {**self.leaves, **self.constants, **buffers}
+
+    def _buffer(self, root: nn.Module, spec: BufferSpec) -> Tensor:
+        return padded_part(root.get_buffer(spec.names[0]), self.layout(spec.placeholder), self.mesh, self.coordinate)
+
+    def gradient(self, placeholder: str) -> Tensor | None:
+        """This rank's part of a parameter's gradient, None before any backward pass."""
+        held = self.parameters[placeholder].grad
+        return local_tensor(held) if isinstance(held, DTensor) else None
+
+
+def own_copy(part: Tensor, device: torch.device) -> Tensor:
+    return part.to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def first_ranks_value(value: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's value on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    copy = own_copy(value, device)
+    dist.broadcast(copy.view(torch.uint8) if copy.dtype == torch.bool else copy, src=0)
+    return copy
