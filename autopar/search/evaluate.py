@@ -1,0 +1,179 @@
+"""What does a plan cost, exactly, on the whole unfolded graph? Seconds by kind and bytes by kind at the peak moment.
+
+Moments: the forward of each op in graph order, their backward in reverse, the optimizer's step. Live then are
+    parameters, optimizer   storage of parameters and their optimizer state, always
+    gradients               in storage layout, from the first backward that makes one to the end
+    activations             what autograd saves, from its making to its last reader's backward; views share storage
+    gathered                copies of parameters in use: kept to backward, or (lifetime `use`) only while an op reads them
+    working                 operands and results of the op that runs, as far as they are not saved; in backward gradients
+    inputs                  inputs, buffers and constants, with the layouts of them that are saved, always
+A tensor that nothing saves is counted while its producer and its readers run, not in between.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.graph import CapturedModel
+from autopar.placement import Layout
+from autopar.plan import Estimate, Plan
+from autopar.redistribution import Step
+from autopar.search.journeys import Journey, make_journeys
+from autopar.search.moments import Moments
+from autopar.search.pricing import Pricer, Timed
+from autopar.search.program import Program, make_program
+from autopar.search.strategy_graph import Floats
+
+KINDS = ("forward", "backward", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
+
+
+def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
+    """Seconds of one step and memory at its peak; nothing is overlapped, seconds add up."""
+    program = make_program(captured)
+    return evaluate_program(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+
+
+def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
+    """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
+    journeys = make_journeys(program, plan, pricer)
+    saved = _saved(plan, program, pricer, journeys)
+    seconds = _seconds(plan, program, pricer, journeys, saved)
+    live = _memory(plan, program, pricer, journeys, saved)
+    peak = int(np.argmax(sum(live.values())))
+    memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
+    return replace(plan.estimate, seconds=seconds, memory=memory)
+
+
+Saved = dict[tuple[str, Layout], list[int]]
+"""(tensor, layout) -> positions of the ops that save it for backward, through views of it or directly."""
+
+
+def _saved(plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> Saved:
+    saved: Saved = defaultdict(list)
+    for op in program.ops:
+        if not op.has_backward:
+            continue
+        price = pricer.op(op, plan.choices[op.name])
+        kept = [(op.operands[i], price.operands[i]) for i in op.rule.saves]
+        kept += [(name, price.results[i]) for i in op.rule.saves_results if (name := op.results[i]) is not None]
+        for name, layout in kept:
+            while (view := program.aliases.get(name)) is not None and not journeys[name].is_copied(layout):
+                viewer = program.ops[view[0]]
+                name, layout = (
+                    viewer.operands[view[1]],
+                    pricer.op(viewer, plan.choices[viewer.name]).operands[view[1]],
+                )
+            saved[name, layout].append(op.position)
+    return saved
+
+
+def _seconds(
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], saved: Saved
+) -> dict[str, float]:
+    seconds = dict.fromkeys(KINDS, 0.0)
+
+    def add(timed: Timed) -> None:
+        for kind, duration in timed:
+            seconds[kind] += duration
+
+    for op in program.ops:
+        price = pricer.op(op, plan.choices[op.name])
+        seconds["forward"] += price.forward
+        seconds["backward"] += price.backward
+        add(price.forward_sent)
+        add(price.backward_sent)
+    for name, journey in journeys.items():
+        tensor = journey.tensor
+        for target, step in journey.made.items():
+            forward, backward = pricer.step(step, tensor.shape, tensor.element_size)
+            add(forward)
+            if target in journey.in_backward:
+                add(backward)
+        if tensor.kind != "parameter":
+            continue
+        if tensor.requires_grad:
+            seconds["optimizer"] += pricer.optimizer_seconds(tensor, journey.source)
+    for (name, layout), savers in saved.items():
+        if plan.lifetimes.get(name) == "use":
+            tensor = journeys[name].tensor
+            for step in regathered(journeys[name].path(layout)):
+                for _ in savers:
+                    add(pricer.step(step, tensor.shape, tensor.element_size)[0])
+    return seconds
+
+
+def regathered(path: list[Step]) -> list[Step]:
+    """The gathers that backward repeats to remake the end of `path`: those after the last other computed step."""
+    out: list[Step] = []
+    for step in reversed(path):
+        if step.forward == "all_gather":
+            out.append(step)
+        elif step.forward:
+            break
+    return out
+
+
+def _memory(
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], saved: Saved
+) -> dict[str, Floats]:
+    """Bytes at every moment, by kind."""
+    moments = Moments(num_ops=len(program.ops))
+    live = {kind: moments.nothing() for kind in MEMORY_KINDS}
+
+    def add(kind: str, nbytes: float, interval: slice) -> None:
+        live[kind][interval] += nbytes
+
+    for op in program.ops:
+        price = pricer.op(op, plan.choices[op.name])
+        live["working"][moments.forward(op.position)] += price.working_forward
+        live["working"][moments.backward(op.position)] += price.working_backward
+        if price.kept:
+            add("activations", price.kept, moments.kept(op.position, op.position))
+    inputs: dict[str, set[Layout]] = defaultdict(set)
+    for (name, layout), savers in saved.items():
+        tensor = journeys[name].tensor
+        if tensor.kind == "op":
+            assert tensor.producer is not None
+            add("activations", pricer.local_nbytes(tensor, layout), moments.kept(tensor.producer, min(savers)))
+        elif tensor.kind != "parameter":
+            inputs[name].add(layout)
+    for name, journey in journeys.items():
+        tensor = journey.tensor
+        if tensor.kind == "parameter":
+            _add_parameter(add, moments, plan.lifetimes[name], program, pricer, journey, saved)
+        elif tensor.kind != "op":
+            for layout in inputs[name] | {journey.source}:
+                add("inputs", pricer.local_nbytes(tensor, layout), moments.always())
+    return live
+
+
+def _add_parameter(
+    add: Callable[[str, float, slice], None],
+    moments: Moments,
+    lifetime: str,
+    program: Program,
+    pricer: Pricer,
+    journey: Journey,
+    saved: Saved,
+) -> None:
+    """Storage, state, gradient and the copies in use of one parameter."""
+    tensor = journey.tensor
+    stored = pricer.local_nbytes(tensor, journey.source)
+    add("parameters", stored, moments.always())
+    readers = [p for p, _, _ in journey.wanted if p >= 0 and program.ops[p].has_backward]
+    if tensor.requires_grad and readers:
+        add("optimizer", pricer.state_nbytes(tensor, journey.source), moments.always())
+        add("gradients", stored, moments.gradient(max(readers)))
+    uses: dict[Layout, list[int]] = defaultdict(list)
+    for position, _, layout in journey.wanted:
+        if position >= 0 and journey.is_copied(layout):
+            uses[layout].append(position)
+    for layout, positions in uses.items():
+        savers = saved.get((tensor.name, layout), [])
+        nbytes = pricer.local_nbytes(tensor, layout)
+        for interval in moments.copies(lifetime, positions, savers):
+            add("gathered", nbytes, interval)

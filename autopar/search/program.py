@@ -1,0 +1,202 @@
+"""What has to be decided? A captured model as tables of ops and tensors, unfolded, each op with its rule.
+
+A *tensor* is named by the node that stands for it: a placeholder, a call with one result, or a `getitem` of a call with
+several. `getitem` nodes are no ops of their own. Backward passes run only through ops that a differentiable path joins to
+the loss.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor as TorchTensor
+from torch import fx
+
+from autopar.graph import CapturedModel, operands, requires_grad, target_name
+from autopar.rules.registry import result_index, rule_of
+from autopar.rules.rule import Choice, Rule, choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tensor:
+    """One tensor. `kind`: `op`, or that of its placeholder; `producer`: position of its op, None for placeholders."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    element_size: int
+    dtype: str
+    requires_grad: bool
+    producer: int | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """One call. `signature` is equal for calls that cost the same whatever is chosen; `results[i]` may be unread (None);
+    `parameters` are the operands that are parameters."""
+
+    position: int
+    name: str
+    node: fx.Node
+    rule: Rule
+    choices: Mapping[str, Choice]
+    operands: tuple[str, ...]
+    results: tuple[str | None, ...]
+    operand_grads: tuple[bool, ...]
+    result_grads: tuple[bool, ...]
+    operand_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    operand_sizes: tuple[int, ...]
+    result_sizes: tuple[int, ...]
+    dtype: str
+    has_backward: bool
+    parameters: frozenset[int]
+    module: str
+    signature: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """`readers[tensor]` are pairs (position of op, operand); `mutated` are the tensors that replace buffers."""
+
+    captured: CapturedModel
+    ops: tuple[Op, ...]
+    tensors: Mapping[str, Tensor]
+    readers: Mapping[str, tuple[tuple[int, int], ...]]
+    loss: str
+    mutated: tuple[str, ...]
+
+    @cached_property
+    def aliases(self) -> dict[str, tuple[int, int]]:
+        """Views: tensor -> (position of the view op, the operand whose storage it shares)."""
+        out = {}
+        for op in self.ops:
+            if op.rule.alias is not None:
+                out.update({r: (op.position, op.rule.alias) for r in op.results if r is not None})
+        return out
+
+
+def make_program(captured: CapturedModel) -> Program:
+    """The tables of a captured model."""
+    kinds = {p.placeholder: "parameter" for p in captured.parameters}
+    kinds |= {b.placeholder: "buffer" for b in captured.buffers}
+    kinds |= {name: "constant" for name in captured.constants}
+    kinds |= {i.placeholder: "input" for i in captured.inputs}
+    reached = _reached(captured)
+    tensors: dict[str, Tensor] = {}
+    readers: dict[str, list[tuple[int, int]]] = {}
+    ops: list[Op] = []
+    signatures: dict[object, int] = {}
+    rules: dict[int, dict[str, Choice]] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            tensors[node.name] = _tensor(node, kinds[node.name], None)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            op = _op(node, len(ops), kinds, reached, signatures, rules)
+            ops.append(op)
+            for index, result in enumerate(op.results):
+                if result is not None:
+                    tensors[result] = _tensor(captured.nodes[result], "op", op.position, index)
+            for slot, name in enumerate(op.operands):
+                readers.setdefault(name, []).append((op.position, slot))
+    mutated = tuple(b.mutated_by for b in captured.buffers if b.mutated_by is not None)
+    return Program(
+        captured=captured,
+        ops=tuple(ops),
+        tensors=tensors,
+        readers={name: tuple(readers.get(name, ())) for name in tensors},
+        loss=captured.loss,
+        mutated=mutated,
+    )
+
+
+def _tensor(node: fx.Node, kind: str, producer: int | None, index: int = 0) -> Tensor:
+    value = node.meta["val"]
+    return Tensor(
+        name=node.name,
+        kind=kind,
+        shape=tuple(value.shape),
+        element_size=value.element_size(),
+        dtype=str(value.dtype).removeprefix("torch."),
+        requires_grad=requires_grad(node),
+        producer=producer,
+        index=index,
+    )
+
+
+def _op(
+    node: fx.Node,
+    position: int,
+    kinds: Mapping[str, str],
+    reached: set[fx.Node],
+    signatures: dict[object, int],
+    rules: dict[int, dict[str, Choice]],
+) -> Op:
+    rule = rule_of(node)
+    sources = operands(node)
+    value = node.meta["val"]
+    values: tuple[TorchTensor, ...] = tuple(value) if isinstance(value, tuple | list) else (value,)
+    results: list[str | None] = [None] * len(values)
+    if isinstance(value, tuple | list):
+        for user in node.users:
+            results[result_index(user)] = user.name
+    else:
+        results[0] = node.name
+    parameters = frozenset(i for i, s in enumerate(sources) if kinds.get(s.name) == "parameter")
+    inputs = tuple(source.meta["val"] for source in sources)
+    dtypes = [str(v.dtype).removeprefix("torch.") for v in (*values, *inputs) if v.is_floating_point()]
+    grads = tuple(requires_grad(s) for s in sources)
+    shapes = tuple(tuple(v.shape) for v in inputs)
+    result_shapes = tuple(tuple(v.shape) for v in values)
+    key = (
+        target_name(node.target),
+        constant_arguments(node),
+        shapes,
+        tuple(v.dtype for v in inputs),
+        result_shapes,
+        tuple(v.dtype for v in values),
+        grads,
+        requires_grad(node),
+        node in reached,
+        tuple(r is None for r in results),
+        parameters,
+        tuple((n, f.size, f.summed, f.even) for n, f in rule.factors.items()),
+    )
+    signature = signatures.setdefault(key, len(signatures))
+    return Op(
+        position=position,
+        name=node.name,
+        node=node,
+        rule=rule,
+        choices=rules.setdefault(signature, {c.name: c for c in choices(rule)}),
+        operands=tuple(s.name for s in sources),
+        results=tuple(results),
+        operand_grads=grads,
+        result_grads=(requires_grad(node),) * len(values),
+        operand_shapes=shapes,
+        result_shapes=result_shapes,
+        operand_sizes=tuple(v.element_size() for v in inputs),
+        result_sizes=tuple(v.element_size() for v in values),
+        dtype=dtypes[0] if dtypes else "float32",
+        has_backward=node in reached,
+        parameters=parameters,
+        module=node.meta.get("module", ""),
+        signature=signature,
+    )
+
+
+def constant_arguments(node: fx.Node) -> str:
+    """Arguments with tensors left out; `site` is a label that tells calls apart, no matter of cost."""
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "site"}
+    return str(fx.node.map_arg((node.args, kwargs), lambda n: ...))
+
+
+def _reached(captured: CapturedModel) -> set[fx.Node]:
+    """Nodes that the backward pass from the loss runs through."""
+    reached = {captured.nodes[captured.loss]}
+    for node in reversed(captured.graph.nodes):
+        if node in reached and requires_grad(node):
+            reached.update(s for s in operands(node) if requires_grad(s))
+    return {node for node in reached if requires_grad(node)}

@@ -1,0 +1,74 @@
+"""Which plan tests rules and passes hardest? A random valid choice for every node, storage and input."""
+
+import random
+
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh
+from autopar.placement import REPLICATE, Layout, Shard
+from autopar.plan import Plan, TrainConfig
+from autopar.rules.rule import is_splittable, layouts
+from autopar.search.program import Op, Program, Tensor, make_program
+from autopar.search.storages import input_layouts, orders, storages
+
+TRIES = 30
+
+
+def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config: TrainConfig | None = None) -> Plan:
+    """A uniformly random choice for every node on every axis, redrawn until its sizes allow it; default routes.
+
+    Parameters get a random storage (axes that the first use splits too come first, the others innermost) and a random
+    lifetime, inputs a random even layout.
+    """
+    program = make_program(captured)
+    choices = {op.name: _random_choice(op, mesh, rng) for op in program.ops}
+    placed: dict[str, Layout] = {}
+    lifetimes: dict[str, str] = {}
+    for name, tensor in program.tensors.items():
+        if tensor.kind == "parameter":
+            placed[name] = _random_storage(tensor, _first_use(program, tensor, choices), mesh, rng)
+            lifetimes[name] = rng.choice(("use", "microbatch"))
+        elif tensor.kind == "input":
+            placed[name] = rng.choice(input_layouts(tensor.shape, mesh))
+        elif tensor.kind != "op":
+            placed[name] = Layout((REPLICATE,) * mesh.num_axes)
+    return Plan(
+        model=captured.name,
+        fingerprint=captured.fingerprint,
+        mesh=mesh,
+        cluster="",
+        config=config or TrainConfig(),
+        choices=choices,
+        layouts=placed,
+        lifetimes=lifetimes,
+        origin="random",
+    )
+
+
+def _random_choice(op: Op, mesh: Mesh, rng: random.Random) -> tuple[str, ...]:
+    names = list(op.choices)
+    for _ in range(TRIES):
+        drawn = tuple(rng.choice(names) for _ in mesh.shape)
+        if is_splittable(op.rule, tuple(op.choices[n] for n in drawn), mesh):
+            return drawn
+    whole = [n for n in names if n in ("replicate", "invariant")]
+    return tuple(rng.choice(whole) for _ in mesh.shape)
+
+
+def _first_use(program: Program, tensor: Tensor, choices: dict[str, tuple[str, ...]]) -> Layout | None:
+    for position, slot in program.readers[tensor.name]:
+        op = program.ops[position]
+        chosen = tuple(op.choices[n] for n in choices[op.name])
+        return layouts(chosen, op.operand_grads, op.result_grads)[0][slot]
+    return None
+
+
+def _random_storage(tensor: Tensor, use: Layout | None, mesh: Mesh, rng: random.Random) -> Layout:
+    storage = rng.choice(storages(tensor.shape, mesh, tensor.requires_grad, nested=False))
+    return nested_under(storage, use) if use is not None else storage
+
+
+def nested_under(storage: Layout, use: Layout) -> Layout:
+    """The same shards, nested so that a gather of the axes that only the storage splits leads to `use`."""
+    shared = [a for dim in use.sharded_dims() for a in use.axes_of(dim) if storage.axes[a] == Shard(dim)]
+    extra = [a for a, p in enumerate(storage.axes) if isinstance(p, Shard) and a not in shared]
+    return next(v for v in orders(storage.axes) if v == Layout(storage.axes, (*shared, *extra)))
