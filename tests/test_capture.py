@@ -199,6 +199,33 @@ class Broken(Branching):
         return total
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = torch.ones(4)
+
+    def forward(self, batch: dict[str, Any], flag: str) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.linear(batch["parts"][0])
+        return {"hidden": hidden, "total": (hidden.float() * batch["factor"] * self.scale).sum()}
+
+
+def test_inputs_may_nest_and_what_is_no_tensor_is_a_constant() -> None:
+    model = Nested()
+    kwargs = {"batch": {"parts": [torch.randn(2, 4)], "factor": 3}, "flag": "x"}
+    captured = capture(model, (), kwargs)
+    assert [(spec.path, spec.placeholder) for spec in captured.inputs] == [("batch.parts.0", "batch_parts_0")]
+    assert_equal_to_eager(captured, model, model(**kwargs)["total"], kwargs)
+
+
+def test_an_attribute_without_a_value_cannot_become_a_constant() -> None:
+    with torch.device("meta"):
+        model = Nested()
+    with pytest.raises(CaptureError, match="'scale' has no value"):
+        capture(model, (), {"batch": {"parts": [torch.randn(2, 4)], "factor": 3}, "flag": "x"})
+
+
 @pytest.mark.parametrize(
     ("cls", "mark", "remedy"), [(Branching, "BRANCH", "where"), (Selecting, "SELECT", "mask"), (Broken, "BROKEN", "")]
 )

@@ -117,8 +117,8 @@ class _Importer:
         if old.op == "get_attr" or getattr(old.target, "namespace", "") == "higher_order":
             where = frame_of_stack(str(old.meta.get("stack_trace", ""))) or "the model"
             raise CaptureError(
-                f"{where}: the graph holds {old.target}, a control-flow operator; write it without torch.cond, "
-                "while_loop or autocast blocks"
+                f"{where}: the graph holds {old.target}, a control-flow operator; write it without torch.cond "
+                "or while_loop"
             )
         node = self.graph.node_copy(old, lambda n: self.env[n.name])
         node.meta = {"val": _meta(old.meta.get("val"), old), "module": _module(old)}
