@@ -1,8 +1,8 @@
 """Real processes for tests: `ranks(4).run(function, *args)` calls a module-level function on 4 ranks that share Gloo.
 
-Processes start once a session and world size, on first use, and keep their process group between calls. An exception of
-any rank fails the test with that rank's traceback; a rank that does not answer in time costs the pool, and the next call
-starts a new one. Warnings are errors on the ranks too.
+Processes start once a session and world size, on first use, and keep their process group between calls. An exception
+of any rank fails the test with that rank's traceback; a rank that does not answer in time costs the pool, and the next
+call starts a new one. Warnings are errors on the ranks too.
 """
 
 import atexit

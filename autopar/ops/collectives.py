@@ -20,6 +20,10 @@ from autopar.placement import chunk_size
 
 Local = Callable[[Tensor], Tensor]
 
+# torch 2.13 renames both and warns of the old names, which 2.11 has alone.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class _Exchange(torch.autograd.Function):
     """Runs `forward` on the way there and `backward` on the gradient."""
@@ -66,10 +70,11 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     if x.dtype == torch.bool:  # Gloo has no bool
         return _gather(x.view(torch.uint8), dim, axis, size, groups).view(torch.bool)
     x = x.contiguous()
-    parts = x.new_empty((n, *x.shape))
-    nbytes = parts.numel() * parts.element_size()
-    _send("all_gather", axis, nbytes, groups, lambda group: dist.all_gather_into_tensor(parts, x, group=group))
-    out = parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+    out = x.new_empty((n * x.shape[0], *x.shape[1:]))
+    nbytes = out.numel() * out.element_size()
+    _send("all_gather", axis, nbytes, groups, lambda group: _all_gather(out, x, group=group))
+    if dim:
+        out = torch.cat(out.chunk(n), dim)
     return out if size is None else out.narrow(dim, 0, size)
 
 
@@ -82,7 +87,7 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     x = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
     nbytes = x.numel() * x.element_size()
-    _send("reduce_scatter", axis, nbytes, groups, lambda group: dist.reduce_scatter_tensor(out, x, group=group))
+    _send("reduce_scatter", axis, nbytes, groups, lambda group: _reduce_scatter(out, x, group=group))
     return out
 
 
