@@ -52,7 +52,8 @@ def solve(
     SearchTimeoutError when `seconds` end before anything is found.
     """
     started = time.monotonic()
-    run = _Run(relative_gap=relative_gap, deadline=None if seconds is None else started + seconds, report=on_progress)
+    deadline = None if seconds is None else started + seconds
+    run = _Run(relative_gap=relative_gap, started=started, deadline=deadline, report=on_progress)
     hints = [] if hint is None else [np.asarray(hint, np.int64)]
     lower = -np.inf
     if graph.memory is not None:
@@ -89,6 +90,7 @@ class _Run:
     """What all programs of one call share: tolerances, the clock, and the seconds that each phase took."""
 
     relative_gap: float
+    started: float
     deadline: float | None
     report: Callable[[Progress], None] | None
     phases: dict[str, float] = field(default_factory=dict)
@@ -135,6 +137,7 @@ class _Run:
             best = better(best, complete(small, metrics, start))
         started = self._passed(phase, "rounding", started)
         bound = answer.bound / linear.scale if answer.optimal else _floor(small)
+        self._stands(phase, best, bound)
         if not self.proved(best, bound) and not self.over():
             if answer.reduced_costs is None or not answer.optimal:
                 found, proved = self._program(small, metrics, phase=phase)
@@ -181,6 +184,7 @@ class _Run:
             bound = max(bound, proved if whole else min(proved, relaxed + slack))
             if best is not None and relaxed + slack >= best.seconds:
                 bound = max(bound, min(proved, best.seconds))
+            self._stands(phase, best, bound)
             if whole or self.proved(best, bound) or self.over():
                 return best, bound
             if best is None:
@@ -201,11 +205,14 @@ class _Run:
         tried = graph
         for _ in range(ROUNDS):
             program = formulate(tried, integral_groups=integral)
-            started = time.monotonic()
 
-            def on_message(lines: Sequence[str], scale: float = program.scale, started: float = started) -> None:
+            def on_message(
+                lines: Sequence[str],
+                scale: float = program.scale,
+                before: float = time.monotonic() - self.started,
+            ) -> None:
                 if self.report is not None and (progress := progress_of(lines, phase, scale)) is not None:
-                    self.report(progress)
+                    self.report(replace(progress, elapsed=before + progress.elapsed))
 
             answer = program.model.solve(
                 relative_gap=self.relative_gap / 2,
@@ -238,6 +245,12 @@ class _Run:
                 break
         return best, bound
 
+    def _stands(self, phase: str, best: Completed | None, bound: float) -> None:
+        if self.report is not None:
+            incumbent = np.inf if best is None else best.seconds
+            elapsed = time.monotonic() - self.started
+            self.report(Progress(phase=phase, incumbent=incumbent, bound=min(bound, incumbent), elapsed=elapsed))
+
     def _passed(self, phase: str, step: str, since: float) -> float:
         now = time.monotonic()
         name = f"{phase}: {step}"
@@ -246,7 +259,7 @@ class _Run:
 
 
 def _floor(graph: StrategyGraph) -> float:
-    """What every solution costs at least, whatever the time: the cheapest option of every node and pair of every edge."""
+    """What every solution costs at least: the cheapest option of every node and the cheapest pair of every edge."""
     parts = [*(node.seconds for node in graph.nodes), *(edge.seconds for edge in graph.edges)]
     return sum(float(seconds.min()) for seconds in parts)
 
@@ -268,7 +281,7 @@ def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, fo
             continue
         if i in weighted and misfit:
             loose.add(i)
-        elif found is not None and len(graph.groups[i].consumers) > 1:
+        elif found is not None:
             paid = float(values[columns] @ graph.groups[i].arc_seconds)
             exact = float(graph.groups[i].arc_seconds[found.arcs[i]].sum())
             if exact > paid + 1e-7 * abs(found.seconds):
