@@ -4,8 +4,8 @@
 
 Columns, rows and entries are appended as NumPy blocks and go into a `ModelProto` at once (135,000 columns: 0.3 s,
 through expression objects 3.5 s). HiGHS is only reached through MathOpt: `highspy` carries its own copy, they clash.
-Its presolve stays off: strategy graphs are reduced already, so that it gains nothing (three axes, the relaxation: 1 s without
-it, 4 s with it), and on one in some 2,000 small random ones it never returned, whatever the time limit.
+Its presolve stays off: strategy graphs are reduced already, so that it gains nothing (relaxation on three axes: 1 s
+without it, 4 s with it), and on one in some 2,000 small random graphs it never returned, whatever the time limit.
 """
 
 import datetime
