@@ -32,8 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
-    ("search", "runtime", "capture", "models", "reference", "export", "verification"),
-    ("api", "__init__"),
+    ("search", "runtime", "capture", "models", "reference", "export", "report", "verification"),
+    ("api", "calls", "model_plan", "decorator", "verify_command", "__init__"),
     ("cli",),
 )
 

@@ -1,0 +1,304 @@
+"""What a user of autopar calls: `plan`, `load_plan`, `distribute`."""
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.calls import Call, call_of
+from autopar.cluster import Cluster, load_cluster
+from autopar.cost_models.memory import NUM_STATES
+from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh, make_mesh, parse_mesh
+from autopar.model_plan import ModelPlan, model_plan
+from autopar.models.overrides import near
+from autopar.models.spec import DTYPES
+from autopar.plan import Plan, TrainConfig
+
+RELATIVE_GAP = 0.01
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    cluster: str | Path | Cluster,
+    mesh: str | tuple[int, ...] | Mesh | None = None,
+    global_batch: int | None = None,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    memory_gb: float | None = None,
+    baseline: str | None = None,
+    relative_gap: float = RELATIVE_GAP,
+    with_baselines: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> ModelPlan:
+    """Decide how to train `model` on a cluster.
+
+    Args:
+        model: unmodified, on any device, the meta device included; it is not changed.
+        example_inputs: of one call: a mapping is keywords, a tuple positions, a tensor the only position. Shapes and
+            dtypes count. (Or give `args` and `kwargs`.)
+        cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
+        mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh; by default nodes x devices of a node.
+        global_batch: samples a step over all devices; by default that of the example inputs.
+        optimizer: adamw, adam, sgd or sgd-momentum.
+        precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
+        loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
+        memory_gb: limit a device in 1e9 bytes; by default what the device has.
+        baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one.
+        relative_gap: stop searching when the plan is proved to be within this of the best.
+        with_baselines: price the named baselines too.
+        progress: told what is being done.
+
+    Raises:
+        ArgumentError, ClusterError, MeshError, BatchError: for arguments outside their domain.
+        CaptureError, NoLossError: if the model cannot be captured.
+        InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
+    """
+    tell = progress or (lambda _: None)
+    check_choice("optimizer", optimizer, NUM_STATES)
+    if precision is not None:
+        check_choice("precision", precision, DTYPES)
+    if baseline is not None:
+        check_choice("baseline", baseline, baselines())
+    if memory_gb is not None and not memory_gb > 0:
+        raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    own_mesh = mesh_for(machine, mesh)
+    call = call_of(example_inputs, args, kwargs)
+    call = call.with_batch(global_batch) if global_batch is not None else call
+    if baseline in ("ddp", "fsdp"):
+        check_batch(call.batch(), own_mesh.size)
+    config = TrainConfig(
+        optimizer=optimizer,
+        precision=precision or precision_of(model),
+        memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
+    )
+    tell("capturing the model")
+    captured, call = captured_model(model, call, config.precision, loss_fn)
+    found = search_plan(captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell)
+    return model_plan(
+        found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
+    )
+
+
+def search_plan(
+    captured: CapturedModel,
+    machine: Cluster,
+    mesh: Mesh,
+    config: TrainConfig,
+    baseline: str | None,
+    relative_gap: float,
+    with_baselines: bool,
+    tell: Callable[[str], None],
+) -> Plan:
+    """The best plan of a captured model, or a baseline's."""
+    if baseline is not None:
+        from autopar.search.baselines import make_baseline
+
+        tell(f"making the {baseline} plan")
+        return make_baseline(baseline, captured, machine, mesh, config)
+    from autopar.search.planner import make_plan
+
+    return make_plan(
+        captured, machine, mesh, config, relative_gap=relative_gap, with_baselines=with_baselines, progress=tell
+    )
+
+
+def baselines() -> tuple[str, ...]:
+    """Names of the baselines."""
+    from autopar.search.baselines import BASELINES
+
+    return tuple(BASELINES)
+
+
+def distribute(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """The module that trains `model` under `plan`, in each of the processes that torchrun started.
+
+    Parameters start with the model's values (give the same on every rank; a model on the meta device is for loading a
+    checkpoint). Call it with the global batch on every rank, as the model is called.
+
+    Args:
+        plan: from `autopar.plan` or `autopar.load_plan`.
+        example_inputs: of one call, only for a plan saved without them.
+        loss_fn: as given to `plan`, for a loaded plan of a model without a loss of its own.
+
+    Raises:
+        MeshError: if the plan's mesh has another number of ranks than there are processes.
+        PlanMismatchError: if the plan is for another model.
+        RankError: on every rank, if ranks disagree.
+    """
+    from autopar.passes.insert_collectives import insert_collectives
+    from autopar.runtime import DistributedModule, init
+    from autopar.runtime.agreement import failing_together
+
+    init()
+    with failing_together():
+        check_world(plan.mesh)
+        bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)
+        assert bound.captured is not None
+        local = insert_collectives(bound.captured, plan)
+    return DistributedModule(local, values_of(bound.captured, model), bare=bound.call is not None and bound.call.bare)
+
+
+def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> ModelPlan:
+    """`plan` with the graph of `model`.
+
+    Raises:
+        PlanMismatchError: if the plan is for another model, or no inputs are known.
+    """
+    own = plan if isinstance(plan, ModelPlan) else model_plan(plan)
+    loss_fn = loss_fn or own.loss_fn
+    captured = own.captured
+    call = call_of(inputs) if inputs is not None else own.call
+    if captured is None:
+        if call is None:
+            raise PlanMismatchError(
+                "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
+            )
+        captured, call = captured_model(model, call, plan.config.precision, loss_fn)
+    plan.check(captured)
+    values = values_of(captured, model)
+    return model_plan(
+        plan, captured=captured, call=call, source=own.source, machine=own.machine, loss_fn=loss_fn, values=values
+    )
+
+
+def captured_model(
+    model: nn.Module, call: Call, precision: str, loss_fn: Callable[..., Any] | None = None
+) -> tuple[CapturedModel, Call]:
+    """The model's graph in a precision, and the call with what it was seen to return."""
+    from autopar.capture import capture
+
+    dtype = DTYPES[precision]
+    captured_call = call
+    if not has_dtype(model, dtype):
+        model, captured_call = meta_twin(model).to(dtype), call.in_dtype(dtype)
+    bare = [loss_fn is not None]
+    watch = model.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
+    try:
+        captured = capture(model, captured_call.args, captured_call.kwargs, loss_fn=loss_fn)
+    finally:
+        watch.remove()
+    return captured, replace(call, bare=bare[-1])
+
+
+def has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether all floating parameters have `dtype` already (buffers then stay as the model wants them)."""
+    return all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
+
+
+def precision_of(model: nn.Module) -> str:
+    """The precision that the model is in.
+
+    Raises:
+        ArgumentError: if its parameters are of several dtypes or of one that is no precision.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.get_default_dtype()}
+    for name, dtype in DTYPES.items():
+        if dtypes == {dtype}:
+            return name
+    found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+    raise ArgumentError(f"the model's parameters are {found}; give precision= one of {', '.join(DTYPES)}")
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters and buffers have shapes only; ties are kept."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers by placeholder, in the dtypes that were captured."""
+    from autopar.reference import buffers_of, parameters_of
+
+    specs = (
+        *((p.placeholder, p.dtype) for p in captured.parameters),
+        *((b.placeholder, b.dtype) for b in captured.buffers),
+    )
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
+    return {name: values[name].detach().to(dtype) for name, dtype in specs}
+
+
+def mesh_for(machine: Cluster, mesh: str | tuple[int, ...] | Mesh | None) -> Mesh:
+    """The mesh asked for, or by default the cluster's levels that hold more than one device.
+
+    Raises:
+        MeshError: if it has another number of ranks than the cluster has devices.
+    """
+    if mesh is None:
+        return make_mesh(tuple(level.size for level in machine.levels if level.size > 1) or (1,))
+    own = parse_mesh(mesh) if isinstance(mesh, str) else mesh if isinstance(mesh, Mesh) else make_mesh(tuple(mesh))
+    n = machine.num_devices
+    if own.size != n:
+        shapes = [str(n), *(f"{a}x{n // a}" for a in range(2, n) if n % a == 0)][:4]
+        raise MeshError(
+            f"mesh {own} has {own.size} ranks, cluster {machine} has {n} devices; use a mesh of {n}, "
+            f"such as {' or '.join(shapes)}, or another cluster"
+        )
+    return own
+
+
+def resized(machine: Cluster, nodes: int, per_node: int) -> Cluster:
+    """A cluster of the same devices and links with another number of them.
+
+    Raises:
+        MeshError: if the cluster has no link between nodes and several are needed.
+    """
+    if machine.num_devices == nodes * per_node:
+        return machine
+    sizes = (nodes, per_node) if nodes > 1 else (per_node,)
+    if len(sizes) > len(machine.levels):
+        raise MeshError(
+            f"cluster {machine} is one node, but processes on {nodes} nodes were started; name a cluster of several, "
+            f"such as {nodes}x{machine}"
+        )
+    levels = [replace(level, size=n) for level, n in zip(machine.levels[-len(sizes) :], sizes, strict=True)]
+    return replace(machine, name=f"{'x'.join(map(str, sizes))} of {machine}", levels=tuple(levels))
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raises MeshError if torchrun started another number of processes than the mesh has ranks."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != mesh.size:
+        raise MeshError(
+            f"the plan is for mesh {mesh} of {mesh.size} ranks, but {world} processes were started; start "
+            f"torchrun --nproc-per-node {mesh.size}, or plan for {world} devices"
+        )
+
+
+def check_batch(batch: int | None, ranks: int) -> None:
+    """Raises BatchError if `batch` samples cannot be shared out evenly over `ranks` data-parallel ranks."""
+    if batch is None or batch % ranks == 0:
+        return
+    low = batch // ranks * ranks
+    remedy = f"use {low} or {low + ranks}" if low else f"use {ranks}"
+    raise BatchError(f"global batch {batch} is not divisible by {ranks} data-parallel ranks; {remedy}")
+
+
+def check_choice(what: str, value: str, choices: Any) -> None:
+    """Raises ArgumentError, naming the choices, if `value` is none of them."""
+    if value not in choices:
+        raise ArgumentError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}{near(str(value), choices)}")

@@ -1,0 +1,289 @@
+"""The command line: `autopar plan`, `autopar export`, `autopar verify`.
+
+Exit codes: 0 done; 1 verification beyond tolerance; 2 bad input, said in one message. With `--json` standard output
+holds one JSON object and nothing else, an error included.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from autopar.errors import ArgumentError, AutoparError
+
+app = typer.Typer(
+    name="autopar",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plan how to train a PyTorch model on a cluster, export the plan as Python, verify it against one process.",
+)
+
+MODEL = typer.Argument(help="file.py:function or module:function (returns model and inputs), or hf:config.json")
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config or a parameter of the function"),
+]
+Mesh = Annotated[str | None, typer.Option(help="ranks along each axis: 2x2, 8 or data=2,model=2")]
+Batch = Annotated[int | None, typer.Option("--global-batch", help="samples a step over all devices")]
+Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
+Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
+Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses instead of the best plan")]
+Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
+
+
+@app.command()
+def plan(
+    model: Annotated[str, MODEL],
+    cluster: Cluster,
+    mesh: Mesh = None,
+    global_batch: Batch = None,
+    seq: Seq = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
+    optimizer: Optimizer = "adamw",
+    memory_gb: Memory = None,
+    baseline: Baseline = None,
+    no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
+    out: Annotated[Path | None, typer.Option(help="export into this folder too")] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Decide how to train MODEL on a cluster, and say how good that is."""
+    console = _console(as_json)
+    with _one_answer(as_json) as answer, console.status("") as status:
+        source = {
+            "spec": model,
+            "batch": global_batch,
+            "seq": seq,
+            "overrides": overrides(set_),
+            "precision": precision,
+        }
+        made = _planned(
+            source,
+            device="meta",
+            cluster=cluster,
+            mesh=mesh,
+            optimizer=optimizer,
+            memory_gb=memory_gb,
+            baseline=baseline,
+            with_baselines=not no_baselines,
+            progress=lambda text: status.update(text),
+        )
+        if out is not None:
+            _with_values(made, source).export(out)
+        if as_json:
+            answer.update(json.loads(made.to_json()))
+    if not as_json:
+        from autopar.report.plan_text import print_plan
+
+        print_plan(made, made.local, made.machine, console)
+        if out is not None:
+            console.print(f"exported to {out}", highlight=False)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="a plan.json, or a model as for autopar plan")],
+    out: Annotated[Path, typer.Option(help="folder to write")],
+    cluster: Annotated[str | None, typer.Option(help="for a model: as for autopar plan")] = None,
+    mesh: Mesh = None,
+    global_batch: Batch = None,
+    seq: Seq = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
+    optimizer: Optimizer = "adamw",
+    memory_gb: Memory = None,
+    baseline: Baseline = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
+    console = _console(as_json)
+    with _one_answer(as_json) as answer, console.status("") as status:
+        if model.endswith(".json") and not model.startswith("hf:"):
+            made = _reloaded(Path(model), set_)
+        else:
+            if cluster is None:
+                raise ArgumentError("exporting a model needs --cluster (8xh100, 4xcpu, ...); a plan.json does not")
+            source = {
+                "spec": model, "batch": global_batch, "seq": seq, "overrides": overrides(set_), "precision": precision,
+            }  # fmt: skip
+            made = _planned(
+                source,
+                device="cpu",
+                cluster=cluster,
+                mesh=mesh,
+                optimizer=optimizer,
+                memory_gb=memory_gb,
+                baseline=baseline,
+                with_baselines=False,
+                progress=lambda text: status.update(text),
+            )
+        made.export(out)
+        answer.update(
+            model=made.model, out=str(out), files=sorted(file.name for file in out.iterdir() if file.is_file())
+        )
+    if not as_json:
+        console.print(
+            f"{made.model} on mesh {made.mesh} exported to {out}: {', '.join(answer['files'])}", highlight=False
+        )
+        console.print(f"run it: cd {out} && torchrun --nproc-per-node {made.mesh.size} train.py", highlight=False)
+
+
+@app.command()
+def verify(
+    model: Annotated[str, MODEL],
+    mesh: Annotated[
+        str | None, typer.Option(help="ranks along each axis; each rank is a process of this machine")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="a plan.json to verify")] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="a named baseline to verify; may be given several times")
+    ] = None,
+    random: Annotated[int, typer.Option(help="this many random valid plans")] = 0,
+    seed: Annotated[int, typer.Option(help="of random plans")] = 0,
+    global_batch: Batch = None,
+    seq: Seq = None,
+    precision: Annotated[str, typer.Option(help="fp64, fp32 or bf16")] = "fp64",
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Run plans on processes of this machine and compare loss, gradients and bytes sent with one process."""
+    from autopar.verify_command import Request, run
+
+    console = _console(as_json)
+    request = Request(
+        spec=model,
+        mesh=mesh,
+        plan=plan,
+        baselines=tuple(baseline or ()),
+        num_random=random,
+        seed=seed,
+        batch=global_batch,
+        seq=seq,
+        precision=precision,
+        overrides=overrides(set_),
+    )
+    with _one_answer(as_json) as answer:
+        result = run(request, console)
+        answer.update(result)
+    if not result["passed"]:
+        raise typer.Exit(1)
+
+
+def overrides(pairs: list[str] | None) -> dict[str, str]:
+    """`["a=1", "b.c=x"]` as a mapping.
+
+    Raises:
+        ArgumentError: if a pair has no `=`.
+    """
+    out = {}
+    for pair in pairs or ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ArgumentError(f"--set {pair}: write it as key=value")
+        out[key.strip()] = value
+    return out
+
+
+def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
+    """The plan of the model that `source` names, which it carries along."""
+    from dataclasses import replace
+
+    from autopar.api import check_choice, mesh_for
+    from autopar.api import plan as make_plan
+    from autopar.cluster import load_cluster
+    from autopar.models import load_model
+    from autopar.models.spec import DTYPES
+
+    # What is quickly refused is refused before a model is built.
+    check_choice("precision", source["precision"], DTYPES)
+    arguments["cluster"] = load_cluster(arguments["cluster"])
+    mesh_for(arguments["cluster"], arguments["mesh"])
+    loaded = load_model(**source, device=device)
+    made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
+    return replace(made, source=source)
+
+
+def _with_values(made: Any, source: dict[str, Any]) -> Any:
+    """The plan with buffers' values, for an export: the model is built again, with memory this time."""
+    return made if all(not v.is_meta for v in made.values.values()) else made.bind(_built(source).model)
+
+
+def _built(source: dict[str, Any]) -> Any:
+    from autopar.models import load_model
+
+    return load_model(**source, device="cpu")
+
+
+def _reloaded(path: Path, set_: list[str] | None) -> Any:
+    """A saved plan and the model it says it is for."""
+    from autopar.errors import PlanMismatchError
+    from autopar.model_plan import load_plan
+
+    saved = load_plan(path)
+    if saved.source is None:
+        raise PlanMismatchError(
+            f"{path} does not say where its model is (it was not made by the command line); "
+            "export it from Python: autopar.load_plan(path).bind(model).export(folder)"
+        )
+    source = dict(saved.source)
+    source["overrides"] = {**source["overrides"], **overrides(set_)}
+    return saved.bind(_built(source).model)
+
+
+def _console(as_json: bool) -> Console:
+    """Where words go: to standard output, unless that is for JSON alone."""
+    return Console(stderr=True, quiet=True) if as_json else Console()
+
+
+@contextmanager
+def _one_answer(as_json: bool) -> Any:
+    """With `--json`, whatever libraries print goes to standard error, and the answer is printed at the end."""
+    answer: dict[str, Any] = {}
+    if not as_json:
+        yield answer
+        return
+    with redirect_stdout(sys.stderr):
+        yield answer
+    print(json.dumps(answer, indent=1), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point."""
+    given = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in given
+    command: Callable[..., Any] = typer.main.get_command(app)
+    try:
+        code = command(given, prog_name="autopar", standalone_mode=False)
+    except AutoparError as error:
+        _fail(str(error), type(error).__name__, as_json)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # Usage errors are click's; where click lives depends on the version of typer.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        _fail(format_message() or "name a command: plan, export or verify", "ArgumentError", as_json)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, kind: str, as_json: bool) -> None:
+    """Say what is wrong, once, and leave with exit code 2."""
+    if as_json:
+        print(json.dumps({"error": message, "kind": kind}, indent=1), flush=True)
+    else:
+        print(f"autopar: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

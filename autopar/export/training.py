@@ -1,0 +1,131 @@
+"""The exported train.py: a plain loop with synthetic data, for its reader to change."""
+
+import torch
+from torch import fx
+
+from autopar.graph import LocalModel, operands
+
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)",
+    "adam": "torch.optim.Adam(module.parameters(), lr=LEARNING_RATE)",
+    "sgd": "torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)",
+    "sgd-momentum": "torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)",
+}
+
+TEMPLATE = '''"""Train {model} on mesh {mesh}:
+
+    torchrun --nproc-per-node {size} train.py
+
+Written by autopar export, for you to change. Needs torch and autopar.runtime, and the files beside it: the model itself
+is model.py, what each rank holds is in plan.json.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from autopar.runtime import init, load_exported
+
+from model import forward
+
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "20"))
+LEARNING_RATE = 1e-3
+HERE = Path(__file__).resolve().parent
+
+
+def initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values to start from. To start from a checkpoint: module.load_state_dict(...) below."""
+    if len(shape) < 2:
+        return torch.zeros(shape, dtype=dtype) if name.endswith("bias") else torch.ones(shape, dtype=dtype)
+    return torch.randn(shape, dtype=dtype) * 0.02
+
+
+def batches():
+    """SYNTHETIC DATA. Put your own here: global batches, the same on every rank; each rank takes its slices.
+
+    (`module.local_batch(batch)` cuts a batch that you have whole; a rank's slices alone are taken as they are.)
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_STEPS):
+        yield {batch}
+
+
+def main() -> None:
+    init()
+    torch.manual_seed(0)
+    module = load_exported(HERE, forward, initial)
+    optimizer = {optimizer}
+    for step, batch in enumerate(batches(), start=1):
+        loss = {call}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {{step}}: loss {{loss.item():.6f}}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def training_script(local: LocalModel) -> str:
+    """The source of train.py."""
+    plan, captured = local.plan, local.captured
+    limits = index_limits(local)
+    paths = [spec.path for spec in captured.inputs]
+    values = [_synthetic(spec.shape, spec.dtype, limits.get(spec.placeholder)) for spec in captured.inputs]
+    space = "\n" + " " * 12
+    if all(path.isdigit() for path in paths):
+        ordered = [value for _, value in sorted(zip(map(int, paths), values, strict=True))]
+        batch, call = "(" + "".join(f"{space}{value}," for value in ordered) + "\n        )", "module(*batch).loss"
+    else:
+        plain = all(path.isidentifier() for path in paths)
+        keys = paths if plain else [spec.placeholder for spec in captured.inputs]
+        rows = [f'{space}"{key}": {value},' for key, value in zip(keys, values, strict=True)]
+        # Nested or mixed arguments are given by the names that forward in model.py has for them.
+        batch, call = "{" + "".join(rows) + "\n        }", "module(**batch).loss" if plain else "module.run(batch)"
+    return TEMPLATE.format(
+        model=plan.model,
+        mesh=plan.mesh,
+        size=plan.mesh.size,
+        batch=batch,
+        optimizer=OPTIMIZERS[plan.config.optimizer],
+        call=call,
+    )
+
+
+def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, limit: int | None) -> str:
+    """Source of a random tensor; integers stay below `limit`."""
+    if dtype.is_floating_point:
+        return f"torch.randn({shape}, dtype={dtype}, generator=generator)"
+    if dtype == torch.bool:
+        return f"torch.ones({shape}, dtype=torch.bool)"
+    return f"torch.randint({limit or 2}, {shape}, dtype={dtype}, generator=generator)"
+
+
+def index_limits(local: LocalModel) -> dict[str, int]:
+    """For integer inputs, how many values their first reader knows: rows of an embedding, classes of a loss."""
+    limits: dict[str, int] = {}
+    for spec in local.captured.inputs:
+        if not spec.dtype.is_floating_point and (limit := _limit(local.captured.nodes[spec.placeholder])) is not None:
+            limits[spec.placeholder] = limit
+    return limits
+
+
+def _limit(node: fx.Node, seen: int = 0) -> int | None:
+    found = []
+    for user in node.users:
+        name = str(getattr(user.target, "__name__", user.target))
+        sources = operands(user)
+        if "embedding" in name and sources[-1] is node:
+            found.append(int(sources[0].meta["val"].shape[0]))
+        elif "cross_entropy" in name or "nll_loss" in name:
+            logits = sources[0].meta["val"]
+            found.append(int(logits.shape[-1]))
+        elif seen < 8 and isinstance(user.meta.get("val"), torch.Tensor) and not user.meta["val"].is_floating_point():
+            inner = _limit(user, seen + 1)
+            found += [inner] if inner is not None else []
+    return min(found) if found else None

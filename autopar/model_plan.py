@@ -1,0 +1,109 @@
+"""A plan with the model it is for: what `autopar.plan` returns. It prints, exports and saves.
+
+Saved, it is the plan's JSON and beside it how the model is called and, where a command line named it, its spec; loaded,
+it is the same plan without the captured graph, which `bind` (or `distribute`) captures again and checks.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.calls import Call, call_from_json
+from autopar.cluster import Cluster
+from autopar.errors import PlanMismatchError
+from autopar.graph import CapturedModel, LocalModel
+from autopar.plan import Plan, plan_from_json
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelPlan(Plan):
+    """A plan, the graph it is for (None when just loaded), how the model is called, and where it came from.
+
+    source: what the command line was told of the model: `spec`, `batch`, `seq`, `overrides`.
+    machine: the cluster as a value, if it is known.
+    values: tensors of parameters and buffers by placeholder, if the model is at hand (for buffers in an export).
+    """
+
+    captured: CapturedModel | None = field(default=None, compare=False)
+    call: Call | None = field(default=None, compare=False)
+    source: Mapping[str, Any] | None = field(default=None, compare=False)
+    machine: Cluster | None = field(default=None, compare=False)
+    loss_fn: Callable[..., Any] | None = field(default=None, compare=False)
+    values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def local(self) -> LocalModel:
+        """The graph that every rank runs.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
+        from autopar.passes.insert_collectives import insert_collectives
+
+        if self.captured is None:
+            raise PlanMismatchError(
+                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
+            )
+        return insert_collectives(self.captured, self)
+
+    def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
+        """The same plan with the graph of `model`, captured at the shapes that it was planned for.
+
+        Raises:
+            PlanMismatchError: if the plan is for another model.
+        """
+        from autopar.api import bind
+
+        return bind(self, model, loss_fn=loss_fn, inputs=inputs)
+
+    def export(self, folder: str | Path) -> None:
+        """Write plan.json, model.py, specs.json, state.pt (if needed) and train.py into `folder`."""
+        from autopar.export.folder import export_folder
+
+        export_folder(Path(folder), self.local, self.to_json(), self.values)
+
+    def to_json(self) -> str:
+        body = json.loads(super().to_json())
+        body["call"] = self.call.to_json() if self.call is not None else None
+        body["source"] = dict(self.source) if self.source is not None else None
+        return json.dumps(body, indent=1)
+
+    def __str__(self) -> str:
+        from autopar.report.plan_text import plan_text
+
+        return plan_text(self, self.local if self.captured is not None else None, self.machine)
+
+    def __repr__(self) -> str:
+        return f"<plan of {self.model} on mesh {self.mesh} of {self.cluster} ({self.origin}): print it>"
+
+
+def model_plan(plan: Plan, **more: Any) -> ModelPlan:
+    """`plan` with what is known of its model."""
+    own = {f.name: getattr(plan, f.name) for f in fields(Plan)}
+    return ModelPlan(**{**own, **more})
+
+
+def load_plan(path: str | Path) -> ModelPlan:
+    """A saved plan.
+
+    Raises:
+        PlanMismatchError: if the file is missing or is not a plan for this library.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanMismatchError(f"plan {path} cannot be read ({error}); give the path of a plan.json") from error
+    return plan_from_text(text)
+
+
+def plan_from_text(text: str) -> ModelPlan:
+    """The inverse of `ModelPlan.to_json` (its graph left out)."""
+    plan = plan_from_json(text)
+    body = json.loads(text)
+    call = body.get("call")
+    return model_plan(plan, call=call_from_json(call) if call else None, source=body.get("source"))

@@ -1,0 +1,1 @@
+"""What does a plan look like to a person? Tables of text."""

@@ -1,0 +1,208 @@
+"""A plan as text: what each operation and parameter does, what is sent, what it costs, how good it is.
+
+Plain text of 120 columns; on a terminal `print_plan` writes the same with its width and colours.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cluster import Cluster, load_cluster
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.links import axis_links
+from autopar.errors import ClusterError
+from autopar.graph import LocalModel
+from autopar.plan import Estimate, Plan
+from autopar.redistribution import Message
+from autopar.report.rows import Row, Section, plan_sections, unruled
+from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.words import choice_words
+
+WIDTH = 120
+
+
+def plan_text(plan: Plan, local: LocalModel | None, machine: Cluster | None = None) -> str:
+    """The plan as plain text."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
+    console.print(render(plan, local, machine))
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None) -> RenderableType:
+    """The plan for a rich console. Without `local` (a plan just loaded) the tables of operations are left out."""
+    clock = Clock(plan, machine or _known(plan.cluster))
+    parts: list[RenderableType] = [heading(plan)]
+    if local is not None:
+        words = choice_words(local.captured, plan.mesh)
+        parts += [_section_table(section, clock) for section in plan_sections(local, words)]
+        parts.append(_traffic_table(local, clock))
+    parts.append(_cost_tables(plan.estimate))
+    if plan.estimate.baselines:
+        parts.append(_baseline_table(plan.estimate))
+    if local is not None and (missing := unruled(local.captured.graph.nodes)):
+        listed = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in missing.items())
+        parts.append(Text(f"ops without a rule (whole on every rank): {listed}\n"))
+    if local is None:
+        parts.append(Text("loaded from a file: plan.bind(model) adds the tables of operations\n"))
+    return Group(*parts)
+
+
+def _known(cluster: str) -> Cluster | None:
+    try:
+        return load_cluster(cluster)
+    except ClusterError:
+        return None
+
+
+class Clock:
+    """Predicted time of messages; None where the cluster is not known."""
+
+    def __init__(self, plan: Plan, machine: Cluster | None) -> None:
+        self.plan, self.machine = plan, machine
+
+    def seconds(self, messages: Sequence[Message]) -> float | None:
+        if self.machine is None:
+            return None
+        shape = self.plan.mesh.shape
+        links = {m.axes: axis_links(self.machine, shape, m.axes) for m in messages}
+        return sum(collective_seconds(m.kind, m.nbytes, links[m.axes])[0] for m in messages)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        seconds = self.seconds(messages)
+        return "" if seconds is None or not messages else seconds_text(seconds)
+
+
+def heading(plan: Plan) -> RenderableType:
+    """What the plan is for, and its result, in three lines."""
+    estimate, config = plan.estimate, plan.config
+    limit = f" of {nbytes_text(config.memory_nbytes)}" if config.memory_nbytes else ""
+    lines = [
+        f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}, {config.optimizer}, {config.precision} "
+        f"[{plan.origin}]",
+    ]
+    if estimate.seconds:
+        step = f"step {seconds_text(estimate.step_seconds)}"
+        if estimate.bound:
+            step += (
+                f", proved: no plan takes less than {seconds_text(estimate.bound)} (gap {percent_text(estimate.gap)})"
+            )
+        lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
+    axes = ", ".join(f"{name} = {n} ranks" for name, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))
+    lines.append(
+        f"axes: {axes}; placements are written in this order: S0 = split along dim 0, R = whole with the gradient "
+        "a sum over ranks, I = whole, P = a summand"
+    )
+    return Text("\n".join(lines) + "\n")
+
+
+def _section_table(section: Section, clock: Clock) -> Table:
+    count = f" ×{section.count}" if section.count > 1 else ""
+    table = Table(
+        title=f"{section.title}{count}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("operation or parameter", overflow="fold", ratio=29)
+    table.add_column("how", overflow="fold", ratio=46)
+    table.add_column("placements", no_wrap=True)
+    table.add_column("sent", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.expand = True
+    for row in section.rows:
+        total = sum(message.nbytes for message in row.messages)
+        table.add_row(
+            _name(row), row.how, row.layout, nbytes_text(total) if total else "", clock.text(row.messages),
+            style={"move": "cyan", "parameter": "dim"}.get(row.kind, ""),
+        )  # fmt: skip
+    return table
+
+
+def _name(row: Row) -> str:
+    if row.kind == "parameter":
+        return f"  {row.name}"
+    if row.kind == "move":
+        return f"→ {row.name}"
+    ops = list(dict.fromkeys(row.ops))
+    heavy = [op for op in ops if op not in _QUIET] or ops
+    return f"{row.name}: {', '.join(heavy[:3])}{', …' if len(heavy) > 3 else ''}"
+
+
+_QUIET = {"reshape", "permute", "unsqueeze", "expand", "slice", "view", "transpose", "getitem", "cat", "neg", "pow"}
+
+
+def _traffic_table(local: LocalModel, clock: Clock) -> RenderableType:
+    """Everything that one step sends, by collective and axes."""
+    from autopar.passes.predict import predicted_messages
+
+    sent = predicted_messages(local)
+    if not sent:
+        return Text("nothing is sent\n")
+    table = Table(
+        title="sent in a step by each rank", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    for name, justify in (
+        ("collective", "left"),
+        ("over", "left"),
+        ("calls", "right"),
+        ("bytes", "right"),
+        ("a call", "right"),
+    ):
+        table.add_column(name, justify="left" if justify == "left" else "right")
+    for (kind, axes), (calls, nbytes) in sorted(sent.items()):
+        table.add_row(kind, ", ".join(axes), str(calls), nbytes_text(nbytes), nbytes_text(nbytes / calls))
+    return table
+
+
+def _cost_tables(estimate: Estimate) -> RenderableType:
+    tables = []
+    for title, column, values, text in (
+        ("step time", "seconds", estimate.seconds, seconds_text),
+        ("memory at the peak", "bytes", estimate.memory, nbytes_text),
+    ):
+        if not values:
+            continue
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("kind")
+        table.add_column(column, justify="right")
+        total = sum(values.values())
+        table.add_column("share", justify="right")
+        for kind, value in values.items():
+            if value:
+                table.add_row(kind.replace("_", "-"), text(value), percent_text(value / total))
+        table.add_row("total", text(total), "")
+        tables.append(table)
+    return Columns(tables, padding=(0, 6))
+
+
+def _baseline_table(estimate: Estimate) -> Table:
+    table = Table(
+        title="baselines in the same cost model",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("name")
+    table.add_column("step", justify="right")
+    table.add_column("of this plan", justify="right")
+    table.add_column("why not", overflow="fold")
+    for name, result in estimate.baselines.items():
+        if isinstance(result, str):
+            table.add_row(name, "", "", result)
+        else:
+            ratio = result / estimate.step_seconds if estimate.step_seconds else 0.0
+            table.add_row(name, seconds_text(result), f"{ratio:.2f}×", "")
+    return table
+
+
+def print_plan(plan: Plan, local: LocalModel | None, machine: Cluster | None, console: Any) -> None:
+    """Write the plan on a console: with colours on a terminal, 120 columns wide elsewhere."""
+    if console.is_terminal:
+        console.print(render(plan, local, machine))
+    else:
+        console.print(plan_text(plan, local, machine), highlight=False, markup=False, soft_wrap=True)

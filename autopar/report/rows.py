@@ -1,0 +1,229 @@
+"""Which lines say what a plan does to a block? One an operation, a parameter or a collective on an activation.
+
+Views and elementwise calls that keep their producer's layout are part of its line. Collectives on parameters are part
+of the parameter's line.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.blocks import relative, title
+from autopar.export.body import is_collective
+from autopar.export.expressions import is_light, short_name
+from autopar.export.regions import Region, sections
+from autopar.graph import LocalModel, operands
+from autopar.redistribution import Message
+
+Words = Callable[[fx.Node, tuple[str, ...]], str]
+"""A captured node and its choice on each axis, as a phrase."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """`kind`: op, parameter or move. `messages` are those of one call of the block, forward and backward."""
+
+    kind: str
+    name: str
+    how: str
+    layout: str
+    ops: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One kind of block: its title, how many blocks are like it, its rows."""
+
+    title: str
+    count: int
+    rows: tuple[Row, ...]
+
+
+def plan_sections(local: LocalModel, words: Words) -> list[Section]:
+    """Kinds of blocks in order of first use, between them what is outside of blocks."""
+    found = sections(local)
+    classes = {group[0].key: group for group in found.classes}
+    out: list[Section] = []
+    loose: list[fx.Node] = []
+    shown: set[str] = set()
+
+    def flush() -> None:
+        if loose:
+            rows = _rows(loose, "", local, words)
+            out.append(Section(title="outside of blocks", count=1, rows=tuple(rows)))
+            loose.clear()
+
+    for item in found.order:
+        if not isinstance(item, Region):
+            loose.append(item)
+        elif item.key not in shown:
+            flush()
+            shown.add(item.key)
+            group = classes[item.key]
+            rows = _rows(item.nodes, item.block, local, words)
+            out.append(Section(title=title(r.block for r in group), count=len(group), rows=tuple(rows)))
+    flush()
+    return out
+
+
+def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words) -> list[Row]:
+    plan = local.plan
+    names = {p.placeholder: p.names for p in local.captured.parameters}
+    rows: list[Row] = []
+    parameters: dict[str, Row] = {}
+    moves: dict[str, list[Message]] = {}
+    major = False
+    for node in nodes:
+        sent = [message for direction in node.meta.get("messages", ((), ())) for message in direction]
+        if is_collective(node):
+            origin = node.meta["origin"]
+            if origin.name in names:
+                moves.setdefault(origin.name, []).extend(sent)
+            elif sent:
+                step = node.meta["step"]
+                over = ", ".join(plan.mesh.names[a] for a in step.axes)
+                kinds = " / ".join(dict.fromkeys(message.kind for message in sent))
+                how = f"{kinds} over {over}{_direction(node)}"
+                rows.append(
+                    Row(
+                        kind="move",
+                        name=_value_name(origin, block),
+                        how=how,
+                        layout=f"{step.source} → {step.target}",
+                        messages=sent,
+                    )
+                )
+                major = False
+            continue
+        origin = node.meta.get("origin")
+        if origin is None or origin.op != "call_function" or origin.name not in plan.choices:
+            continue
+        module = relative(node.meta.get("module", ""), block)
+        layout = str(node.meta["layouts"][0])
+        how = words(origin, plan.choices[origin.name])
+        used = [s.meta["origin"].name for s in operands(node) if _is_parameter(s, names)]
+        heavy = not is_light(node) or bool(used)
+        last = rows[-1] if rows and rows[-1].kind == "op" else None
+        same_module = last is not None and last.name == (module or "(sum)")
+        joins = last is not None and (
+            (same_module and not (heavy and major))
+            or (not heavy and layout == last.layout)
+            or short_name(node) in VIEWS
+        )
+        if joins and last is not None:
+            if heavy and not major:
+                last.how = how
+            last.layout = layout if same_module or heavy else last.layout
+            last.ops.append(short_name(node))
+        else:
+            rows.append(Row(kind="op", name=module or "(sum)", how=how, layout=layout, ops=[short_name(node)]))
+            major = False
+        major = major or heavy
+        rows[-1].messages.extend(sent)
+        for placeholder in used:
+            if placeholder not in parameters:
+                parameters[placeholder] = _parameter_row(placeholder, names[placeholder], block, local)
+                rows_at = len(rows)
+                rows.insert(rows_at, parameters[placeholder])
+                major = False
+    for placeholder, sent in moves.items():
+        if placeholder in parameters:
+            parameters[placeholder].messages.extend(sent)
+    return _merged(rows)
+
+
+VIEWS = ("getitem",)
+
+
+def _merged(rows: list[Row]) -> list[Row]:
+    """Parameters after their operation, operations that the split by parameters cut joined again."""
+    out: list[Row] = []
+    for row in rows:
+        before = next((r for r in reversed(out) if r.kind != "parameter"), None)
+        joined = before is not None and before.kind == row.kind == "op" and out[-1].kind == "parameter"
+        if (
+            joined
+            and before is not None
+            and before.layout == row.layout
+            and (row.name in (before.name, "(sum)") or _is_small(row))
+        ):
+            before.ops.extend(row.ops)
+            before.messages.extend(row.messages)
+        else:
+            out.append(row)
+    return out
+
+
+def _is_small(row: Row) -> bool:
+    return set(row.ops) <= SMALL
+
+
+SMALL = {
+    "add",
+    "mul",
+    "neg",
+    "silu",
+    "gelu",
+    "relu",
+    "tanh",
+    "reshape",
+    "permute",
+    "unsqueeze",
+    "pow",
+    "slice",
+    "dropout",
+}
+
+
+def _is_parameter(node: fx.Node, names: dict[str, tuple[str, ...]]) -> bool:
+    origin = node.meta.get("origin")
+    return origin is not None and origin.name in names
+
+
+def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: LocalModel) -> Row:
+    plan = local.plan
+    own = next((n for n in names if block and n.startswith(block + ".")), names[0])
+    layout = plan.layouts[placeholder]
+    split = [
+        f"split by dim {p.dim} on {axis}"
+        for axis, p in zip(plan.mesh.names, layout.axes, strict=True)
+        if hasattr(p, "dim")
+    ]
+    lifetime = plan.lifetimes.get(placeholder, "always")
+    kept = {"always": "", "use": ", gathered for each use", "microbatch": ", gathered copy kept for backward"}[lifetime]
+    moved = any(
+        node.meta["step"].forward == "all_gather"
+        for node in local.graph.nodes
+        if is_collective(node) and node.meta["origin"].name == placeholder
+    )
+    shape = "x".join(map(str, local.captured.nodes[placeholder].meta["val"].shape))
+    tied = f" (tied: {names[1]})" if len(names) > 1 else ""
+    how = f"{shape}: stored {', '.join(split) if split else 'whole'}{kept if moved else ''}{tied}"
+    return Row(kind="parameter", name=relative(own, block), how=how, layout=str(layout))
+
+
+def _direction(node: fx.Node) -> str:
+    forward, backward = node.meta["messages"]
+    if forward and backward:
+        return ", forward / backward"
+    return ", forward" if forward else ", backward"
+
+
+def _value_name(origin: fx.Node, block: str) -> str:
+    if origin.op == "placeholder":
+        return str(origin.name)
+    module = relative(origin.meta.get("module", ""), block)
+    return f"{module or '(sum)'}"
+
+
+def unruled(nodes: Iterable[fx.Node]) -> dict[str, int]:
+    """Ops without a rule: how often each occurs. They run whole on every rank."""
+    from autopar.rules.registry import rule_of
+
+    counts: dict[str, int] = {}
+    for node in nodes:
+        if node.op == "call_function" and not rule_of(node).known:
+            counts[str(node.target)] = counts.get(str(node.target), 0) + 1
+    return counts

@@ -1,0 +1,25 @@
+"""Numbers as people read them."""
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.24 ms`: three digits and a unit."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{_three(seconds / scale)} {unit}"
+    return "0" if seconds == 0 else f"{_three(seconds / 1e-9)} ns"
+
+
+def nbytes_text(nbytes: float) -> str:
+    """`8.39 MB`, decimal units."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= scale:
+            return f"{_three(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def percent_text(share: float) -> str:
+    return f"{share * 100:.2g}%" if share < 0.1 else f"{share * 100:.0f}%"
+
+
+def _three(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

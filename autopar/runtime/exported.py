@@ -1,0 +1,215 @@
+"""How does an exported folder train? Its `forward` in place of the graph, in the same distributed module.
+
+The folder holds the plan, what each tensor is (specs.json) and values that no one can make up (state.pt: constants, and
+buffers that had values). Parameters start as `initial` says, or come from a checkpoint.
+"""
+
+import hashlib
+import inspect
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.errors import PlanMismatchError
+from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.placement import Layout, local_shape
+from autopar.plan import Plan, load_plan
+from autopar.runtime.evaluation import evaluation_graph
+from autopar.runtime.module import DistributedModule
+
+SPECS, STATE = "specs.json", "state.pt"
+Initial = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Whole value of a parameter from its name, shape and dtype."""
+
+
+def block(w: Mapping[str, Tensor], prefix: str, table: Mapping[str, str]) -> dict[str, Tensor]:
+    """The parameters of one block as keywords: `table` maps argument names to names below `prefix`."""
+    return {argument: w[f"{prefix}.{name}"] for argument, name in table.items()}
+
+
+def load_exported(folder: str | Path, forward: Callable[..., Any], initial: Initial) -> "ExportedModule":
+    """The distributed module of an exported folder; all ranks call this together, after `init`.
+
+    Args:
+        folder: where plan.json, specs.json and, if any, state.pt lie.
+        forward: of the folder's model.py.
+        initial: values to start from; the same on every rank, or rank 0's count.
+
+    Raises:
+        PlanMismatchError: if a file is missing or of another library version.
+        MeshError, RankError: as `DistributedModule`.
+    """
+    root = Path(folder)
+    plan = load_plan(root / "plan.json")
+    specs = read_specs(root)
+    held = torch.load(root / STATE, weights_only=True) if (root / STATE).exists() else {}
+    captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
+    values = _Values(captured, held, initial)
+    axes = tuple(tuple(names) for names in specs["axes"])
+    return ExportedModule(
+        LocalModel(captured=captured, plan=plan, graph=call_graph(captured, plan, forward, axes)), values
+    )
+
+
+def read_specs(folder: Path) -> dict[str, Any]:
+    """What specs.json says."""
+    try:
+        specs: dict[str, Any] = json.loads((folder / SPECS).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanMismatchError(f"{folder / SPECS} cannot be read ({error}); export the model again") from error
+    return specs
+
+
+def example_inputs(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Path, global shape and dtype of each input of a call."""
+    inputs = read_specs(Path(folder))["inputs"]
+    return {spec["path"]: (tuple(spec["shape"]), getattr(torch, spec["dtype"])) for spec in inputs}
+
+
+class ExportedModule(DistributedModule):
+    """A distributed module whose graph is one call of exported code."""
+
+    @cached_property
+    def _evaluation_graph(self) -> fx.GraphModule:
+        # Dropout and batch statistics are inside the call: trace it to take them out.
+        forward = next(
+            n.target for n in self.local.graph.nodes if n.target is not operator.getitem and n.op == "call_function"
+        )
+        return fx.GraphModule(nn.Module(), evaluation_graph(trace_exported(forward, self.local)))
+
+
+class _Values(Mapping[str, Tensor]):
+    """Values by placeholder, made one at a time."""
+
+    def __init__(self, captured: CapturedModel, held: Mapping[str, Tensor], initial: Initial) -> None:
+        self.held, self.initial = held, initial
+        self.specs: dict[str, ParameterSpec | BufferSpec] = {p.placeholder: p for p in captured.parameters}
+        self.specs |= {b.placeholder: b for b in captured.buffers}
+
+    def __getitem__(self, placeholder: str) -> Tensor:
+        spec = self.specs[placeholder]
+        if placeholder in self.held:
+            return self.held[placeholder]
+        if isinstance(spec, BufferSpec):
+            return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        return self.initial(spec.names[0], spec.shape, spec.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+
+class Adapter:
+    """The exported forward as a call of the graph's placeholders in order."""
+
+    def __init__(self, forward: Callable[..., Any], captured: CapturedModel) -> None:
+        self.forward = forward
+        self.__name__ = f"exported_{source_hash(forward)}"
+        self.state: list[tuple[str, tuple[str, ...]]] = [(s.placeholder, s.names) for s in captured.parameters]
+        self.state += [(s.placeholder, s.names) for s in captured.buffers]
+        self.state += [(name, (name,)) for name in captured.constants]
+
+    def __call__(self, *values: Any, axes: Any = ()) -> Any:
+        w = {name: value for (_, names), value in zip(self.state, values, strict=False) for name in names}
+        return self.forward(w, *values[len(self.state) :])
+
+
+def source_hash(forward: Callable[..., Any]) -> str:
+    """Of the module that defines `forward`: ranks that run different code must find out."""
+    module = inspect.getmodule(forward)
+    text = inspect.getsource(module) if module is not None else inspect.getsource(forward)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def captured_from(
+    specs: Mapping[str, Any], constants: Mapping[str, Tensor], forward: Callable[..., Any]
+) -> CapturedModel:
+    """The specs as a captured model whose graph has only placeholders."""
+    parameters = tuple(ParameterSpec(**_typed(s)) for s in specs["parameters"])
+    buffers = tuple(BufferSpec(**_typed(s)) for s in specs["buffers"])
+    inputs = tuple(InputSpec(**_typed(s)) for s in specs["inputs"])
+    graph = fx.Graph()
+    first = None
+    for name, shape, dtype in _placeholders(parameters, buffers, constants, inputs):
+        node = graph.placeholder(name)
+        node.meta.update(val=torch.empty(shape, dtype=dtype, device="meta"), module="", requires_grad=False)
+        first = first or node
+    graph.output((source_hash(forward),))
+    return CapturedModel(
+        name=specs["model"],
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        loss=specs["loss"],
+        constants=constants,
+    )
+
+
+def call_graph(
+    captured: CapturedModel, plan: Plan, forward: Callable[..., Any], axes: tuple[tuple[str, ...], ...]
+) -> fx.Graph:
+    """Placeholders with local shapes, one call of `forward`, its results; `axes`: what collectives use together."""
+    graph = fx.Graph()
+    nodes = []
+    for name, shape, dtype in _placeholders(captured.parameters, captured.buffers, captured.constants, captured.inputs):
+        node = graph.placeholder(name)
+        layout: Layout = plan.layouts[name]
+        node.meta.update(val=torch.empty(local_shape(shape, layout, plan.mesh), dtype=dtype, device="meta"))
+        node.meta.update({"layouts": (layout,), "global": (shape,)})
+        nodes.append(node)
+    call = graph.call_function(Adapter(forward, captured), tuple(nodes), {"axes": axes})
+    num_results = 1 + sum(buffer.mutated_by is not None for buffer in captured.buffers)
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(num_results)))
+    return graph
+
+
+def trace_exported(forward: Any, local: LocalModel) -> fx.Graph:
+    """The calls that exported code makes, autopar's functions as single calls."""
+    code = forward.forward.__globals__
+    ours = {k: v for k, v in code.items() if callable(v) and getattr(v, "__module__", "").startswith("autopar.ops")}
+    names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
+    tracer = fx.Tracer()
+    root = nn.Module()
+    tracer.root, tracer.graph, tracer.tensor_attrs = root, fx.Graph(tracer_cls=fx.Tracer), {}
+    proxies = [tracer.create_proxy("placeholder", name, (), {}, name=name) for name in names]
+
+    def leaf(function: Any) -> Any:
+        return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
+
+    code.update({name: leaf(function) for name, function in ours.items()})
+    try:
+        results = forward(*proxies)
+    finally:
+        code.update(ours)
+    tracer.create_node("output", "output", (tracer.create_arg(results),), {})
+    return tracer.graph
+
+
+def _placeholders(
+    parameters: tuple[ParameterSpec, ...],
+    buffers: tuple[BufferSpec, ...],
+    constants: Mapping[str, Tensor],
+    inputs: tuple[InputSpec, ...],
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    for parameter in parameters:
+        yield parameter.placeholder, parameter.shape, parameter.dtype
+    for buffer in buffers:
+        yield buffer.placeholder, buffer.shape, buffer.dtype
+    for name, value in constants.items():
+        yield name, tuple(value.shape), value.dtype
+    for spec in inputs:
+        yield spec.placeholder, spec.shape, spec.dtype
+
+
+def _typed(body: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
+    return {**fields, "dtype": getattr(torch, body["dtype"])}

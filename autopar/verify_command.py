@@ -1,0 +1,220 @@
+"""`autopar verify`: which plans, on which model, and a table that grows a row a plan."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from autopar.api import baselines, bind, captured_model, check_choice, search_plan, values_of
+from autopar.calls import Call
+from autopar.cluster import load_cluster
+from autopar.errors import ArgumentError, InfeasibleError, MeshError
+from autopar.graph import CapturedModel
+from autopar.inputs import bind_inputs
+from autopar.mesh import Mesh, parse_mesh
+from autopar.model_plan import ModelPlan, load_plan
+from autopar.models import load_model
+from autopar.models.spec import DTYPES
+from autopar.passes.promote_casts import promote_casts
+from autopar.plan import Plan, TrainConfig
+from autopar.report.units import nbytes_text
+from autopar.verification import TOLERANCES, Check, verify_plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line asked for."""
+
+    spec: str
+    mesh: str | None = None
+    plan: Path | None = None
+    baselines: tuple[str, ...] = ()
+    num_random: int = 0
+    seed: int = 0
+    batch: int | None = None
+    seq: int | None = None
+    precision: str = "fp64"
+    overrides: dict[str, str] | None = None
+
+
+def run(request: Request, console: Console) -> dict[str, Any]:
+    """Verify, printing rows as plans finish; the result as JSON values, `passed` among them.
+
+    Raises:
+        AutoparError: for bad input; RankError if a process dies.
+    """
+    check_choice("precision", request.precision, DTYPES)
+    saved = load_plan(request.plan) if request.plan is not None else None
+    mesh = _mesh(request, saved)
+    request = request if saved is None else _as_planned(request, saved)
+    loaded = load_model(
+        request.spec,
+        batch=request.batch,
+        seq=request.seq,
+        precision=request.precision,
+        overrides=request.overrides,
+        device="cpu",
+    )
+    call = Call(args=loaded.args, kwargs=loaded.kwargs)
+    captured, _ = captured_model(loaded.model, call, request.precision)
+    captured = promote_casts(captured) if request.precision == "fp64" else captured
+    plans = dict(_plans(request, captured, mesh, saved, loaded.model, console))
+    values = values_of(captured, loaded.model)
+    inputs = bind_inputs(captured.inputs, call.args, call.kwargs)
+    checks = []
+    if plans:
+        console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
+    for check in verify_plans(captured, values, inputs, plans):
+        checks.append(check)
+        _print_row(check, request.precision, console)
+    return _result(request, mesh, checks, console)
+
+
+def _as_planned(request: Request, saved: ModelPlan) -> Request:
+    """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
+    source = saved.source or {}
+    batch = saved.call.batch() if saved.call is not None else None
+    return replace(
+        request,
+        batch=request.batch or source.get("batch") or batch,
+        seq=request.seq or source.get("seq"),
+        overrides={**source.get("overrides", {}), **(request.overrides or {})},
+    )
+
+
+def _mesh(request: Request, saved: Plan | None) -> Mesh:
+    if request.mesh is None:
+        if saved is None:
+            raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
+        return saved.mesh
+    mesh = parse_mesh(request.mesh)
+    if saved is not None and saved.mesh.shape != mesh.shape:
+        raise MeshError(f"the plan is for mesh {saved.mesh}, --mesh says {mesh}; leave --mesh out or plan again")
+    return mesh
+
+
+def _plans(
+    request: Request,
+    captured: CapturedModel,
+    mesh: Mesh,
+    saved: ModelPlan | None,
+    model: nn.Module,
+    console: Console,
+) -> Iterator[tuple[str, Plan]]:
+    """The plans asked for, each with its label; the best plan found if none is."""
+    config = TrainConfig(precision=request.precision)
+    machine = load_cluster(f"{mesh.size}xcpu")
+    if saved is not None:
+        yield "plan", _repointed(bind(saved, model), captured)
+    for name in request.baselines:
+        check_choice("baseline", name, baselines())
+        try:
+            yield name, search_plan(captured, machine, mesh, config, name, 0.0, False, lambda _: None)
+        except InfeasibleError as error:
+            if len(request.baselines) == 1 and not request.num_random:
+                raise
+            console.print(f"{name} does not apply: {error}", highlight=False, markup=False)
+    if request.num_random:
+        from autopar.search.random_plan import random_plan
+
+        for number in range(request.num_random):
+            seed = request.seed + number
+            yield f"random {seed}", random_plan(captured, mesh, random.Random(seed))
+    if saved is None and not request.baselines and not request.num_random:
+        with console.status("planning"):
+            found = search_plan(captured, machine, mesh, config, None, 0.01, False, lambda _: None)
+        yield "ilp", found
+
+
+def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
+    """The same choices for the graph in the precision of the comparison: its nodes have the same names."""
+    plain = Plan(**{f.name: getattr(plan, f.name) for f in fields(Plan)})
+    return replace(plain, fingerprint=captured.fingerprint)
+
+
+HEAD = f"{'plan':12} {'loss error':>11} {'gradient error':>15}  {'largest at':38} {'sent':>10} {'bytes':>9}  verdict"
+
+
+def _print_row(check: Check, precision: str, console: Console) -> None:
+    loss, gradient = TOLERANCES[precision]
+    sent = sum(nbytes for _, nbytes in check.counted.values())
+    agreed = "as said" if check.bytes_match else "DIFFER"
+    verdict = "ok" if check.passes(loss, gradient) else f"FAILED {check.error}".strip()
+    worst = check.worst_gradient if len(check.worst_gradient) <= 38 else "…" + check.worst_gradient[-37:]
+    line = (
+        f"{check.plan:12} {check.loss_error:11.1e} {check.gradient_error:15.1e}  {worst:38} "
+        f"{nbytes_text(sent):>10} {agreed:>9}  {verdict}"
+    )
+    console.print(line, style="" if verdict == "ok" else "red", highlight=False, markup=False, soft_wrap=True)
+    if not check.bytes_match:
+        for key in sorted({*check.predicted, *check.counted}):
+            said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
+            if said != seen:
+                console.print(
+                    f"    {key[0]} over {','.join(key[1])}: predicted {said[0]} calls, {said[1]} bytes; "
+                    f"sent {seen[0]} calls, {seen[1]} bytes",
+                    highlight=False,
+                )
+
+
+def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
+    loss, gradient = TOLERANCES[request.precision]
+    failed = [check.plan for check in checks if not check.passes(loss, gradient)]
+    worst_loss = max((check.loss_error for check in checks), default=0.0)
+    worst = max(checks, key=lambda c: c.gradient_error, default=None)
+    passed = bool(checks) and not failed
+    if worst is not None:
+        _print_traffic(worst if len(checks) > 1 else checks[0], console)
+        said = "equal to one process" if passed else f"NOT equal to one process: {', '.join(failed)}"
+        console.print(
+            f"{len(checks)} {'plan' if len(checks) == 1 else 'plans'} on mesh {mesh}, {request.precision}: largest "
+            f"relative error of the loss {worst_loss:.1e} (tolerance {loss:.0e}), of a gradient "
+            f"{worst.gradient_error:.1e} ({worst.worst_gradient or 'none'}, plan {worst.plan}; tolerance "
+            f"{gradient:.0e}): {said}",
+            style="green" if passed else "red",
+            highlight=False,
+            markup=False,
+        )
+    return {
+        "model": request.spec,
+        "mesh": list(mesh.shape),
+        "precision": request.precision,
+        "tolerance": {"loss": loss, "gradient": gradient},
+        "passed": passed,
+        "loss_error": worst_loss,
+        "gradient_error": worst.gradient_error if worst else 0.0,
+        "plans": [_check_json(check, request.precision) for check in checks],
+    }
+
+
+def _print_traffic(check: Check, console: Console) -> None:
+    console.print(f"bytes by collective, plan {check.plan}:", highlight=False)
+    for key in sorted({*check.predicted, *check.counted}):
+        said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
+        console.print(
+            f"    {key[0]:15} over {','.join(key[1]):16} predicted {said[0]:5} calls {said[1]:12} bytes, "
+            f"sent {seen[0]:5} calls {seen[1]:12} bytes",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _check_json(check: Check, precision: str) -> dict[str, Any]:
+    def sent(table: Any) -> dict[str, Any]:
+        return {f"{kind} {','.join(axes)}": {"calls": c, "bytes": b} for (kind, axes), (c, b) in sorted(table.items())}
+
+    return {
+        "plan": check.plan,
+        "passed": check.passes(*TOLERANCES[precision]),
+        "loss": check.loss,
+        "loss_error": check.loss_error,
+        "gradient_error": check.gradient_error,
+        "worst_gradient": check.worst_gradient,
+        "predicted": sent(check.predicted),
+        "sent": sent(check.counted),
+        "error": check.error,
+    }
