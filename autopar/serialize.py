@@ -41,14 +41,17 @@ def dump(captured: CapturedModel) -> bytes:
     """`captured` as bytes for `load`."""
     nodes = []
     for node in captured.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Reference(n.name))
+        named: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Reference(n.name))  # type: ignore[arg-type, return-value]
+        args, kwargs = named
         target = _op(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             shapes: Any = _Shape(tuple(value.shape), value.dtype)
         else:
             shapes = [_Shape(tuple(v.shape), v.dtype) for v in value] if value is not None else None
-        nodes.append((node.op, node.name, target, args, kwargs, shapes, node.meta.get("requires_grad"), node.meta.get("module")))
+        nodes.append(
+            (node.op, node.name, target, args, kwargs, shapes, node.meta.get("requires_grad"), node.meta.get("module"))
+        )
     rest = {
         "name": captured.name,
         "parameters": captured.parameters,

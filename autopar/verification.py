@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autopar.errors import RankError
 from autopar.graph import CapturedModel
+from autopar.ops.random import Draws, use_draws
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import Sent, predicted_messages
 from autopar.placement import local_ranges
@@ -30,6 +31,7 @@ from autopar.plan import Plan, plan_from_json
 from autopar.serialize import dump, load
 
 FLOOR = 1e-6
+DRAWS = Draws(seed=1, step=0, exact=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +124,7 @@ def _free_port(folder: Path) -> int:
     return int(file.read_text())
 
 
-def _results(
-    folder: Path, plans: Mapping[str, Plan], processes: list[Any], timeout_seconds: float
-) -> Iterator[Check]:
+def _results(folder: Path, plans: Mapping[str, Plan], processes: list[Any], timeout_seconds: float) -> Iterator[Check]:
     for number, label in enumerate(plans):
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
         file = folder / f"result{number}"
@@ -181,8 +181,9 @@ def reference_gradients(
     for name in trainable:
         parameters[name].requires_grad_()
     buffers = {b.placeholder: values[b.placeholder].clone() for b in captured.buffers}
-    loss, _ = run(captured, parameters, buffers, dict(inputs))
-    loss.backward()
+    with use_draws(DRAWS):
+        loss, _ = run(captured, parameters, buffers, dict(inputs))
+    torch.autograd.backward(loss)
     gradients = {
         name: torch.zeros_like(parameters[name]) if (grad := parameters[name].grad) is None else grad
         for name in sorted(trainable)
@@ -197,15 +198,15 @@ def _check(
     from autopar.runtime import DistributedModule, count_messages
 
     local = insert_collectives(captured, plan)
-    module = DistributedModule(local, tensors["values"])
+    module = DistributedModule(local, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
     with count_messages(module) as counted:
         loss = module.run(tensors["inputs"])
-        loss.backward()
+        torch.autograd.backward(loss)
     error, worst = _gradient_error(captured, plan, module, reference["gradients"])
     whole = reference["loss"]
     return Check(
         plan=label,
-        loss=float(loss),
+        loss=float(loss.detach()),
         loss_error=float((loss.detach() - whole).abs() / whole.abs().clamp_min(1e-30)),
         gradient_error=error,
         worst_gradient=worst,

@@ -5,6 +5,7 @@ plan's route. A layout of a tensor is made once and shared by all consumers. Par
 equal chunks first. The loss ends Invariant: whole, and with the whole gradient, on every rank.
 """
 
+import itertools
 import operator
 from collections.abc import Iterable
 
@@ -40,7 +41,8 @@ def chosen(node: fx.Node, plan: Plan) -> tuple[Choice, ...]:
     names = plan.choices.get(node.name)
     if names is None or len(names) != plan.mesh.num_axes or not set(names) <= set(offered):
         raise PlanMismatchError(
-            f"the plan chooses {names} for {node.name} on mesh {plan.mesh}, its rule offers {sorted(offered)}; plan again"
+            f"the plan chooses {names} for {node.name} on mesh {plan.mesh}, its rule offers {sorted(offered)}; "
+            "plan again"
         )
     result = tuple(offered[name] for name in names)
     if not is_splittable(rule, result, plan.mesh):
@@ -142,7 +144,7 @@ class _Insertion:
     def _steps(self, source: fx.Node, shape: tuple[int, ...], wanted: Layout) -> Iterable[Step]:
         for path in self.plan.routes.get(source.name, ()):
             if path[-1] == wanted:
-                return [step_between(a, b) for a, b in zip(path, path[1:], strict=False)]
+                return [step_between(a, b) for a, b in itertools.pairwise(path)]
         element_size = source.meta["val"].element_size()
         return route(self.layout[source.name], wanted, shape, element_size, self.mesh, requires_grad(source))
 

@@ -49,7 +49,7 @@ def regather_chain(node: fx.Node) -> Iterable[Message]:
             if node.meta["step"].forward:
                 return
         else:
-            origin = node.meta.get("origin")
+            origin: fx.Node = node.meta["origin"]
             if node.name != origin.name or (alias := rule_of(origin).alias) is None:
                 return
             node = operands(node)[alias]

@@ -118,7 +118,8 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
 def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
     chunk = chunk_size(x.shape[dim], n)
-    return pad_dim(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk).contiguous()
+    part = pad_dim(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk)
+    return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
 
 
 def _place(x: Tensor, dim: int, axis: Axis, size: int, groups: Groups) -> Tensor:

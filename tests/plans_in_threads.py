@@ -1,0 +1,121 @@
+"""A plan against one process, its ranks threads of this process: hundreds of random plans in a minute.
+
+The rewritten graph runs with the same autograd functions and bodies as under torchrun; only the backend's collectives
+are threads that meet. (Gathering again for backward needs a process a rank: `verify_plans` covers it.)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autopar.graph import CapturedModel
+from autopar.ops import collectives
+from autopar.ops.random import Draws, use_draws
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.placement import local_ranges
+from autopar.plan import Plan
+from autopar.reference import run_captured
+from tests.ranks_in_threads import run_in_threads
+
+FLOOR = 1e-6
+
+
+def all_gather(out: Tensor, x: Tensor, group: Any = None) -> None:
+    out.copy_(torch.stack(group.group.exchange(group.index, x)).reshape(out.shape))
+
+
+def reduce_scatter(out: Tensor, x: Tensor, group: Any = None) -> None:
+    everyone = group.group.exchange(group.index, x)
+    out.copy_(torch.stack(everyone).sum(0).chunk(len(everyone))[group.index].reshape(out.shape))
+
+
+def all_to_all_single(out: Tensor, x: Tensor, group: Any = None) -> None:
+    everyone = group.group.exchange(group.index, x)
+    out.copy_(torch.cat([e.chunk(len(everyone))[group.index] for e in everyone]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One process: values and inputs by placeholder, the loss, the gradients on the parameters, and new buffers."""
+
+    captured: CapturedModel
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    loss: Tensor
+    new_buffers: Mapping[str, Tensor]
+
+
+def one_process(captured: CapturedModel, model: nn.Module, kwargs: Mapping[str, Any]) -> Reference:
+    """The captured graph run whole, dropout masks drawn for whole tensors."""
+    values = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    parameters = {
+        p.placeholder: values[p.names[0]].detach().clone().requires_grad_(p.trainable) for p in captured.parameters
+    }
+    buffers = {b.placeholder: values[b.names[0]].detach().clone() for b in captured.buffers}
+    inputs = {spec.placeholder: kwargs[spec.path] for spec in captured.inputs}
+    with use_draws(Draws(seed=1, step=0, exact=True)):
+        loss, new_buffers = run_captured(captured, parameters, buffers, inputs)
+    loss.backward()
+    return Reference(
+        captured=captured,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        loss=loss.detach(),
+        new_buffers=new_buffers,
+    )
+
+
+def errors_of(reference: Reference, plan: Plan) -> tuple[float, float, str]:
+    """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers."""
+    plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
+    local = insert_collectives(reference.captured, plan)
+    graph = fx.GraphModule(nn.Module(), local.graph)
+    whole = {**reference.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
+    trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
+    floor = FLOOR * max(float(g.abs().max()) for g in gradients.values())
+
+    def one_rank(rank: int) -> tuple[float, float, str]:
+        coordinate = plan.mesh.coordinate(rank)
+        arguments = {}
+        for node in local.graph.nodes:
+            if node.op == "placeholder":
+                ranges = local_ranges(tuple(whole[node.name].shape), plan.layouts[node.name], plan.mesh, coordinate)
+                part = whole[node.name].detach()[tuple(slice(start, start + n) for start, n in ranges)].clone()
+                arguments[node.name] = part.requires_grad_(node.name in trainable)
+        with use_draws(Draws(seed=1, step=0, exact=True)):
+            loss, *mutated = graph(*arguments.values())
+        loss.backward()
+        for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
+            torch.testing.assert_close(value, reference.new_buffers[spec.placeholder])
+        worst, name = 0.0, ""
+        for placeholder, gradient in gradients.items():
+            ranges = local_ranges(tuple(gradient.shape), plan.layouts[placeholder], plan.mesh, coordinate)
+            want = gradient[tuple(slice(start, start + n) for start, n in ranges)]
+            got = arguments[placeholder].grad
+            if want.numel():
+                got = torch.zeros_like(want) if got is None else got
+                error = float((got - want).abs().max()) / max(float(gradient.abs().max()), floor)
+                if not error <= worst:
+                    worst, name = error, placeholder
+        return float((loss.detach() - reference.loss).abs() / reference.loss.abs()), worst, name
+
+    with (
+        mock.patch.object(collectives, "_all_gather", all_gather),
+        mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
+        mock.patch.object(dist, "all_to_all_single", all_to_all_single),
+    ):
+        outcomes, groups = run_in_threads(plan.mesh, one_rank)
+    predicted = predicted_messages(local)
+    for rank, group in enumerate(groups):
+        assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"
+    worst = max(outcomes, key=lambda o: (o[1] != o[1], o[1]))
+    return max(o[0] for o in outcomes), worst[1], worst[2]

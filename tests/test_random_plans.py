@@ -1,0 +1,55 @@
+"""A random strategy for every node: loss, every gradient on every rank and every byte as in one process.
+
+The real test of rules and passes: whatever the search may choose, the rewritten graph must compute the model. With
+dropout, masks are drawn for whole tensors on both sides, so that they are compared too.
+"""
+
+import random
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.mesh import make_mesh
+from autopar.passes.promote_casts import promote_casts
+from autopar.search.random_plan import random_plan
+from tests.plans_in_threads import errors_of, one_process
+from tests.zoo import FAMILIES, zoo
+
+MESHES = ((4,), (2, 2), (2, 2, 2))
+NUM_PLANS = 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_random_plans_equal_one_process(family: str, dropout: float) -> None:
+    model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
+    captured = promote_casts(capture(model, (), kwargs))
+    reference = one_process(captured, model, kwargs)
+    rng = random.Random(f"{family} {dropout}")
+    for number in range(NUM_PLANS // 2):
+        plan = random_plan(captured, make_mesh(MESHES[number % len(MESHES)]), rng)
+        loss_error, gradient_error, parameter = errors_of(reference, plan)
+        assert loss_error <= 1e-10, f"plan {number} on {plan.mesh}: loss off by {loss_error}"
+        assert gradient_error <= 1e-8, f"plan {number} on {plan.mesh}: gradient of {parameter} off by {gradient_error}"
+
+
+def test_a_wrong_layout_is_noticed() -> None:
+    """The test of the test: stored Replicate instead of Invariant, gradients are summands and the check says so."""
+    from dataclasses import replace
+
+    from autopar.placement import REPLICATE, Layout
+
+    model, kwargs = zoo("bert", dtype=torch.float64)
+    captured = promote_casts(capture(model, (), kwargs))
+    reference = one_process(captured, model, kwargs)
+    mesh = make_mesh((2,))
+    choices = {
+        node.name: ("dim0",) if "linear" in node.name else ("replicate",)
+        for node in captured.graph.nodes
+        if node.op == "call_function"
+    }
+    plan = random_plan(captured, mesh, random.Random(0))
+    whole = {name: Layout((REPLICATE,)) for name in plan.layouts}
+    _, gradient_error, _ = errors_of(reference, replace(plan, choices=choices, layouts=whole))
+    assert gradient_error > 1e-3
