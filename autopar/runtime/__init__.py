@@ -20,6 +20,8 @@ from autopar.ops.embedding import embedding
 from autopar.ops.mean import mean
 from autopar.runtime.checkpoint import load, save
 from autopar.runtime.data import DistributedBatchSampler
+from autopar.runtime.exported import block, load_exported
+from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
 from autopar.runtime.module import DistributedModule, Output, count_messages
 from autopar.runtime.optimizers import check_optimizer
@@ -34,6 +36,7 @@ __all__ = [
     "all_to_all",
     "attention",
     "batch_norm",
+    "block",
     "check_optimizer",
     "count_messages",
     "cross_entropy",
@@ -43,10 +46,12 @@ __all__ = [
     "embedding",
     "init",
     "load",
+    "load_exported",
     "local_slice",
     "mean",
     "pad_dim",
     "place_slice",
     "reduce_scatter",
+    "reset_parameters",
     "save",
 ]

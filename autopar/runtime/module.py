@@ -54,7 +54,7 @@ class DistributedModule(nn.Module):
 
     local: the graph that every rank runs.
     values: whole parameters and buffers by placeholder. Those on the meta device are left empty until
-        `reset_parameters`, `load_state_dict` or a checkpoint fills them.
+        `runtime.reset_parameters`, `load_state_dict` or a checkpoint fills them.
     sync: take rank 0's values, as DistributedDataParallel does; False if they are known to be equal.
     bare: a call returns the loss itself instead of an `Output`.
     seed: of dropout; None for that of rank 0's torch generator.
@@ -81,7 +81,6 @@ class DistributedModule(nn.Module):
         init()
         captured, plan = local.captured, local.plan
         specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)
-        check_names((name for spec in specs for name in spec.names), dir(self))
         empty = [spec for spec in specs if values[spec.placeholder].is_meta]
         agree({**_facts(local), "values": f"{len(empty)} of {len(specs)} on the meta device"})
         device = own_device()
@@ -95,10 +94,11 @@ class DistributedModule(nn.Module):
         self._regathers = any(node.kwargs.get("regather") for node in local.graph.nodes)
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self._names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
-        self._state = State(local, self.groups.rank, self.device_mesh, device)
+        self.state = State(local, self.groups.rank, self.device_mesh, device)
+        check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
-            self._state.register(self, values, sync)
-        self._state.bind(self)
+            self.state.register(self, values, sync)
+        self.state.bind(self)
         install_check()
         self.register_load_state_dict_pre_hook(_scatter_whole_tensors)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class DistributedModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self._state.device
+        return self.state.device
 
     @property
     def plan(self) -> Plan:
@@ -130,9 +130,9 @@ class DistributedModule(nn.Module):
             some = ", ".join(sorted(self.uninitialized)[:3])
             raise ArgumentError(
                 f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
-                "meta device; call reset_parameters(model) or load a state dict first"
+                "meta device; call autopar.runtime.reset_parameters(module, model) or load a state dict first"
             )
-        arguments = self._state.arguments(self)
+        arguments = self.state.arguments(self)
         for spec in self.local.captured.inputs:
             arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
         graph = self._training_graph if self.training else self._evaluation_graph
@@ -160,7 +160,7 @@ class DistributedModule(nn.Module):
 
     def local_gradient(self, placeholder: str) -> Tensor | None:
         """This rank's part of the gradient of a parameter, None if there is none yet."""
-        return self._state.gradient(placeholder)
+        return self.state.gradient(placeholder)
 
     @cached_property
     def _training_graph(self) -> fx.GraphModule:
@@ -172,7 +172,7 @@ class DistributedModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DistributedModule":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._state.bind(self)
+        self.state.bind(self)
         return self
 
 
@@ -195,13 +195,13 @@ def _scatter_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix
         for name in spec.names:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
-                state_dict[prefix + name] = module._state.scattered(spec, value)
+                state_dict[prefix + name] = module.state.scattered(spec, value)
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:
     assert isinstance(module, DistributedModule)
     module.uninitialized &= set(incompatible.missing_keys)
-    module._state.bind(module)
+    module.state.bind(module)
 
 
 @contextmanager

@@ -45,10 +45,13 @@ class State:
 
         With `sync` the values are rank 0's, broadcast one at a time.
         """
+        tied: list[tuple[str, nn.Parameter]] = []
         for spec in self.local.captured.parameters:
             parameter = self._parameter(spec, self._value(values[spec.placeholder].to(spec.dtype), sync))
-            for name in spec.names:
-                register_under(root, name, parameter)
+            register_under(root, spec.names[0], parameter)
+            tied += [(name, parameter) for name in spec.names[1:]]
+        for name, parameter in tied:  # after all first names, which say in which order modules stand
+            register_under(root, name, parameter)
         for buffer in self.local.captured.buffers:
             held = self._value(values[buffer.placeholder], sync)
             held = torch.empty_like(held, device=self.device) if held.is_meta else own_copy(held, self.device)
@@ -65,9 +68,7 @@ class State:
         part = local_part(whole, layout, self.mesh, self.coordinate)
         empty = torch.empty(part.shape, dtype=part.dtype, device=self.device) if part.is_meta else None
         local = own_copy(part, self.device) if empty is None else empty
-        parameter = nn.Parameter(self.as_dtensor(spec, local), requires_grad=spec.trainable)
-        setattr(parameter, MARK, spec.names[0])
-        return parameter
+        return nn.Parameter(self.as_dtensor(spec, local), requires_grad=spec.trainable)
 
     def as_dtensor(self, spec: ParameterSpec, part: Tensor) -> DTensor:
         return to_dtensor(part, self.layout(spec.placeholder), spec.shape, self.mesh, self.device_mesh)
@@ -81,6 +82,9 @@ class State:
         """Make leaves of the parameters that `root` has now; after anything that replaces parameters or their data."""
         for spec in self.local.captured.parameters:
             parameter = root.get_parameter(spec.names[0])
+            for name in spec.names[1:]:
+                register_under(root, name, parameter)  # tied as before, whatever replaced it
+            setattr(parameter, MARK, spec.names[0])
             stored = parameter.data
             assert isinstance(stored, DTensor)
             leaf = local_tensor(stored).detach().requires_grad_(parameter.requires_grad)

@@ -1,0 +1,135 @@
+"""Models small enough to train on several ranks in a test, and their distributed modules under plans of every kind."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.plan import Plan
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime import DistributedModule
+from autopar.search.random_plan import random_plan
+from autopar.search.storages import is_storable
+
+WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Words(nn.Module):
+    """Tied embedding whose words divide by nothing, a frozen weight, a buffer, batch norm with its statistics."""
+
+    frozen: Tensor
+    table: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.register_buffer("table", torch.randn(LENGTH, WIDTH))
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = dropout
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(ids) * self.frozen + self.table
+        for block in self.blocks:
+            x = block(x)
+        x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+        x = F.dropout(x, self.dropout, self.training)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def words(dropout: float = 0.0) -> Words:
+    """The model in float64, the same in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Words(dropout).double()
+
+
+def batch(seed: int, rows: int = BATCH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, WORDS, (2, rows, LENGTH), generator=generator)
+    return {"ids": ids[0], "labels": ids[1]}
+
+
+@cache
+def captured(dropout: float = 0.0) -> CapturedModel:
+    return capture(words(dropout), (), batch(0))
+
+
+def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0) -> Plan:
+    """A random plan."""
+    return random_plan(captured(dropout), make_mesh(mesh_shape), random.Random(seed))
+
+
+def data_parallel(mesh_shape: tuple[int, ...], stored: str = "split", lifetime: str = "use") -> Plan:
+    """Batch split over all axes; parameters split over all axes too (ZeRO-3) where they can be, or whole (DDP)."""
+    plan = some_plan(mesh_shape, 0)
+    axes = range(len(mesh_shape))
+    layouts = dict(plan.layouts)
+    choices = {}
+    for spec in captured().parameters:
+        whole = INVARIANT if spec.trainable else REPLICATE
+        layout = Layout(tuple(Shard(0) for _ in axes))
+        good = stored == "split" and is_storable(spec.shape, layout, plan.mesh)
+        layouts[spec.placeholder] = layout if good else Layout(tuple(whole for _ in axes))
+    for spec in captured().inputs:
+        layouts[spec.placeholder] = Layout(tuple(Shard(0) for _ in axes))
+    for name in plan.choices:
+        choices[name] = tuple(batch_choice(name) for _ in axes)
+    lifetimes = {name: lifetime if isinstance(layouts[name].axes[0], Shard) else "always" for name in plan.lifetimes}
+    return replace(plan, choices=choices, layouts=layouts, lifetimes=lifetimes)
+
+
+@cache
+def batch_choice(name: str) -> str:
+    """The choice of a node that splits its batch factor: the one under which a result has fewer rows."""
+    from autopar.rules.registry import rule_of
+    from autopar.rules.rule import choices
+
+    node = captured().nodes[name]
+    rule = rule_of(node)
+    for choice in choices(rule):
+        factor = rule.factors.get(choice.name)
+        if factor is not None and factor.size in (BATCH, BATCH * LENGTH) and Shard(0) in choice.operands:
+            return choice.name
+    return "replicate"
+
+
+def distributed(plan: Plan, dropout: float = 0.0, **keywords: Any) -> DistributedModule:
+    model = words(dropout)
+    graph = captured(dropout)
+    values = {**parameters_of(graph, model), **buffers_of(graph, model)}
+    return DistributedModule(insert_collectives(graph, plan), values, **keywords)
+
+
+def whole_state(module: DistributedModule) -> dict[str, Tensor]:
+    """The state dict with whole tensors."""
+    return {name: whole(value) for name, value in module.state_dict().items()}
+
+
+def whole(value: Any) -> Tensor:
+    tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach().clone()
