@@ -1,0 +1,396 @@
+"""The strategy graph of a program on a mesh: one node a cluster, parameter and input, one group a tensor between them.
+
+The space, in one sentence: every cluster of ops takes, on each mesh axis, one joint choice of its members (nothing is
+redistributed inside a cluster, equal blocks decide alike), every tensor between clusters travels once for all readers
+through any layouts nested in mesh order over the placements that its ends use, and every parameter takes any storage and
+lifetime; further restrictions are listed in `options` and `parameters`.
+
+Memory never counts less than `evaluate` does: a cluster keeps and works in its bytes from its first op to its last.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.redistribution import Step
+from autopar.search.clusters import Cluster, make_clusters
+from autopar.search.folding import Folding, Signature, fold_program
+from autopar.search.journeys import SINK
+from autopar.search.lattice import Lattice, Lattices
+from autopar.search.moments import Moments
+from autopar.search.options import Option, Restriction, cluster_options
+from autopar.search.parameters import ParameterSpace, parameter_space
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program, Tensor
+from autopar.search.reduce_moments import few_moments
+from autopar.search.storages import input_layouts
+from autopar.search.strategy_graph import (
+    ArcMemory,
+    Consumer,
+    Floats,
+    Group,
+    KeptMemory,
+    Memory,
+    Node,
+    NodeMemory,
+    StrategyGraph,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reader:
+    """One way a kind of tensor is read: node and layouts wanted by its options; positions of the ops, of all instances.
+
+    savers: ops an instance of the tensor that keep it. first, last: of the reading ops, per tensor.
+    """
+
+    node: int
+    wants: tuple[Layout, ...]
+    savers: int
+    in_backward: bool
+    positions: dict[str, list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Problem:
+    """A strategy graph and what its numbers stand for.
+
+    options[node]: options of a cluster; parameters, inputs by node: (names of the tensors, their options).
+    travels[group]: (names of the tensors, layout of each vertex, None for auxiliary ones; steps of each arc).
+    """
+
+    program: Program
+    pricer: Pricer
+    clusters: tuple[Cluster, ...]
+    nodes: list[Node] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    options: dict[int, list[Option]] = field(default_factory=dict)
+    parameters: dict[int, tuple[tuple[str, ...], ParameterSpace]] = field(default_factory=dict)
+    inputs: dict[int, tuple[tuple[str, ...], tuple[Layout, ...]]] = field(default_factory=dict)
+    travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], tuple[tuple[Step, ...], ...]]] = field(
+        default_factory=list
+    )
+    graph: StrategyGraph = field(default_factory=lambda: StrategyGraph(nodes=()))
+
+
+def build(
+    program: Program,
+    pricer: Pricer,
+    *,
+    limit: float | None,
+    fold: bool = True,
+    merge: bool = True,
+    restriction: Restriction | None = None,
+) -> Problem:
+    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited)."""
+    folding = fold_program(program, fold=fold)
+    clusters = make_clusters(program, folding, merge=merge)
+    return _Builder(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
+
+
+class _Builder:
+    def __init__(
+        self,
+        program: Program,
+        pricer: Pricer,
+        folding: Folding,
+        clusters: tuple[Cluster, ...],
+        restriction: Restriction,
+    ) -> None:
+        self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
+        self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
+        self.lattices = Lattices(pricer, {})
+        self.moments = Moments(num_ops=len(program.ops))
+        self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
+        self.node_memory: list[tuple[int, Floats, Floats]] = []
+        self.kept_memory: list[tuple[int, Floats, Floats, bool, tuple[int, ...]]] = []
+        self.arc_memory: list[tuple[int, Floats, Floats]] = []
+
+    def run(self, limit: float | None) -> Problem:
+        problem = self.problem
+        for number, cluster in enumerate(problem.clusters):
+            for member, position in enumerate(cluster.instances[0]):
+                self.place[self.folding.class_of[position]] = (number, member)
+            self._cluster(number, cluster)
+        self.output = self._node("output", np.zeros(1))
+        for names, signature in zip(self.folding.travellers, self.folding.signatures, strict=True):
+            self._tensor(names, signature)
+        memory = None if limit is None else self._memory(limit)
+        problem.graph = StrategyGraph(nodes=tuple(problem.nodes), groups=tuple(problem.groups), memory=memory)
+        return problem
+
+    def _node(self, name: str, seconds: Floats) -> int:
+        self.problem.nodes.append(Node(name=name, seconds=seconds))
+        return len(self.problem.nodes) - 1
+
+    def _cluster(self, number: int, cluster: Cluster) -> None:
+        options = cluster_options(cluster, self.pricer, self.restriction.choice)
+        seconds = np.array([o.seconds for o in options]) * cluster.multiplicity
+        node = self._node(cluster.root.name, seconds)
+        assert node == number
+        self.problem.options[node] = options
+        moments = self.moments
+        keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
+        for positions in cluster.instances:
+            keeping[moments.kept(min(positions), min(positions))] += 1
+            forward[[moments.forward(p) for p in positions]] = 1
+            backward[[moments.backward(p) for p in positions]] = 1
+        self._count(node, [o.kept for o in options], keeping)
+        self._count(node, [o.working_forward for o in options], forward)
+        self._count(node, [o.working_backward for o in options], backward)
+
+    def _count(self, node: int, nbytes: Iterable[float], coefficient: Floats) -> None:
+        table = np.array(list(nbytes), dtype=np.float64)
+        if table.any():
+            self.node_memory.append((node, table, coefficient))
+
+    def _tensor(self, names: tuple[str, ...], signature: Signature) -> None:
+        tensor = self.program.tensors[names[0]]
+        if tensor.producer is not None and tensor.name in self._cluster_of(tensor.producer).inner:
+            return
+        readers = [self._reader(names, c, slot) for c, slot in sorted(signature)]
+        if tensor.kind == "parameter":
+            self._parameter(names, tensor, readers)
+        elif tensor.kind == "op":
+            self._travel(names, tensor, readers)
+        else:
+            self._input(names, tensor, readers)
+
+    def _cluster_of(self, position: int) -> Cluster:
+        return self.problem.clusters[self.place[self.folding.class_of[position]][0]]
+
+    def _reader(self, names: tuple[str, ...], number: int, slot: int) -> Reader:
+        if number == SINK:
+            whole = INVARIANT if names[0] == self.program.loss else REPLICATE
+            layout = Layout((whole,) * self.pricer.mesh.num_axes)
+            is_loss = names[0] == self.program.loss
+            return Reader(node=self.output, wants=(layout,), savers=0, in_backward=is_loss, positions={})
+        node, member = self.place[number]
+        cluster = self.problem.clusters[node]
+        wants = tuple(o.wants[member][slot] for o in self.problem.options[node])
+        positions = {
+            name: [p for p, s in self.program.readers[name] if s == slot and self.folding.class_of[p] == number]
+            for name in names
+        }
+        return Reader(
+            node=node,
+            wants=wants,
+            savers=cluster.saved_outer.get((member, slot), 0) * len(positions[names[0]]),
+            in_backward=cluster.members[member].has_backward,
+            positions=positions,
+        )
+
+    def _travel(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        assert tensor.producer is not None
+        node, member = self.place[self.folding.class_of[tensor.producer]]
+        given = [o.gives[tensor.index] for o in self.problem.options[node]]
+        seen = [*given, *(w for r in readers for w in r.wants)]
+        axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
+        lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
+        backward = tensor.requires_grad and any(r.in_backward for r in readers)
+        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * len(names)
+        group = self._group(names, node, given, readers, lattice, seconds)
+        root = self.problem.clusters[node].members[member]
+        keeps_given = root.has_backward and tensor.index in root.rule.saves_results
+        self._kept(group, names, tensor, lattice.layouts, readers, keeps_given)
+
+    def _group(
+        self,
+        names: tuple[str, ...],
+        producer: int,
+        given: list[Layout],
+        readers: list[Reader],
+        lattice: Lattice,
+        seconds: Floats,
+    ) -> int:
+        number = lattice.number
+        self.problem.groups.append(
+            Group(
+                name=names[0],
+                producer=producer,
+                gives=np.array([number[v] for v in given], dtype=np.int64),
+                consumers=tuple(
+                    Consumer(node=r.node, wants=np.array([number[v] for v in r.wants], dtype=np.int64))
+                    for r in readers
+                ),
+                num_vertices=len(lattice.layouts),
+                arc_source=lattice.source,
+                arc_target=lattice.target,
+                arc_seconds=seconds,
+            )
+        )
+        self.problem.travels.append((names, lattice.layouts, tuple((s,) for s in lattice.steps)))
+        return len(self.problem.groups) - 1
+
+    def _kept(
+        self,
+        group: int,
+        names: tuple[str, ...],
+        tensor: Tensor,
+        layouts: tuple[Layout, ...],
+        readers: list[Reader],
+        keeps_given: bool,
+    ) -> None:
+        keepers = tuple(i for i, r in enumerate(readers) if r.savers)
+        if not keepers and not keeps_given:
+            return
+        coefficient = self.moments.nothing()
+        for name in names:
+            made = self.program.tensors[name].producer
+            assert made is not None
+            savers = [p for i in keepers for p in readers[i].positions[name]]
+            coefficient[self.moments.kept(made, min([*savers, *([made] if keeps_given else [])]))] += 1
+        nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
+
+    def _input(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        """Handed over whole, or as some reader wants it; from the whole every layout is a free slice."""
+        whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
+        wanted = list(dict.fromkeys(w for r in readers for w in r.wants if w != whole))
+        options = [whole]
+        if tensor.kind == "input":
+            options += [w for w in wanted if w in input_layouts(tensor.shape, self.pricer.mesh)]
+        node = self._node(names[0], np.zeros(len(options)))
+        self.problem.inputs[node] = (names, tuple(options))
+        layouts = (whole, *wanted)
+        lattice = Lattice(
+            layouts=layouts,
+            number={v: i for i, v in enumerate(layouts)},
+            steps=(),
+            source=np.zeros(len(wanted), dtype=np.int64),
+            target=np.arange(1, len(layouts), dtype=np.int64),
+            forward=np.zeros(len(wanted)),
+            backward=np.zeros(len(wanted)),
+        )
+        group = self._group(names, node, options, readers, lattice, lattice.forward)
+        nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        always = np.full(self.moments.count, float(len(names)))
+        keepers = tuple(i for i, r in enumerate(readers) if r.savers)
+        self.kept_memory.append((group, nbytes, always, True, keepers))
+
+    def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
+        space = parameter_space(
+            tensor,
+            uses,
+            max((r.savers for r in readers), default=0),
+            any(r.in_backward for r in readers),
+            len(readers) > 1,
+            not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
+            self.lattices,
+            self.restriction,
+        )
+        count = len(names)
+        node = self._node(names[0], np.array(space.seconds) * count)
+        self.problem.parameters[node] = (names, space)
+        always = np.full(self.moments.count, float(count))
+        gradient = self.moments.nothing()
+        for name in names:
+            last = [p for p, _ in self.program.readers[name] if self.program.ops[p].has_backward]
+            if tensor.requires_grad and last:
+                gradient[self.moments.gradient(max(last))] += 1
+        self._count(node, np.array(space.stored) + np.array(space.states), always)
+        self._count(node, space.stored, gradient)
+        if readers:
+            self._parameter_group(names, node, uses, space, readers)
+
+    def _leaves_as_view(self, position: int) -> bool:
+        """Whether the op is a view whose result, or a view of it, is read by other clusters."""
+        while (op := self.program.ops[position]).rule.alias is not None:
+            if self._cluster_of(position).root.signature == op.signature:
+                return True
+            result = op.results[0]
+            assert result is not None
+            views = [p for p, _ in self.program.readers[result] if self.program.ops[p].rule.alias is not None]
+            if not views:
+                return False
+            position = views[0]
+        return False
+
+    def _parameter_group(
+        self,
+        names: tuple[str, ...],
+        node: int,
+        uses: tuple[Layout, ...],
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        """Vertices: options, then for one reader its uses; for several (option, use) on the way to (use, reader)."""
+        count, num_options = len(names), len(space.options)
+        arcs: list[tuple[int, int, float]] = []
+        steps: list[tuple[Step, ...]] = []
+        wants: list[dict[Layout, int]] = []
+        if len(readers) == 1:
+            wants.append({u: num_options + i for i, u in enumerate(uses)})
+            num_vertices = num_options + len(uses)
+            for way in space.ways:
+                arcs.append((way.option, wants[0][way.use], way.seconds + way.again * readers[0].savers))
+                steps.append(way.steps)
+        else:
+            numbers = itertools.count(num_options + len(space.ways))
+            wants = [{u: next(numbers) for u in uses} for _ in readers]
+            num_vertices = num_options + len(space.ways) + len(readers) * len(uses)
+            for i, way in enumerate(space.ways):
+                arcs.append((way.option, num_options + i, way.seconds))
+                steps.append(way.steps)
+            for i, way in enumerate(space.ways):
+                for reader, want in zip(readers, wants, strict=True):
+                    arcs.append((num_options + i, want[way.use], way.again * reader.savers))
+                    steps.append(())
+        layouts: list[Layout | None] = [storage for storage, _ in space.options]
+        layouts += [None] * (num_vertices - num_options)
+        self.problem.groups.append(
+            Group(
+                name=names[0],
+                producer=node,
+                gives=np.arange(num_options, dtype=np.int64),
+                consumers=tuple(
+                    Consumer(node=r.node, wants=np.array([want[v] for v in r.wants], dtype=np.int64))
+                    for r, want in zip(readers, wants, strict=True)
+                ),
+                num_vertices=num_vertices,
+                arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
+                arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * count,
+            )
+        )
+        self.problem.travels.append((names, tuple(layouts), tuple(steps)))
+        group = len(self.problem.groups) - 1
+        for lifetime in ("keep", "use"):
+            coefficient = self.moments.nothing()
+            for name in names:
+                positions = [p for r in readers for p in r.positions[name]]
+                savers = [p for r in readers if r.savers for p in r.positions[name]]
+                for interval in self.moments.copies(lifetime, positions, savers):
+                    coefficient[interval] += 1
+            nbytes = np.zeros(len(arcs))
+            for i, way in enumerate(space.ways):
+                nbytes[i] = way.copy if space.options[way.option][1] == lifetime else 0
+            if nbytes.any():
+                self.arc_memory.append((group, nbytes, coefficient))
+
+    def _unread(self) -> int:
+        """Bytes of inputs, buffers and constants that nothing reads."""
+        tensors = (t for n, t in self.program.tensors.items() if t.producer is None and not self.program.readers[n])
+        whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
+        return sum(self.pricer.local_nbytes(t, whole) for t in tensors if t.kind != "parameter")
+
+    def _memory(self, limit: float) -> Memory:
+        columns = [c for *_, c in self.node_memory]
+        columns += [term[2] for term in self.kept_memory]
+        columns += [c for *_, c in self.arc_memory]
+        table = np.array(columns) if columns else np.zeros((0, self.moments.count))
+        chosen = few_moments(table, self.moments, [c.instances for c in self.problem.clusters])
+        return Memory(
+            limit=limit,
+            base=np.full(len(chosen), float(self._unread())),
+            nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[chosen]) for n, b, c in self.node_memory),
+            kept=tuple(
+                KeptMemory(group=g, nbytes=b, coefficient=c[chosen], keeps_given=given, keepers=keepers)
+                for g, b, c, given, keepers in self.kept_memory
+            ),
+            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c[chosen]) for g, b, c in self.arc_memory),
+        )

@@ -1,0 +1,81 @@
+"""A solution of the strategy graph as a plan: every instance of a class as its class was decided."""
+
+import itertools
+
+from autopar.cluster import Cluster
+from autopar.placement import REPLICATE, Layout
+from autopar.plan import Plan, TrainConfig
+from autopar.redistribution import Step, route
+from autopar.search.build import Problem
+from autopar.search.strategy_graph import Solution
+
+Path = tuple[Layout, ...]
+
+
+def extract(problem: Problem, solution: Solution, cluster: Cluster, config: TrainConfig, origin: str) -> Plan:
+    """The plan that costs what the solution costs; ways that redistribution takes by itself are not written down."""
+    program, pricer = problem.program, problem.pricer
+    choices: dict[str, tuple[str, ...]] = {}
+    whole = Layout((REPLICATE,) * pricer.mesh.num_axes)
+    layouts = {name: whole for name, tensor in program.tensors.items() if tensor.producer is None}
+    lifetimes: dict[str, str] = {}
+    for node, options in problem.options.items():
+        option = options[int(solution.choice[node])]
+        for positions in problem.clusters[node].instances:
+            choices.update((program.ops[p].name, n) for p, n in zip(positions, option.names, strict=True))
+    for node, (names, given) in problem.inputs.items():
+        layouts.update(dict.fromkeys(names, given[int(solution.choice[node])]))
+    for node, (names, space) in problem.parameters.items():
+        storage, lifetime = space.options[int(solution.choice[node])]
+        layouts.update(dict.fromkeys(names, storage))
+        lifetimes.update(dict.fromkeys(names, lifetime))
+    routes: dict[str, tuple[Path, ...]] = {}
+    for number, (names, vertices, steps) in enumerate(problem.travels):
+        group = problem.groups[number]
+        used = solution.arcs[number].tolist()
+        start = int(group.gives[solution.choice[group.producer]])
+        source = vertices[start]
+        assert source is not None
+        tensor = program.tensors[names[0]]
+        if tensor.kind in ("input", "buffer", "constant"):
+            continue
+        if any(step.forward == "all_gather" for arc in used for step in steps[arc]):
+            gathered = {n for n in names if lifetimes.get(n) == "keep"}
+            lifetimes.update(dict.fromkeys(gathered, "microbatch"))
+        paths: dict[Layout, Path] = {}
+        for walked in _walks(group.arc_source.tolist(), group.arc_target.tolist(), steps, used, start):
+            if not walked:
+                continue
+            path = (source, *(step.target for step in walked))
+            usual = route(
+                source, path[-1], tensor.shape, tensor.element_size, pricer.mesh, tensor.requires_grad
+            )
+            if path != (source, *(step.target for step in usual)):
+                paths[path[-1]] = path
+        if paths:
+            routes.update(dict.fromkeys(names, tuple(paths.values())))
+    return Plan(
+        model=program.captured.name,
+        fingerprint=program.captured.fingerprint,
+        mesh=pricer.mesh,
+        cluster=cluster.name,
+        config=config,
+        choices=choices,
+        layouts=layouts,
+        lifetimes={n: "always" if v == "keep" else v for n, v in lifetimes.items()},
+        routes=routes,
+        origin=origin,
+    )
+
+
+def _walks(
+    sources: list[int], targets: list[int], steps: tuple[tuple[Step, ...], ...], used: list[int], start: int
+) -> list[tuple[Step, ...]]:
+    """For every vertex reached, the steps that lead there."""
+    walks: dict[int, tuple[Step, ...]] = {start: ()}
+    remaining = list(used)
+    while (arc := next((a for a in remaining if sources[a] in walks), None)) is not None:
+        remaining.remove(arc)
+        if targets[arc] not in walks:
+            walks[targets[arc]] = tuple(itertools.chain(walks[sources[arc]], steps[arc]))
+    return list(walks.values())

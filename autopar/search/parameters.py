@@ -1,0 +1,158 @@
+"""How may one kind of parameter be stored and brought to its uses? Its options and arcs, dominated ones left out.
+
+An option is (storage, lifetime): `keep`, the copy in use lives to its backward (`always` if nothing is gathered,
+else `microbatch`), or `use`, gathered again by every op that saves it. For each layout in use those options are kept that no
+other beats in seconds, persistent, kept and passing bytes at once. Copies for different uses of one tied parameter are
+priced as if each came from storage by itself.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.placement import Layout
+from autopar.redistribution import Step
+from autopar.search.evaluate import regathered
+from autopar.search.lattice import Distances, Lattices, cheapest_ways
+from autopar.search.options import Restriction
+from autopar.search.pricing import Pricer, total
+from autopar.search.program import Tensor
+from autopar.search.storages import storages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Way:
+    """From option to layout in use: seconds of one instance (once, and again for each op that saves the copy), bytes of
+    the copy (0 if none is made)."""
+
+    option: int
+    use: Layout
+    steps: tuple[Step, ...]
+    seconds: float
+    again: float
+    copy: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterSpace:
+    """`options[i]` = (storage, lifetime); seconds and bytes of one instance."""
+
+    options: tuple[tuple[Layout, str], ...]
+    seconds: tuple[float, ...]
+    stored: tuple[int, ...]
+    states: tuple[int, ...]
+    ways: tuple[Way, ...]
+
+
+def parameter_space(
+    tensor: Tensor,
+    uses: tuple[Layout, ...],
+    savers: int,
+    in_backward: bool,
+    shared: bool,
+    regatherable: bool,
+    lattices: Lattices,
+    restriction: Restriction,
+) -> ParameterSpace:
+    """The options of a parameter used in `uses`; each copy is gathered again `savers` times if it lives for a use.
+
+    `shared`: several readers may want different copies, so an option kept for one of them is kept for all.
+    `regatherable`: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
+    """
+    pricer = lattices.pricer
+    lifetimes = restriction.lifetimes if regatherable else ("keep",)
+    stored = [s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)]
+    axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
+    lattice = lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, True)
+    back = lattice.backward if in_backward and tensor.requires_grad else np.zeros_like(lattice.backward)
+    ways: list[tuple[tuple[Layout, str], Way]] = []
+    numbers: dict[tuple[Layout, str], int] = {}
+    updates = {s: pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored}
+    sizes = {s: pricer.local_nbytes(tensor, s) for s in stored}
+    states = {s: pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored}
+    for lifetime in lifetimes:
+        times = savers if lifetime == "use" else 0
+        distances = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
+        for use in uses:
+            found = []
+            for storage in stored:
+                way = _way(tensor, storage, use, lifetime, distances, back, pricer)
+                if way is not None:
+                    found.append(((storage, lifetime), way))
+                elif "keep" not in lifetimes:
+                    way = _way(tensor, storage, use, "keep", distances, back, pricer)
+                    assert way is not None
+                    found.append(((storage, "keep"), way))
+            ways += found
+    kept: list[tuple[tuple[Layout, str], Way]] = []
+    for use in uses:
+        rows = [(o, w) for o, w in ways if w.use == use]
+        table = np.array(
+            [
+                (
+                    updates[o[0]] + w.seconds + w.again * savers,
+                    sizes[o[0]] + states[o[0]],
+                    sizes[o[0]],
+                    w.copy if o[1] == "keep" else 0,
+                    w.copy,
+                )
+                for o, w in rows
+            ]
+        )
+        kept += [rows[i] for i in _efficient(table)]
+    chosen = {option for option, _ in kept}
+    for option in (o for o, _ in ways if o in chosen):
+        if option in numbers:
+            continue
+        numbers[option] = len(numbers)
+    final = [(o, w) for o, w in ways if o in chosen] if shared else kept
+    return ParameterSpace(
+        options=tuple(numbers),
+        seconds=tuple(updates[s] for s, _ in numbers),
+        stored=tuple(sizes[s] for s, _ in numbers),
+        states=tuple(states[s] for s, _ in numbers),
+        ways=tuple(
+            Way(option=numbers[o], use=w.use, steps=w.steps, seconds=w.seconds, again=w.again, copy=w.copy)
+            for o, w in final
+        ),
+    )
+
+
+def _way(
+    tensor: Tensor,
+    storage: Layout,
+    use: Layout,
+    lifetime: str,
+    distances: Distances,
+    backward: np.ndarray,  # type: ignore[type-arg]
+    pricer: Pricer,
+) -> Way | None:
+    lattice = distances.lattice
+    arcs = distances.path(lattice.number[storage], lattice.number[use])
+    steps = tuple(lattice.steps[a] for a in arcs)
+    gathered = any(step.forward == "all_gather" for step in steps)
+    if lifetime == "use" and not gathered:
+        return None
+    again = 0.0
+    if lifetime == "use":
+        again = sum(
+            total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps))
+        )
+    return Way(
+        option=-1,
+        use=use,
+        steps=steps,
+        seconds=float(lattice.forward[arcs].sum() + backward[arcs].sum()) if arcs else 0.0,
+        again=again,
+        copy=pricer.local_nbytes(tensor, use) if any(s.forward for s in steps) else 0,
+    )
+
+
+def _efficient(table: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+    """Rows that no other row beats or equals in every column, the first of equal ones."""
+    order = np.lexsort(table.T[::-1])
+    kept: list[int] = []
+    for i in order:
+        if not any((table[k] <= table[i] + 1e-15).all() for k in kept):
+            kept.append(int(i))
+    return sorted(kept)
