@@ -181,14 +181,31 @@ class Body:
         self._assign(", ".join(targets) + ("," if len(targets) == 1 else ""), made.source)
 
     def _assign(self, target: str, source: str) -> None:
-        line = f"{target} = {source}"
-        self.lines.extend([line] if len(line) <= WIDTH - 4 else wrapped(target, source))
+        self.lines.extend(assigned(target, source))
+
+
+def assigned(target: str, source: str) -> list[str]:
+    """An assignment, broken over lines where it is long."""
+    line = f"{target} = {source}"
+    if len(line) <= WIDTH - 8:
+        return [line]
+    if "," in target and len(target) > WIDTH // 2:
+        *call, last = wrapped("", source)
+        return ["(", *(f"    {name}," for name in split_arguments(target) if name), f"){call[0]}", *call[1:], last]
+    return wrapped(target, source)
+
+
+def returned(results: str) -> list[str]:
+    """A return statement, one value a line where it is long."""
+    if len(results) <= WIDTH - 16:
+        return [f"return ({results})" if results.endswith(",") else f"return {results}"]
+    return ["return (", *(f"    {value}," for value in split_arguments(results) if value), ")"]
 
 
 def wrapped(target: str, source: str) -> list[str]:
     """A long call with its arguments on lines of their own."""
     if not source.endswith(")") or "(" not in source:
-        return [f"{target} = (", f"    {source}", ")"]
+        return [f"{target} = (", *(f"    {row}" for row in broken(source)), ")"]
     depth, start = 0, 0
     for start in range(len(source) - 1, -1, -1):
         depth += (source[start] in ")]") - (source[start] in "([")
@@ -196,16 +213,29 @@ def wrapped(target: str, source: str) -> list[str]:
             break
     arguments = split_arguments(source[start + 1 : -1])
     head = source[:start]
-    if not re_callable(head):
-        return [f"{target} = (", f"    {source}", ")"]
+    if not is_dotted_name(head):
+        return [f"{target} = (", *(f"    {row}" for row in broken(source)), ")"]
     inline = ", ".join(arguments)
-    rows = [f"    {inline}"] if len(inline) <= WIDTH - 8 else [f"    {argument}," for argument in arguments]
+    rows = [f"    {inline}"] if len(inline) <= WIDTH - 12 else [f"    {argument}," for argument in arguments]
     return [f"{target} = {head}(", *rows, ")"]
 
 
-def re_callable(head: str) -> bool:
+def is_dotted_name(head: str) -> bool:
     """Whether what stands before the last parenthesis is a plain name or attribute, so that a line may break there."""
     return head.replace(".", "_").isidentifier()
+
+
+def broken(source: str) -> list[str]:
+    """A long sum or product, one operand a line."""
+    if len(source) <= WIDTH - 12:
+        return [source]
+    depth, rows, start = 0, [], 0
+    for position, character in enumerate(source):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and source[position : position + 3] in (" + ", " - ", " * ", " / "):
+            rows.append(source[start:position])
+            start = position + 1
+    return [*rows, source[start:]]
 
 
 def split_arguments(text: str) -> list[str]:

@@ -148,9 +148,8 @@ def _given(node: fx.Node) -> dict[str, Any]:
     if isinstance(node.target, torch._ops.OpOverload):
         return dict(node.kwargs)
     defaults = {name: p.default for name, p in inspect.signature(node.target).parameters.items()}  # type: ignore[arg-type]
-    return {
-        k: v for k, v in node.kwargs.items() if isinstance(v, fx.Node) or k in KEPT or not _same(v, defaults.get(k))
-    }
+    given = {k: Label(int(v)) if k in LABELS else v for k, v in node.kwargs.items()}  # type: ignore[arg-type]
+    return {k: v for k, v in given.items() if isinstance(v, fx.Node) or k in KEPT or not _same(v, defaults.get(k))}
 
 
 def _same(value: Any, default: Any) -> bool:

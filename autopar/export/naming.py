@@ -1,10 +1,11 @@
 """What is a value called in exported code? By the module that made it: `w_q_proj`, `h_input_layernorm`, `mlp_mul`."""
 
+import builtins
 import keyword
 import re
 from collections.abc import Iterable
 
-RESERVED = {"F", "torch", "aten", "w", "i", "block", "forward", "labels_of", *keyword.kwlist, *dir(__builtins__)}
+RESERVED = {"F", "torch", "aten", "w", "i", "block", "forward", "sites", *keyword.kwlist, *dir(builtins)}
 PREFIX = {"weight": "w_", "bias": "b_"}
 
 

@@ -8,10 +8,12 @@ parameters, buffers and constants by qualified name, the inputs as the plan lays
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.blocks import title
-from autopar.export.body import WIDTH, Body
+from autopar.custom_ops import defining_module
+from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
 from autopar.export.naming import Names, identifier, parameter_names
 from autopar.export.regions import Region, Sections, sections, state_names
@@ -46,19 +48,28 @@ def generate(local: LocalModel) -> str:
 def _header(local: LocalModel, code: Sequence[str]) -> list[str]:
     plan, text = local.plan, "\n".join(code)
     uses_aten = "aten." in text
+    libraries = sorted({module for node in local.graph.nodes if (module := _library(node)) is not None})
     imports = ["import torch"] if "torch." in text or uses_aten else []
     imports += ["from torch.nn import functional as F"] if "F." in text else []
     return [
-        f'"""{plan.model} on mesh {plan.mesh}: what every rank runs. Written by autopar export; edit as you like.',
+        f'"""{plan.model} on mesh {plan.mesh}: what every rank runs.',
         "",
-        "Shapes are those of one rank. `w` maps names of parameters, buffers and constants to this rank's tensors.",
+        "Written by autopar export; edit as you like. Shapes are those of one rank. `w` maps names of",
+        "parameters, buffers and constants to this rank's tensors.",
         '"""',
         "",
         *imports,
         *([""] if imports else []),
         *_runtime_import(local, text),
+        *(f"import {module}  # registers ops that the model calls" for module in libraries),
         *(["", "aten = torch.ops.aten"] if uses_aten else []),
     ]
+
+
+def _library(node: fx.Node) -> str | None:
+    """The module whose import registers the node's op, if a library beside torch did."""
+    target = node.target
+    return defining_module(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _runtime_import(local: LocalModel, text: str) -> list[str]:
@@ -102,7 +113,7 @@ def _function(group: Sequence[Region], names: Names, imported: set[str]) -> Func
         *_signature(f"def {name}", arguments),
         f'{INDENT}"""{heading}, {count}."""',
         *(INDENT + line for line in body.lines),
-        f"{INDENT}return {results}",
+        *(INDENT + line for line in returned(results)),
     ]
     if parameters:
         rows = [f'{INDENT}"{argument}": "{path}",' for path, argument in parameters.items()]
@@ -177,7 +188,7 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
         *_signature("def forward", ["w", *inputs]),
         f'{INDENT}"""The loss, and new values of buffers that change."""',
         *(INDENT + line for line in body.lines),
-        f"{INDENT}return ({result})",
+        *(INDENT + line for line in returned(result)),
     ]
 
 
@@ -228,7 +239,7 @@ def _call_lines(chain: Sequence[Region], function: Function, arguments: list[str
     if len(chain) == 1:
         sites = [f"sites={_tuple(chain[0].labels.values())}"] if function.num_labels else []
         own = [f'**block(w, "{chain[0].block}", {function.table})'] if function.table else []
-        return [f"{target} = {function.name}({', '.join([*arguments, *sites, *own])})"]
+        return assigned(target, f"{function.name}({', '.join([*arguments, *sites, *own])})")
     prefix, _, start = chain[0].block.rpartition(".")
     own = [f'**block(w, f"{prefix}.{{i}}", {function.table})'] if function.table else []
     low, high = int(start), int(start) + len(chain)
@@ -238,7 +249,10 @@ def _call_lines(chain: Sequence[Region], function: Function, arguments: list[str
         listed = ", ".join(_tuple(region.labels.values()) for region in chain)
         head = f"for i, sites in enumerate([{listed}]{f', {low}' if low else ''}):"
         sites = ["sites=sites"]
-    return [head, f"{INDENT}{target} = {function.name}({', '.join([*arguments, *sites, *own])})"]
+    return [
+        head,
+        *(INDENT + line for line in assigned(target, f"{function.name}({', '.join([*arguments, *sites, *own])})")),
+    ]
 
 
 def _tuple(numbers: Iterable[int]) -> str:

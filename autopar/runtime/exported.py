@@ -33,13 +33,16 @@ def block(w: Mapping[str, Tensor], prefix: str, table: Mapping[str, str]) -> dic
     return {argument: w[f"{prefix}.{name}"] for argument, name in table.items()}
 
 
-def load_exported(folder: str | Path, forward: Callable[..., Any], initial: Initial) -> "ExportedModule":
+def load_exported(
+    folder: str | Path, forward: Callable[..., Any], initial: Initial, *, seed: int | None = None
+) -> "ExportedModule":
     """The distributed module of an exported folder; all ranks call this together, after `init`.
 
     Args:
         folder: where plan.json, specs.json and, if any, state.pt lie.
         forward: of the folder's model.py.
-        initial: values to start from; the same on every rank, or rank 0's count.
+        initial: values to start from; rank 0's count.
+        seed: of dropout; None for that of rank 0's torch generator.
 
     Raises:
         PlanMismatchError: if a file is missing or of another library version.
@@ -52,9 +55,8 @@ def load_exported(folder: str | Path, forward: Callable[..., Any], initial: Init
     captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
     values = _Values(captured, held, initial)
     axes = tuple(tuple(names) for names in specs["axes"])
-    return ExportedModule(
-        LocalModel(captured=captured, plan=plan, graph=call_graph(captured, plan, forward, axes)), values
-    )
+    local = LocalModel(captured=captured, plan=plan, graph=call_graph(captured, plan, forward, axes))
+    return ExportedModule(local, values, seed=seed)
 
 
 def read_specs(folder: Path) -> dict[str, Any]:

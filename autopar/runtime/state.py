@@ -113,7 +113,10 @@ class State:
         return {**self.leaves, **self.constants, **buffers}
 
     def _buffer(self, root: nn.Module, spec: BufferSpec) -> Tensor:
-        return padded_part(root.get_buffer(spec.names[0]), self.layout(spec.placeholder), self.mesh, self.coordinate)
+        value = root.get_buffer(spec.names[0])
+        # Autograd keeps batch norm's statistics for backward, and the step writes the new ones before that.
+        value = value.clone() if spec.mutated_by else value
+        return padded_part(value, self.layout(spec.placeholder), self.mesh, self.coordinate)
 
     def gradient(self, placeholder: str) -> Tensor | None:
         """This rank's part of a parameter's gradient, None before any backward pass."""

@@ -1,0 +1,246 @@
+"""Exported code is the graph: same loss and gradients bit for bit, readable, standing alone."""
+
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.calls import Call
+from autopar.capture import capture
+from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.export.folder import export_folder
+from autopar.export.regions import sections
+from autopar.export.source import generate
+from autopar.export.training import index_limits
+from autopar.graph import CapturedModel, LocalModel
+from autopar.inputs import bind_inputs
+from autopar.mesh import Mesh, make_mesh
+from autopar.model_plan import model_plan
+from autopar.ops.groups import Groups, use_groups
+from autopar.ops.random import Draws, use_draws
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.plan import Plan
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime.exported import load_exported
+from autopar.search.random_plan import random_plan
+from tests.process_group import ranks
+from tests.zoo import FAMILIES, zoo
+
+
+def uniform_plan(captured: CapturedModel, mesh: Mesh) -> Plan:
+    """Every op whole, parameters of two dims stored in shards: alike in every layer."""
+    plan = random_plan(captured, mesh, random.Random(0))
+    whole = ("invariant",) * mesh.num_axes
+    layouts = dict(plan.layouts)
+    for parameter in captured.parameters:
+        sharded = len(parameter.shape) == 2 and parameter.shape[0] % mesh.size == 0
+        axes = (Shard(0), *[INVARIANT] * (mesh.num_axes - 1)) if sharded else (INVARIANT,) * mesh.num_axes
+        layouts[parameter.placeholder] = Layout(axes)
+    for spec in captured.inputs:
+        layouts[spec.placeholder] = Layout((REPLICATE,) * mesh.num_axes)
+    lifetimes = dict.fromkeys(plan.lifetimes, "use")
+    return replace(plan, choices=dict.fromkeys(plan.choices, whole), layouts=layouts, lifetimes=lifetimes)
+
+
+def execute(source: str) -> Any:
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "model.py", "exec"), namespace)
+    return namespace["forward"]
+
+
+def outputs_and_gradients(
+    local: LocalModel, model: nn.Module, kwargs: dict[str, Any], source: str | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results and gradients on a mesh of one rank, of the graph or of exported source."""
+    captured = local.captured
+    parameters = {
+        n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters_of(captured, model).items()
+    }
+    inputs = bind_inputs(captured.inputs, (), kwargs)
+    values = {**parameters, **buffers_of(captured, model), **captured.constants, **inputs}
+    groups = Groups(mesh=local.plan.mesh, rank=0, groups={})
+    with use_groups(groups), use_draws(Draws(seed=1, step=2)):
+        if source is None:
+            names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
+            results = fx.GraphModule(nn.Module(), local.graph)(*(values[name] for name in names))
+        else:
+            w = {name: values[s.placeholder] for s in captured.parameters for name in s.names}
+            w |= {name: values[s.placeholder] for s in captured.buffers for name in s.names}
+            results = execute(source)({**w, **captured.constants}, *inputs.values())
+    results[0].backward()
+    return list(results), [p.grad for p in parameters.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["random", "uniform"])
+def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) -> None:
+    """On a 1x1 mesh all the plan's collectives stand in the code and send nothing."""
+    model, kwargs = zoo(family, dropout=0.1)
+    captured = capture(model, (), kwargs)
+    mesh = make_mesh((1, 1))
+    plan = random_plan(captured, mesh, random.Random(family)) if kind == "random" else uniform_plan(captured, mesh)
+    local = insert_collectives(captured, plan)
+    source = generate(local)
+    results, gradients = outputs_and_gradients(local, model, kwargs, None)
+    exported, exported_gradients = outputs_and_gradients(local, model, kwargs, source)
+    assert all(torch.equal(a, b) for a, b in zip(results, exported, strict=True))
+    for a, b in zip(gradients, exported_gradients, strict=True):
+        assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def called_names(source: str) -> list[str]:
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.id for call in calls if isinstance(call, ast.Name)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_code_holds_the_collectives_that_the_graph_holds(seed: int) -> None:
+    model, kwargs = zoo("gpt2")
+    captured = capture(model, (), kwargs)
+    local = insert_collectives(captured, random_plan(captured, make_mesh((2, 2)), random.Random(seed)))
+    found = called_names(generate(local))
+    # A random plan gives every layer a function of its own, so each call stands in the code once.
+    assert all(len(group) == 1 for group in sections(local).classes)
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "local_slice"):
+        in_graph = sum(getattr(node.target, "__name__", "") == name for node in local.graph.nodes)
+        assert found.count(name) == in_graph > 0, name
+
+
+def test_one_function_a_kind_of_block_called_once_a_layer() -> None:
+    model, kwargs = zoo("llama")
+    captured = capture(model, (), kwargs)
+    source = generate(insert_collectives(captured, uniform_plan(captured, make_mesh((2, 2)))))
+    functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    assert functions == ["model_layers", "forward"]
+    assert "for i in range(2):" in source
+    assert 'hidden = model_layers(hidden, cos, sin, **block(w, f"model.layers.{i}", MODEL_LAYERS))' in source.replace(
+        "h_rotary_emb, h_rotary_emb_2", "cos, sin"
+    )
+    assert re.search(r'all_gather\(\w*w_q_proj, dim=0, axis="data"', source)
+    assert '"w_q_proj": "self_attn.q_proj.weight"' in source
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_code_is_readable_and_needs_torch_and_the_runtime_alone(family: str) -> None:
+    model, kwargs = zoo(family)
+    captured = capture(model, (), kwargs)
+    source = generate(insert_collectives(captured, uniform_plan(captured, make_mesh((4,)))))
+    tree = ast.parse(source)
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    # Mixtral calls an op that transformers registers; nothing else of it is needed.
+    assert modules - {"torch", "torch.nn", "autopar.runtime"} == (
+        {"transformers.integrations.moe"} if family == "mixtral" else set()
+    )
+    assert "torch.ops." not in re.sub(r"torch\.ops\.(transformers|aten\n)", "", source)
+    assert max(map(len, source.splitlines())) <= 120
+    assert source.count("aten.") <= (9 if family in ("mixtral", "t5", "whisper") else 3)
+
+
+def test_limits_of_integers_come_from_their_readers() -> None:
+    model, kwargs = zoo("gpt2")
+    captured = capture(model, (), kwargs)
+    local = insert_collectives(captured, uniform_plan(captured, make_mesh((1,))))
+    assert index_limits(local) == {"input_ids": 101, "labels": 101}
+
+
+def export_of(
+    family: str, folder: Path, shape: tuple[int, ...], seed: int = 0
+) -> tuple[nn.Module, dict[str, Any], LocalModel]:
+    model, kwargs = zoo(family, dropout=0.1)
+    captured = capture(model, (), kwargs)
+    plan = random_plan(captured, make_mesh(shape), random.Random(seed))
+    local = insert_collectives(captured, plan)
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
+    own = model_plan(plan, captured=captured, call=Call(kwargs=kwargs))
+    export_folder(folder, local, own.to_json(), values)
+    return model, kwargs, local
+
+
+def _exported_against_graph(folder: str, family: str) -> list[tuple[float, float, bool]]:
+    """On one of four ranks: loss and gradients of the folder and of the graph, in training and in evaluation."""
+    import importlib.util
+
+    from autopar.runtime import DistributedModule
+
+    model, kwargs, local = export_of(family, Path(folder) / f"own{os.environ['RANK']}", (2, 2))
+    values = {**parameters_of(local.captured, model), **buffers_of(local.captured, model)}
+    named = {name: values[p.placeholder].detach() for p in local.captured.parameters for name in p.names}
+    spec = importlib.util.spec_from_file_location("exported_model", Path(folder) / "model.py")
+    assert spec is not None and spec.loader is not None
+    code = importlib.util.module_from_spec(spec)
+    sys.modules["exported_model"] = code
+    spec.loader.exec_module(code)
+    whole = DistributedModule(local, values, seed=3)
+    exported = load_exported(folder, code.forward, lambda name, shape, dtype: named[name], seed=3)
+    out = []
+    for training in (True, False):
+        losses = []
+        for module in (whole, exported):
+            module.train(training)
+            loss = module(**kwargs).loss
+            module.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+        gradients = [
+            torch.equal(a, b)
+            for p in local.captured.parameters
+            if (a := whole.local_gradient(p.placeholder)) is not None
+            and (b := exported.local_gradient(p.placeholder)) is not None
+        ]
+        out.append((losses[0], losses[1], all(gradients) and len(gradients) > 0))
+    return out
+
+
+@pytest.mark.parametrize("family", ["bert", "resnet"])
+def test_four_processes_run_exported_code_as_the_graph(tmp_path: Path, family: str) -> None:
+    export_of(family, tmp_path, (2, 2))
+    for (train, exported, equal), (evaluated, exported_evaluated, equal_evaluated) in ranks(4).run(
+        _exported_against_graph, str(tmp_path), family
+    ):
+        assert train == exported and equal
+        assert evaluated == exported_evaluated and equal_evaluated
+        assert train != evaluated, "dropout or batch statistics must be out of the evaluated loss"
+
+
+def test_train_py_runs_from_its_folder(tmp_path: Path) -> None:
+    """As its first line says, with neither transformers nor the model's source at hand."""
+    export_of("whisper", tmp_path, (2,))
+    assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "model.py", "specs.json", "state.pt", "train.py"}
+    (tmp_path / "transformers.py").write_text("raise ImportError('exported code must not need transformers')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    environment = os.environ | {"NUM_STEPS": "3", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 3 and all(0 < loss < 20 for loss in losses)
+
+
+def test_an_export_without_specs_says_so(tmp_path: Path) -> None:
+    export_of("vit", tmp_path, (2,))
+    (tmp_path / "specs.json").unlink()
+    with pytest.raises(PlanMismatchError, match=r"specs.json cannot be read .*; export the model again"):
+        load_exported(tmp_path, lambda w: None, lambda *_: torch.zeros(()))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"cannot export to .*; choose a folder"):
+        export_of("vit", tmp_path / "file" / "out", (2,))
+
+
+def test_plan_json_of_an_export_loads(tmp_path: Path) -> None:
+    export_of("vit", tmp_path, (2,))
+    body = json.loads((tmp_path / "plan.json").read_text())
+    assert body["call"]["kwargs"]["dict"]["labels"] == {"tensor": [8], "dtype": "int64"}
