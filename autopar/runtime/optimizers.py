@@ -15,7 +15,8 @@ MARK = "autopar_name"
 """Attribute that tells our parameters from others."""
 
 REFUSED: dict[type, str] = {
-    torch.optim.Adafactor: "its factored second moments use operations that DTensor does not have",
+    torch.optim.Adafactor: "its factored second moments need an operation in place that DTensor does not have",
+    torch.optim.Rprop: "it writes through an index of signs, which DTensor cannot do in place",
     torch.optim.LBFGS: "it flattens all parameters into one vector, which DTensors of several layouts cannot be",
     torch.optim.SparseAdam: "it needs sparse gradients, and gradients here are dense",
 }

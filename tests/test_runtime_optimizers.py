@@ -1,0 +1,83 @@
+"""Every optimizer of torch.optim either updates distributed parameters as one process does, or is refused."""
+
+import contextlib
+import inspect
+import warnings
+from unittest.mock import patch
+
+import pytest
+import runtime_cases as cases
+import torch
+from process_group import ranks
+from torch import Tensor, nn
+
+from autopar.errors import OptimizerError
+from autopar.plan import Plan
+from autopar.runtime import check_optimizer
+from autopar.runtime.optimizers import REFUSED
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+)
+NEEDS_MATRICES = {"Muon"}
+
+
+def trained(model: nn.Module, name: str) -> dict[str, Tensor]:
+    parameters = [p for p in model.parameters() if p.requires_grad and (name not in NEEDS_MATRICES or p.dim() == 2)]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
+    for step in range(3):
+        output = model(**cases.batch(step))
+        (output["loss"] if isinstance(output, dict) else output.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: cases.whole(value) for key, value in model.state_dict().items()}
+
+
+def in_full_precision(name: str) -> contextlib.AbstractContextManager[object]:
+    """Muon's Newton-Schulz iteration in bfloat16 amplifies rounding: which sums are taken first would decide."""
+    return patch.object(Tensor, "bfloat16", lambda self: self) if name == "Muon" else contextlib.nullcontext()
+
+
+def all_trained(plan: Plan, names: list[str]) -> dict[str, dict[str, Tensor] | str]:
+    out: dict[str, dict[str, Tensor] | str] = {}
+    for name in names:
+        try:
+            with in_full_precision(name):
+                out[name] = trained(cases.distributed(plan), name)
+        except OptimizerError as error:
+            out[name] = str(error)
+    return out
+
+
+@pytest.mark.parametrize("stored", ["split", "whole"])
+def test_each_optimizer_equals_one_process_or_is_refused(stored: str) -> None:
+    accepted = [name for name in OPTIMIZERS if getattr(torch.optim, name) not in REFUSED]
+    assert {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop"} <= set(accepted)
+    plan = cases.data_parallel((2, 2), stored)
+    expected = {}
+    for name in accepted:
+        with in_full_precision(name):
+            expected[name] = trained(cases.words(), name)
+    for result in ranks(4).run(all_trained, plan, OPTIMIZERS, timeout=120):
+        for name in OPTIMIZERS:
+            got = result[name]
+            if name in accepted:
+                assert isinstance(got, dict), f"{name}: {got}"
+                for key, value in expected[name].items():
+                    torch.testing.assert_close(got[key], value, rtol=1e-6, atol=1e-7, msg=f"{name} {key}")
+            else:
+                assert isinstance(got, str) and name in got and "AdamW" in got
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_an_optimizer_of_ordinary_parameters_is_left_alone(kind: type[torch.optim.Optimizer]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = kind([parameter])  # type: ignore[call-arg]
+    with pytest.raises(OptimizerError, match=kind.__name__):
+        check_optimizer(optimizer)
+    parameter.grad = torch.ones(2, 2).to_sparse() if kind is torch.optim.SparseAdam else torch.ones(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step((lambda: 1.0) if kind is torch.optim.LBFGS else None)  # type: ignore[arg-type]
