@@ -107,8 +107,8 @@ def _section_table(section: Section, clock: Clock) -> Table:
     table = Table(
         title=f"{section.title}{count}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column("operation or parameter", overflow="fold", ratio=29)
-    table.add_column("how", overflow="fold", ratio=46)
+    table.add_column("operation or parameter", overflow="fold", min_width=34, ratio=3)
+    table.add_column("how", overflow="fold", ratio=5)
     table.add_column("placements", no_wrap=True)
     table.add_column("sent", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -129,10 +129,24 @@ def _name(row: Row) -> str:
         return f"→ {row.name}"
     ops = list(dict.fromkeys(row.ops))
     heavy = [op for op in ops if op not in _QUIET] or ops
-    return f"{row.name}: {', '.join(heavy[:3])}{', …' if len(heavy) > 3 else ''}"
+    listed = ", ".join(heavy[:3]) + (", …" if len(heavy) > 3 else "")
+    return f"{row.name}: {listed}" if row.name else listed
 
 
-_QUIET = {"reshape", "permute", "unsqueeze", "expand", "slice", "view", "transpose", "getitem", "cat", "neg", "pow"}
+_QUIET = {
+    "constant_pad_nd",
+    "reshape",
+    "permute",
+    "unsqueeze",
+    "expand",
+    "slice",
+    "view",
+    "transpose",
+    "getitem",
+    "cat",
+    "neg",
+    "pow",
+}
 
 
 def _traffic_table(local: LocalModel, clock: Clock) -> RenderableType:

@@ -14,6 +14,7 @@ from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
 from autopar.export.regions import Region, sections
 from autopar.graph import LocalModel, operands
+from autopar.placement import Shard
 from autopar.redistribution import Message
 
 Words = Callable[[fx.Node, tuple[str, ...]], str]
@@ -71,6 +72,7 @@ def plan_sections(local: LocalModel, words: Words) -> list[Section]:
 def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words) -> list[Row]:
     plan = local.plan
     names = {p.placeholder: p.names for p in local.captured.parameters}
+    owners = {relative(name.rpartition(".")[0], block) for known_as in names.values() for name in known_as} - {""}
     rows: list[Row] = []
     parameters: dict[str, Row] = {}
     moves: dict[str, list[Message]] = {}
@@ -85,7 +87,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
                 step = node.meta["step"]
                 over = ", ".join(plan.mesh.names[a] for a in step.axes)
                 kinds = " / ".join(dict.fromkeys(message.kind for message in sent))
-                how = f"{kinds} over {over}{_direction(node)}"
+                how = f"{kinds} over {over}"
                 rows.append(
                     Row(
                         kind="move",
@@ -106,19 +108,13 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
         used = [s.meta["origin"].name for s in operands(node) if _is_parameter(s, names)]
         heavy = not is_light(node) or bool(used)
         last = rows[-1] if rows and rows[-1].kind == "op" else None
-        same_module = last is not None and last.name == (module or "(sum)")
-        joins = last is not None and (
-            (same_module and not (heavy and major))
-            or (not heavy and layout == last.layout)
-            or short_name(node) in VIEWS
-        )
-        if joins and last is not None:
+        if last is not None and _joins(last, node, module, layout, heavy, major, owners):
             if heavy and not major:
                 last.how = how
-            last.layout = layout if same_module or heavy else last.layout
+            last.layout = layout if last.name == module or heavy else last.layout
             last.ops.append(short_name(node))
         else:
-            rows.append(Row(kind="op", name=module or "(sum)", how=how, layout=layout, ops=[short_name(node)]))
+            rows.append(Row(kind="op", name=module, how=how, layout=layout, ops=[short_name(node)]))
             major = False
         major = major or heavy
         rows[-1].messages.extend(sent)
@@ -131,33 +127,16 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
     for placeholder, sent in moves.items():
         if placeholder in parameters:
             parameters[placeholder].messages.extend(sent)
-    return _merged(rows)
+    return _merged(rows, owners)
 
 
-VIEWS = ("getitem",)
-
-
-def _merged(rows: list[Row]) -> list[Row]:
-    """Parameters after their operation, operations that the split by parameters cut joined again."""
-    out: list[Row] = []
-    for row in rows:
-        before = next((r for r in reversed(out) if r.kind != "parameter"), None)
-        joined = before is not None and before.kind == row.kind == "op" and out[-1].kind == "parameter"
-        if (
-            joined
-            and before is not None
-            and before.layout == row.layout
-            and (row.name in (before.name, "(sum)") or _is_small(row))
-        ):
-            before.ops.extend(row.ops)
-            before.messages.extend(row.messages)
-        else:
-            out.append(row)
-    return out
-
-
-def _is_small(row: Row) -> bool:
-    return set(row.ops) <= SMALL
+def _joins(last: Row, node: fx.Node, module: str, layout: str, heavy: bool, major: bool, owners: set[str]) -> bool:
+    """Whether a call is part of the line before it: of one module, or a small step that leaves the layout as it is."""
+    if last.name == module:
+        return not (heavy and major)
+    if module in owners:
+        return False
+    return short_name(node) == "getitem" or (not heavy and layout == last.layout)
 
 
 SMALL = {
@@ -177,6 +156,21 @@ SMALL = {
 }
 
 
+def _merged(rows: list[Row], owners: set[str]) -> list[Row]:
+    """Operations that the line of a parameter cut in two joined again."""
+    out: list[Row] = []
+    for row in rows:
+        before = next((r for r in reversed(out) if r.kind != "parameter"), None)
+        cut = before is not None and before.kind == row.kind == "op" and out[-1].kind == "parameter"
+        small = set(row.ops) <= SMALL and row.name not in owners
+        if cut and before is not None and before.layout == row.layout and (row.name == before.name or small):
+            before.ops.extend(row.ops)
+            before.messages.extend(row.messages)
+        else:
+            out.append(row)
+    return out
+
+
 def _is_parameter(node: fx.Node, names: dict[str, tuple[str, ...]]) -> bool:
     origin = node.meta.get("origin")
     return origin is not None and origin.name in names
@@ -187,12 +181,10 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
     own = next((n for n in names if block and n.startswith(block + ".")), names[0])
     layout = plan.layouts[placeholder]
     split = [
-        f"split by dim {p.dim} on {axis}"
-        for axis, p in zip(plan.mesh.names, layout.axes, strict=True)
-        if hasattr(p, "dim")
+        f"dim {p.dim} on {axis}" for axis, p in zip(plan.mesh.names, layout.axes, strict=True) if isinstance(p, Shard)
     ]
     lifetime = plan.lifetimes.get(placeholder, "always")
-    kept = {"always": "", "use": ", gathered for each use", "microbatch": ", gathered copy kept for backward"}[lifetime]
+    kept = {"always": "", "use": ", gathered for use", "microbatch": ", gathered, kept for backward"}[lifetime]
     moved = any(
         node.meta["step"].forward == "all_gather"
         for node in local.graph.nodes
@@ -200,22 +192,16 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
     )
     shape = "x".join(map(str, local.captured.nodes[placeholder].meta["val"].shape))
     tied = f" (tied: {names[1]})" if len(names) > 1 else ""
-    how = f"{shape}: stored {', '.join(split) if split else 'whole'}{kept if moved else ''}{tied}"
+    how = f"{shape} split by {', '.join(split)}" if split else f"{shape} whole on every rank"
+    how += (kept if moved else "") + tied
     return Row(kind="parameter", name=relative(own, block), how=how, layout=str(layout))
-
-
-def _direction(node: fx.Node) -> str:
-    forward, backward = node.meta["messages"]
-    if forward and backward:
-        return ", forward / backward"
-    return ", forward" if forward else ", backward"
 
 
 def _value_name(origin: fx.Node, block: str) -> str:
     if origin.op == "placeholder":
         return str(origin.name)
     module = relative(origin.meta.get("module", ""), block)
-    return f"{module or '(sum)'}"
+    return module or str(origin.name)
 
 
 def unruled(nodes: Iterable[fx.Node]) -> dict[str, int]:

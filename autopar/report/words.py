@@ -5,17 +5,31 @@ from torch import fx
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.report.rows import Words
-from autopar.search.words import describe, dim_tags
+from autopar.search.words import SUMMANDS, WHOLE, describe, dim_tags
 
 
 def choice_words(captured: CapturedModel, mesh: Mesh) -> Words:
-    """Words for the choices of a captured model's nodes."""
+    """Words for the choices of a captured model's nodes, axis by axis; axes of one rank are left out."""
     tags = dim_tags(captured)
+    axes = [i for i, n in enumerate(mesh.shape) if n > 1] or [0]
 
     def words(node: fx.Node, names: tuple[str, ...]) -> str:
-        said = [describe(node, name, tags) for name in names]
-        if len(set(said)) == 1:
-            return said[0]
-        return ", ".join(f"{text} on {axis}" for text, axis in zip(said, mesh.names, strict=True) if text)
+        said: dict[str, list[str]] = {}
+        for axis in axes:
+            said.setdefault(describe(node, names[axis], tags), []).append(mesh.names[axis])
+        if len(said) == 1:
+            return next(iter(said))
+        split = [
+            f"{text.removeprefix('split ')} on {' and '.join(over)}"
+            for text, over in said.items()
+            if text.startswith("split")
+        ]
+        rest = [(said[text], short) for text, short in ((SUMMANDS, "summands"), (WHOLE, "whole")) if text in said]
+        return ", ".join(
+            [
+                *(["split " + ", ".join(split)] if split else []),
+                *(f"{short} on {' and '.join(over)}" for over, short in rest),
+            ]
+        )
 
     return words
