@@ -82,6 +82,9 @@ def factor_tags(node: fx.Node, rule: Rule, tags: Tags) -> dict[str, str]:
         for factor, tag in zip(dims, tags[operand.name], strict=False):
             if factor is not None and not named[factor]:
                 named[factor] = tag
+    for factor, tag in zip(rule.results[0], tags.get(node.name, ()), strict=False):
+        if factor is not None and not named[factor]:
+            named[factor] = tag
     return named
 
 

@@ -1,0 +1,136 @@
+"""Which plan is best on a mesh, and how good can any be? Build, solve, extract, price; then the named baselines.
+
+The certificate: the solver's proved lower bound on the seconds of any plan in the space searched (`search.build` says
+in one sentence what that is). Baselines are solved in parts of the same space, so none is cheaper than the plan beyond
+the gap asked for; if one is cheaper within it, it is taken.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, MeshError
+from autopar.graph import CapturedModel, target_name
+from autopar.mesh import Mesh
+from autopar.plan import Estimate, Plan, TrainConfig
+from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.build import Problem, build
+from autopar.search.evaluate import evaluate_program
+from autopar.search.extract import extract
+from autopar.search.highs_log import Progress
+from autopar.search.ilp import solve
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program, make_program
+from autopar.search.strategy_graph import Solution
+
+GB = 1e9
+
+
+def make_plan(
+    captured: CapturedModel,
+    cluster: Cluster,
+    mesh: Mesh,
+    config: TrainConfig,
+    *,
+    relative_gap: float = 5e-3,
+    seconds: float | None = None,
+    with_baselines: bool = True,
+    fold: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The best plan of `captured` on `mesh`, with its estimate, bound and baselines.
+
+    relative_gap: stop when the plan is proved to be within this of the best. seconds: stop solving then, with the best
+    plan so far and its true gap. fold: equal blocks decide alike. progress: told what is being done.
+
+    Raises:
+        MeshError: if the mesh and the cluster differ in size.
+        InfeasibleError: if no plan meets the memory limit; says the least that would do.
+    """
+    if mesh.size != cluster.num_devices:
+        raise MeshError(
+            f"mesh {mesh} has {mesh.size} ranks, cluster {cluster.name} has {cluster.num_devices} devices; "
+            "choose a mesh whose sizes multiply to the number of devices"
+        )
+    tell = progress or (lambda _: None)
+    began = time.perf_counter()
+    limit = memory_limit(cluster, config)
+    program = make_program(captured)
+    pricer = Pricer(mesh=mesh, cluster=cluster, config=config)
+    tell("building the strategy graph")
+    problem = build(program, pricer, limit=limit, fold=fold)
+    built = time.perf_counter()
+
+    def show(state: Progress) -> None:
+        tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
+
+    solution = _solve(problem, limit, relative_gap, seconds, show)
+    solved = time.perf_counter()
+    plan = extract(problem, solution, cluster, config, "ilp")
+    plan = plan.with_estimate(evaluate_program(plan, program, pricer))
+    compared: dict[str, float | str] = {}
+    if with_baselines and mesh.size > 1:
+        for name in BASELINES:
+            tell(f"pricing the baseline {name}")
+            other = _baseline(name, program, pricer, limit)
+            compared[name] = other if isinstance(other, str) else other.estimate.step_seconds
+            if isinstance(other, Plan) and other.estimate.step_seconds < plan.estimate.step_seconds:
+                plan = other
+    return plan.with_estimate(
+        Estimate(
+            seconds=plan.estimate.seconds,
+            memory=plan.estimate.memory,
+            bound=min(solution.bound, plan.estimate.step_seconds),
+            baselines=compared,
+            solver={
+                **_sizes(problem),
+                "status": solution.status,
+                "build_seconds": built - began,
+                "solve_seconds": solved - built,
+                "memory_limit": limit,
+                "without_rule": _without_rule(program),
+            },
+        )
+    )
+
+
+def _solve(
+    problem: Problem, limit: float, relative_gap: float, seconds: float | None, show: Callable[[Progress], None]
+) -> Solution:
+    try:
+        return solve(problem.graph, relative_gap=relative_gap, seconds=seconds, on_progress=show)
+    except InfeasibleError as error:
+        if error.least_nbytes is None:
+            raise
+        raise InfeasibleError(
+            f"no plan on mesh {problem.pricer.mesh} fits in {limit / GB:.2f} GB a device: the least that would do is "
+            f"{error.least_nbytes / GB:.2f} GB; use more devices, a smaller global batch, lower precision or "
+            "devices with more memory",
+            least_nbytes=error.least_nbytes,
+        ) from error
+
+
+def _baseline(name: str, program: Program, pricer: Pricer, limit: float) -> Plan | str:
+    """A baseline's plan, or why it is none."""
+    try:
+        return baseline_plan(name, program, pricer, limit)
+    except InfeasibleError as error:
+        if error.least_nbytes is None:
+            return str(error)
+        return f"does not fit: needs {error.least_nbytes / GB:.1f} GB of {limit / GB:.1f} GB a device"
+
+
+def _sizes(problem: Problem) -> Mapping[str, Any]:
+    graph = problem.graph
+    return {
+        "nodes": len(graph.nodes),
+        "options": sum(len(node.seconds) for node in graph.nodes),
+        "arcs": sum(len(group.arc_seconds) for group in graph.groups),
+    }
+
+
+def _without_rule(program: Program) -> dict[str, int]:
+    """Ops that run whole on every rank because no rule knows them: target -> count."""
+    return dict(Counter(target_name(op.node.target) for op in program.ops if not op.rule.known))

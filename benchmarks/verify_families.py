@@ -1,0 +1,91 @@
+"""Do all eight model families train as one process does, under the best plan, every baseline and random plans?
+
+    python -m benchmarks.verify_families [--families llama,t5] [--meshes 4,2x2,2x2x2] [--random 20] [--seed 0]
+
+Tiny float64 models (tests/zoo.py), real Gloo processes. A row a family and mesh; exit code 1 if any loss is off by more
+than 1e-10, any gradient on any rank by more than 1e-8 (relative), or any collective sends other bytes than predicted.
+"""
+
+import argparse
+import random
+import sys
+
+import torch
+from rich.console import Console
+
+from autopar.capture import capture
+from autopar.cluster import load_cluster
+from autopar.errors import InfeasibleError
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh, parse_mesh
+from autopar.passes.promote_casts import promote_casts
+from autopar.plan import Plan, TrainConfig
+from autopar.reference import buffers_of, parameters_of
+from autopar.search.baselines import BASELINES, make_baseline
+from autopar.search.planner import make_plan
+from autopar.search.random_plan import random_plan
+from autopar.verification import TOLERANCES, verify_plans
+from tests.zoo import FAMILIES, zoo
+
+
+def plans_for(
+    captured: CapturedModel, mesh: Mesh, num_random: int, seed: int
+) -> tuple[dict[str, Plan], dict[str, str]]:
+    """The ILP's plan, the baselines that apply and random plans; and why the other baselines do not apply."""
+    cluster = load_cluster(f"{mesh.size}xcpu")
+    config = TrainConfig(precision="fp64")
+    plans = {"ilp": make_plan(captured, cluster, mesh, config, with_baselines=False)}
+    reasons = {}
+    for name in BASELINES:
+        try:
+            plans[name] = make_baseline(name, captured, cluster, mesh, config)
+        except InfeasibleError as error:
+            reasons[name] = str(error)
+    rng = random.Random(f"{captured.name} {mesh.shape} {seed}")
+    plans |= {f"random {i}": random_plan(captured, mesh, rng) for i in range(num_random)}
+    return plans, reasons
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--meshes", default="4,2x2,2x2x2")
+    parser.add_argument("--random", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    arguments = parser.parse_args()
+    console = Console(width=150)
+    loss_tolerance, gradient_tolerance = TOLERANCES["fp64"]
+    num_checked = num_failed = 0
+    for family in arguments.families.split(","):
+        model, kwargs = zoo(family, dtype=torch.float64, dropout=arguments.dropout)
+        captured = promote_casts(capture(model, (), kwargs, name=family))
+        values = {k: v.detach() for k, v in (parameters_of(captured, model) | buffers_of(captured, model)).items()}
+        inputs = {spec.placeholder: kwargs[spec.path] for spec in captured.inputs}
+        for text in arguments.meshes.split(","):
+            mesh = parse_mesh(text)
+            plans, reasons = plans_for(captured, mesh, arguments.random, arguments.seed)
+            worst = [0.0, 0.0]
+            failed = []
+            for check in verify_plans(captured, values, inputs, plans):
+                worst = [max(worst[0], check.loss_error), max(worst[1], check.gradient_error)]
+                if not check.passes(loss_tolerance, gradient_tolerance):
+                    failed.append(check)
+            num_checked, num_failed = num_checked + len(plans), num_failed + len(failed)
+            named = ", ".join(name for name in plans if not name.startswith("random"))
+            console.print(
+                f"{family:8} {text:6} {len(plans):3} plans ({named}): worst loss {worst[0]:.0e}, "
+                f"gradient {worst[1]:.0e}, failed {len(failed)}",
+                style="red" if failed else "",
+                highlight=False,
+            )
+            for name, reason in reasons.items():
+                console.print(f"    {name} does not apply: {reason}", style="dim", highlight=False)
+            for check in failed:
+                console.print(f"    {check.plan}: {check}", style="red", highlight=False)
+    console.print(f"{num_checked} plans, {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
