@@ -55,12 +55,12 @@ def all_trained(plan: Plan, names: list[str]) -> dict[str, dict[str, Tensor] | s
 def test_each_optimizer_equals_one_process_or_is_refused(stored: str) -> None:
     accepted = [name for name in OPTIMIZERS if getattr(torch.optim, name) not in REFUSED]
     assert {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop"} <= set(accepted)
-    plan = cases.data_parallel((2, 2), stored)
+    plan = cases.data_parallel((2,), stored)
     expected = {}
     for name in accepted:
         with in_full_precision(name):
             expected[name] = trained(cases.words(), name)
-    for result in ranks(4).run(all_trained, plan, OPTIMIZERS, timeout=120):
+    for result in ranks(2).run(all_trained, plan, OPTIMIZERS, timeout=120):
         for name in OPTIMIZERS:
             got = result[name]
             if name in accepted:
