@@ -2,10 +2,10 @@
 
 The space, in one sentence: every cluster of ops takes, on each mesh axis, one joint choice of its members (nothing is
 redistributed inside a cluster, equal blocks decide alike), every tensor between clusters travels once for all readers
-through any layouts nested in mesh order over the placements that its ends use, and every parameter takes any storage and
-lifetime; further restrictions are listed in `options` and `parameters`.
+through any layouts nested in mesh order over the placements that its ends use, and every parameter takes any storage
+and lifetime; further restrictions are listed in `options` and `parameters`.
 
-Memory never counts less than `evaluate` does: a cluster keeps and works in its bytes from its first op to its last.
+Memory does not count less than `evaluate`: a cluster keeps and works in its bytes from its first op to its last.
 """
 
 import itertools
@@ -82,12 +82,17 @@ def build(
     *,
     limit: float | None,
     fold: bool = True,
-    merge: bool = True,
+    coarse: bool | None = None,
     restriction: Restriction | None = None,
 ) -> Problem:
-    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited)."""
+    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited).
+
+    fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more,
+    where an op alone has hundreds of options.
+    """
+    coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     folding = fold_program(program, fold=fold)
-    clusters = make_clusters(program, folding, merge=merge)
+    clusters = make_clusters(program, folding, coarse=coarse)
     return _Builder(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
 
 
@@ -213,8 +218,7 @@ class _Builder:
                 producer=producer,
                 gives=np.array([number[v] for v in given], dtype=np.int64),
                 consumers=tuple(
-                    Consumer(node=r.node, wants=np.array([number[v] for v in r.wants], dtype=np.int64))
-                    for r in readers
+                    Consumer(node=r.node, wants=np.array([number[v] for v in r.wants], dtype=np.int64)) for r in readers
                 ),
                 num_vertices=len(lattice.layouts),
                 arc_source=lattice.source,
@@ -298,17 +302,15 @@ class _Builder:
             self._parameter_group(names, node, uses, space, readers)
 
     def _leaves_as_view(self, position: int) -> bool:
-        """Whether the op is a view whose result, or a view of it, is read by other clusters."""
-        while (op := self.program.ops[position]).rule.alias is not None:
-            if self._cluster_of(position).root.signature == op.signature:
-                return True
-            result = op.results[0]
-            assert result is not None
-            views = [p for p, _ in self.program.readers[result] if self.program.ops[p].rule.alias is not None]
-            if not views:
-                return False
-            position = views[0]
-        return False
+        """Whether the op is a view that other clusters read, or is read by one inside its cluster."""
+        op = self.program.ops[position]
+        if op.rule.alias is None:
+            return False
+        node, member = self.place[self.folding.class_of[position]]
+        if member == len(self.problem.clusters[node].members) - 1:
+            return True
+        readers = (p for r in op.results if r is not None for p, _ in self.program.readers[r])
+        return any(self._leaves_as_view(p) for p in readers)
 
     def _parameter_group(
         self,

@@ -1,10 +1,11 @@
 """Which ops are decided together? Cheap ones join the ops that read them; nothing is redistributed inside a cluster.
 
 A seed is an op (no view) that reads a trainable parameter, has a body or choices of its own, no rule, or far more work
-than elements. Walking backwards, any other op joins the cluster of its readers if all of them, in every instance, are in
-one cluster, one instance of it for each instance of the op. What several clusters read stays a cluster of its own, and so
-does an op through which alone more bytes enter a cluster than it hands on: redistributing its result would be cheaper
-than redistributing what it reads. So only the last op's results leave a cluster.
+than elements. Walking backwards, any other op joins the cluster of its readers if all of them, in every instance, are
+in one cluster, one instance of it for each instance of the op. What several clusters read stays a cluster of its own,
+and so does an op that is no view and through which alone some tensor with a gradient enters (of `coarse` clusters:
+through which alone several enter, more bytes than it hands on): its result may want to travel. So mostly views and ops
+without gradient join, in coarse clusters also chains and diamonds of cheap ops. Only the last op's results leave.
 """
 
 import math
@@ -52,19 +53,19 @@ def is_seed(op: Op, program: Program) -> bool:
     return bool(rule.messages or rule.extra or not rule.known) or rule.flops > HEAVY_FLOPS * max(elements, 1)
 
 
-def make_clusters(program: Program, folding: Folding, *, merge: bool = True) -> tuple[Cluster, ...]:
+def make_clusters(program: Program, folding: Folding, *, coarse: bool = False) -> tuple[Cluster, ...]:
     """All clusters, in graph order of their first ops."""
     seeds: set[int] = set()
     while True:
-        clusters = _grow(program, folding, merge, seeds)
-        found = {folding.class_of[p] for cluster in clusters if (p := _costly(program, cluster)) is not None}
+        clusters = _grow(program, folding, seeds)
+        found = {folding.class_of[p] for cluster in clusters if (p := _boundary(program, cluster, coarse)) is not None}
         if not found:
             return clusters
         seeds |= found
 
 
-def _costly(program: Program, cluster: Cluster) -> int | None:
-    """Position of the last member, the root aside, through which alone more bytes enter than it hands on."""
+def _boundary(program: Program, cluster: Cluster, coarse: bool) -> int | None:
+    """Position of the last member, no view and not the root, whose result may want to travel by itself."""
     entries: list[set[str]] = []
     made = {r: i for i, op in enumerate(cluster.members) for r in op.results if r is not None}
     upstream: list[set[int]] = []
@@ -74,16 +75,20 @@ def _costly(program: Program, cluster: Cluster) -> int | None:
         upstream.append({i}.union(*(upstream[made[t.name]] for t in tensors if t.name in made)))
     for i in reversed(range(len(cluster.members) - 1)):
         op = cluster.members[i]
-        inside = set().union(*(entries[j] for j in upstream[i]))
-        outside = set().union(*(entries[j] for j in range(len(entries)) if j not in upstream[i]))
-        entering = [program.tensors[name] for name in inside - outside]
-        given = sum(math.prod(s) * n for s, n in zip(op.result_shapes, op.result_sizes, strict=True))
-        if len(entering) > 1 and sum(math.prod(t.shape) * t.element_size for t in entering) > given:
-            return op.position
+        if op.rule.alias is None:
+            inside = set().union(*(entries[j] for j in upstream[i]))
+            outside = set().union(*(entries[j] for j in range(len(entries)) if j not in upstream[i]))
+            entering = [program.tensors[name] for name in inside - outside]
+            if not entering:
+                continue
+            nbytes = sum(math.prod(t.shape) * t.element_size for t in entering)
+            given = sum(math.prod(s) * n for s, n in zip(op.result_shapes, op.result_sizes, strict=True))
+            if not coarse or (len(entering) > 1 and nbytes > given):
+                return op.position
     return None
 
 
-def _grow(program: Program, folding: Folding, merge: bool, seeds: set[int]) -> tuple[Cluster, ...]:
+def _grow(program: Program, folding: Folding, seeds: set[int]) -> tuple[Cluster, ...]:
     outputs = {program.loss, *program.mutated}
     place: dict[int, tuple[int, int]] = {}  # position -> (root class, instance)
     members: dict[int, list[int]] = {}
@@ -91,7 +96,7 @@ def _grow(program: Program, folding: Folding, merge: bool, seeds: set[int]) -> t
     for number in order:
         positions = folding.instances[number]
         target = None
-        if merge and number not in seeds and not is_seed(program.ops[positions[0]], program):
+        if number not in seeds and not is_seed(program.ops[positions[0]], program):
             target = _common(program, positions, place, outputs)
         if target is None or len(positions) != len(folding.instances[target[0][0]]):
             target = [(number, k) for k in range(len(positions))]

@@ -4,8 +4,8 @@ Moments: the forward of each op in graph order, their backward in reverse, the o
     parameters, optimizer   storage of parameters and their optimizer state, always
     gradients               in storage layout, from the first backward that makes one to the end
     activations             what autograd saves, from its making to its last reader's backward; views share storage
-    gathered                copies of parameters in use: kept to backward, or (lifetime `use`) only while an op reads them
-    working                 operands and results of the op that runs, as far as they are not saved; in backward gradients
+    gathered                copies of parameters: kept to backward, or (lifetime `use`) only while an op reads them
+    working                 operands and results of the op that runs, if they are not saved; in backward gradients
     inputs                  inputs, buffers and constants, with the layouts of them that are saved, always
 A tensor that nothing saves is counted while its producer and its readers run, not in between.
 """
@@ -86,7 +86,7 @@ def _seconds(
         seconds["backward"] += price.backward
         add(price.forward_sent)
         add(price.backward_sent)
-    for name, journey in journeys.items():
+    for journey in journeys.values():
         tensor = journey.tensor
         for target, step in journey.made.items():
             forward, backward = pricer.step(step, tensor.shape, tensor.element_size)

@@ -47,9 +47,7 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
             if not walked:
                 continue
             path = (source, *(step.target for step in walked))
-            usual = route(
-                source, path[-1], tensor.shape, tensor.element_size, pricer.mesh, tensor.requires_grad
-            )
+            usual = route(source, path[-1], tensor.shape, tensor.element_size, pricer.mesh, tensor.requires_grad)
             if path != (source, *(step.target for step in usual)):
                 paths[path[-1]] = path
         if paths:

@@ -2,8 +2,8 @@
 
 Ops are of one class if they come at the same place of modules whose paths differ in numbers only, and cost the same
 (target, constant arguments, shapes, dtypes, gradients). Tensors travel alike if their producers are of one class and
-their readers are of the same classes: a block's output that the next block reads is another kind of tensor than the last
-block's output. So a folded cost is exactly the unfolded one: a price times how often it is paid.
+their readers are of the same classes: a block's output that the next block reads is another kind of tensor than the
+last block's output. So a folded cost is exactly the unfolded one: a price times how often it is paid.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ Signature = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Folding:
-    """`class_of[position]`, `instances[class]` positions in graph order; `travellers[kind]` tensors that travel alike."""
+    """`class_of[position]`; `instances[class]`: positions in order; `travellers[kind]`: tensors that travel alike.
+
+    signatures: how each kind of tensor is read.
+    """
 
     class_of: tuple[int, ...]
     instances: tuple[tuple[int, ...], ...]
@@ -37,7 +40,7 @@ def fold_program(program: Program, *, fold: bool = True) -> Folding:
     class_of: list[int] = []
     for op in program.ops:
         ordinal = ordinals[op.module] = ordinals.get(op.module, -1) + 1
-        key = (pattern(op.module), ordinal, op.signature) if fold else op.position
+        key: object = (pattern(op.module), ordinal, op.signature) if fold else op.position
         class_of.append(classes.setdefault(key, len(classes)))
     instances: list[list[int]] = [[] for _ in classes]
     for position, number in enumerate(class_of):
@@ -58,10 +61,10 @@ def fold_program(program: Program, *, fold: bool = True) -> Folding:
             origin = (class_of[tensor.producer], tensor.index)
         elif fold and tensor.kind == "parameter":
             origin = (names[name], tensor.shape, tensor.dtype, tensor.requires_grad)
-        key = (origin, signature)
-        if key not in kinds:
+        kind = (origin, signature)
+        if kind not in kinds:
             signatures.append(signature)
-        kinds.setdefault(key, []).append(name)
+        kinds.setdefault(kind, []).append(name)
     return Folding(
         class_of=tuple(class_of),
         instances=tuple(map(tuple, instances)),

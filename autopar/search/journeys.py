@@ -3,6 +3,7 @@
 The same order as `passes.insert_collectives`: consumers in graph order, a layout is made once and shared by all.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -82,5 +83,5 @@ def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
     tensor = journey.tensor
     for path in plan.routes.get(tensor.name, ()):
         if path[-1] == wanted:
-            return tuple(step_between(a, b) for a, b in zip(path, path[1:], strict=False))
+            return tuple(step_between(a, b) for a, b in itertools.pairwise(path))
     return route(journey.source, wanted, tensor.shape, tensor.element_size, plan.mesh, tensor.requires_grad)

@@ -63,8 +63,10 @@ class Lattices:
 def _steps(
     axes: Placements, rank: int, grad: bool, mesh_shape: tuple[int, ...], nested: bool
 ) -> tuple[tuple[Layout, ...], tuple[Step, ...]]:
-    whole = frozenset({REPLICATE, INVARIANT} if grad else {REPLICATE})
-    sets = [sorted(a | whole if n > 1 else a, key=str) for a, n in zip(axes, mesh_shape, strict=True)]
+    whole: frozenset[Placement] = frozenset({REPLICATE, INVARIANT} if grad else {REPLICATE})
+    sets: list[list[Placement]] = [
+        sorted(a | whole if n > 1 else a, key=str) for a, n in zip(axes, mesh_shape, strict=True)
+    ]
     layouts: dict[Layout, None] = {}
     for placements in itertools.product(*sets):
         layouts.update(dict.fromkeys(orders(placements) if nested else (Layout(placements),)))

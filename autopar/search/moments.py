@@ -42,7 +42,7 @@ class Moments:
         return slice(self.backward(last_reader), self.count)
 
     def copies(self, lifetime: str, readers: Iterable[int], savers: Iterable[int]) -> list[slice]:
-        """When a copy of a parameter in use is live: while each reader runs if it lives for a `use`, else throughout."""
+        """When a copy of a parameter is live: while each reader runs if it lives for a `use`, else throughout."""
         readers, savers = sorted(set(readers)), sorted(set(savers))
         if lifetime == "use":
             moments = [self.forward(p) for p in readers] + [self.backward(p) for p in savers]

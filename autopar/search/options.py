@@ -30,8 +30,10 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Option:
-    """`names[member]`: its choices; `wants[member]` layouts of its operands; `gives`: the root's results. One instance's
-    seconds, and bytes a rank that it keeps inside and works in."""
+    """`names[member]`: its choices; `wants[member]`: layouts of its operands; `gives`: of the root's results.
+
+    seconds: of one instance. kept: bytes a rank that autograd keeps inside. working: most bytes beside, by pass.
+    """
 
     names: tuple[tuple[str, ...], ...]
     wants: tuple[tuple[Layout, ...], ...]

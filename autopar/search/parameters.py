@@ -1,9 +1,9 @@
 """How may one kind of parameter be stored and brought to its uses? Its options and arcs, dominated ones left out.
 
-An option is (storage, lifetime): `keep`, the copy in use lives to its backward (`always` if nothing is gathered,
-else `microbatch`), or `use`, gathered again by every op that saves it. For each layout in use those options are kept that no
+An option is (storage, lifetime): `keep`, the copy in use lives to its backward (`always` if nothing is gathered, else
+`microbatch`), or `use`, gathered again by every op that saves it. For each layout in use those options are kept that no
 other beats in seconds, persistent, kept and passing bytes at once. Copies for different uses of one tied parameter are
-priced as if each came from storage by itself.
+priced as if each came from storage by itself, so that for these a plan may cost less than its graph says.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer, total
 from autopar.search.program import Tensor
 from autopar.search.storages import storages
+from autopar.search.strategy_graph import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +62,9 @@ def parameter_space(
     """
     pricer = lattices.pricer
     lifetimes = restriction.lifetimes if regatherable else ("keep",)
-    stored = [s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)]
+    stored = [
+        s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
+    ]
     axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
     lattice = lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, True)
     back = lattice.backward if in_backward and tensor.requires_grad else np.zeros_like(lattice.backward)
@@ -124,7 +127,7 @@ def _way(
     use: Layout,
     lifetime: str,
     distances: Distances,
-    backward: np.ndarray,  # type: ignore[type-arg]
+    backward: Floats,
     pricer: Pricer,
 ) -> Way | None:
     lattice = distances.lattice
@@ -135,9 +138,7 @@ def _way(
         return None
     again = 0.0
     if lifetime == "use":
-        again = sum(
-            total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps))
-        )
+        again = sum(total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps)))
     return Way(
         option=-1,
         use=use,
@@ -148,7 +149,7 @@ def _way(
     )
 
 
-def _efficient(table: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+def _efficient(table: Floats) -> list[int]:
     """Rows that no other row beats or equals in every column, the first of equal ones."""
     order = np.lexsort(table.T[::-1])
     kept: list[int] = []

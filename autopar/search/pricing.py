@@ -1,8 +1,9 @@
 """What does one choice of one op cost, and one redistribution step? Cached prices for evaluation and search alike.
 
-Compute is the roofline of `cost_models.compute` on local shapes; views cost nothing. Forward moves the bytes of its local
-operands and results, backward moves them twice (values read again, gradients written). Collectives are α–β on the links
-of their axes. Nothing overlaps yet: the runtime waits for every collective where it stands, so a step is a plain sum.
+Compute is the roofline of `cost_models.compute` on local shapes; views cost nothing. Forward moves the bytes of its
+local operands and results, backward moves them twice (values read again, gradients written). Collectives are α–β on
+the links of their axes. Nothing overlaps yet: the runtime waits for every collective where it stands, so a step is a
+plain sum.
 """
 
 from dataclasses import dataclass, field

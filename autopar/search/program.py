@@ -1,8 +1,8 @@
 """What has to be decided? A captured model as tables of ops and tensors, unfolded, each op with its rule.
 
-A *tensor* is named by the node that stands for it: a placeholder, a call with one result, or a `getitem` of a call with
-several. `getitem` nodes are no ops of their own. Backward passes run only through ops that a differentiable path joins to
-the loss.
+A *tensor* is named by the node that stands for it: a placeholder, a call with one result, or a `getitem` of a call
+with several. `getitem` nodes are no ops of their own. Backward passes run only through ops that a differentiable path
+joins to the loss.
 """
 
 import operator
@@ -34,8 +34,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:
-    """One call. `signature` is equal for calls that cost the same whatever is chosen; `results[i]` may be unread (None);
-    `parameters` are the operands that are parameters."""
+    """One call. `signature` is equal for calls that cost the same whatever is chosen; `results[i]` is None if unread.
+
+    parameters: the operands that are parameters. has_backward: a differentiable path joins it to the loss.
+    """
 
     position: int
     name: str
@@ -190,7 +192,7 @@ def _op(
 def constant_arguments(node: fx.Node) -> str:
     """Arguments with tensors left out; `site` is a label that tells calls apart, no matter of cost."""
     kwargs = {k: v for k, v in node.kwargs.items() if k != "site"}
-    return str(fx.node.map_arg((node.args, kwargs), lambda n: ...))
+    return str(fx.node.map_arg((node.args, kwargs), lambda n: n.meta["val"].dim()))
 
 
 def _reached(captured: CapturedModel) -> set[fx.Node]:

@@ -1,8 +1,8 @@
 """Which moments can be the peak? Memory at the others is never more, whatever is chosen.
 
-`table[term, moment]` holds how often each term counts at each moment. A moment is left out if some other counts every term
-at least as often, or if it lies between two instances of a repeated op (the first or second, and the last or last but one)
-and is no more than the straight line between them: then one of the two ends is at least as large.
+`table[term, moment]` holds how often each term counts at each moment. A moment is left out if some other counts every
+term at least as often, or if it lies between two instances of a repeated op (the first or second, and the last or last
+but one) and is no more than the straight line between them: then one of the two ends is at least as large.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ from autopar.search.moments import Moments
 from autopar.search.strategy_graph import Floats
 
 
-def few_moments(
-    table: Floats, moments: Moments, instances: Sequence[tuple[tuple[int, ...], ...]]
-) -> NDArray[np.int64]:
+def few_moments(table: Floats, moments: Moments, instances: Sequence[tuple[tuple[int, ...], ...]]) -> NDArray[np.int64]:
     """The moments that matter; `instances[cluster][k]` are positions of the ops of instance k."""
     alive = np.ones(table.shape[1], dtype=bool)
     for rows in instances:
@@ -43,5 +41,4 @@ def _below_line(series: Floats) -> NDArray[np.bool_]:
     """Which moments, ends aside, are nowhere above the straight line between the ends."""
     part = np.linspace(0.0, 1.0, series.shape[1])[1:-1]
     line = series[:, [0]] * (1 - part) + series[:, [-1]] * part
-    below: NDArray[np.bool_] = (series[:, 1:-1] <= line + 1e-9).all(axis=0)
-    return below
+    return np.asarray((series[:, 1:-1] <= line + 1e-9).all(axis=0))

@@ -1,7 +1,8 @@
 """How may a parameter be stored, and an input be handed over? Every layout that needs no collective to be made.
 
-A parameter lies, on each axis, whole (Invariant; Replicate if it is frozen) or as shards of one of its dims. One axis may
-shard a dim that it does not divide, if every rank holds something; several axes on one dim only where everything divides.
+A parameter lies, on each axis, whole (Invariant; Replicate if it is frozen) or as shards of one of its dims. One axis
+may shard a dim that it does not divide, if every rank holds something; several axes on one dim only where everything
+divides.
 """
 
 import itertools
@@ -55,7 +56,7 @@ def orders(axes: tuple[Placement, ...]) -> tuple[Layout, ...]:
 @lru_cache(maxsize=4096)
 def input_layouts(shape: tuple[int, ...], mesh: Mesh) -> tuple[Layout, ...]:
     """Layouts in which an input may be handed over: whole or evenly split, in the mesh's order."""
-    options = [
+    options: list[tuple[Placement, ...]] = [
         (REPLICATE, *(Shard(d) for d, size in enumerate(shape) if size > 1)) if n > 1 else (REPLICATE,)
         for n in mesh.shape
     ]
