@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.calls import Call, call_of
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
-from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError
+from autopar.errors import ArgumentError, BatchError, CaptureError, MeshError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh, make_mesh, parse_mesh
 from autopar.model_plan import ModelPlan, model_plan
@@ -172,12 +172,25 @@ def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = N
             raise PlanMismatchError(
                 "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
             )
-        captured, call = captured_model(model, call, plan.config.precision, loss_fn)
+        captured, call = _captured_for(plan, model, call, loss_fn)
     plan.check(captured)
     values = values_of(captured, model)
     return model_plan(
         plan, captured=captured, call=call, source=own.source, machine=own.machine, loss_fn=loss_fn, values=values
     )
+
+
+def _captured_for(
+    plan: Plan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
+) -> tuple[CapturedModel, Call]:
+    try:
+        return captured_model(model, call, plan.config.precision, loss_fn)
+    except CaptureError as error:
+        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
+        raise PlanMismatchError(
+            f"this plan was made for {plan.model} called with {shapes}; the model at hand does not run so: {error}; "
+            "plan again for this model"
+        ) from error
 
 
 def captured_model(

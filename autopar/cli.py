@@ -224,6 +224,7 @@ def _built(source: dict[str, Any]) -> Any:
 
 def _reloaded(path: Path, set_: list[str] | None) -> Any:
     """A saved plan and the model it says it is for."""
+    from autopar.calls import Call
     from autopar.errors import PlanMismatchError
     from autopar.model_plan import load_plan
 
@@ -235,12 +236,15 @@ def _reloaded(path: Path, set_: list[str] | None) -> Any:
         )
     source = dict(saved.source)
     source["overrides"] = {**source["overrides"], **overrides(set_)}
-    return saved.bind(_built(source).model)
+    loaded = _built(source)
+    return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
 
 
 def _console(as_json: bool) -> Console:
     """Where words go: to standard output, unless that is for JSON alone."""
-    return Console(stderr=True, quiet=True) if as_json else Console()
+    if as_json:
+        return Console(stderr=True, quiet=True)
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 @contextmanager

@@ -253,8 +253,8 @@ def _facts(model: nn.Module, call: Call) -> dict[str, str]:
 
 def _refuse_early_optimizers(model: nn.Module) -> None:
     own = {id(parameter) for parameter in model.parameters()}
-    for found in gc.get_objects():
-        if isinstance(found, torch.optim.Optimizer) and any(
+    for found in gc.get_objects():  # type(), not isinstance: lazy objects of other libraries wake up when asked
+        if issubclass(type(found), torch.optim.Optimizer) and any(
             id(p) in own for group in found.param_groups for p in group["params"]
         ):
             raise OptimizerError(

@@ -38,7 +38,7 @@ def plan_text(plan: Plan, local: LocalModel | None, machine: Cluster | None = No
 def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None) -> RenderableType:
     """The plan for a rich console. Without `local` (a plan just loaded) the tables of operations are left out."""
     clock = Clock(plan, machine or _known(plan.cluster))
-    parts: list[RenderableType] = [heading(plan)]
+    parts: list[RenderableType] = [heading(plan, machine or _known(plan.cluster))]
     if local is not None:
         words = choice_words(local.captured, plan.mesh)
         parts += [_section_table(section, clock) for section in plan_sections(local, words)]
@@ -79,13 +79,16 @@ class Clock:
         return "" if seconds is None or not messages else seconds_text(seconds)
 
 
-def heading(plan: Plan) -> RenderableType:
+def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     """What the plan is for, and its result, in three lines."""
     estimate, config = plan.estimate, plan.config
-    limit = f" of {nbytes_text(config.memory_nbytes)}" if config.memory_nbytes else ""
+    memory = config.memory_nbytes or (machine.device.memory_bytes if machine is not None else None)
+    limit = f" of {nbytes_text(memory)}" if memory else ""
+    call = getattr(plan, "call", None)
+    batch = f", global batch {call.batch()}" if call is not None and call.batch() else ""
     lines = [
-        f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}, {config.optimizer}, {config.precision} "
-        f"[{plan.origin}]",
+        f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}{batch}, {config.optimizer}, "
+        f"{config.precision} [{plan.origin}]"
     ]
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
@@ -94,11 +97,11 @@ def heading(plan: Plan) -> RenderableType:
                 f", proved: no plan takes less than {seconds_text(estimate.bound)} (gap {percent_text(estimate.gap)})"
             )
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
-    axes = ", ".join(f"{name} = {n} ranks" for name, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))
     lines.append(
-        f"axes: {axes}; placements are written in this order: S0 = split along dim 0, R = whole with the gradient "
-        "a sum over ranks, I = whole, P = a summand"
+        f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
+        "whole (gradients of R are summands)"
     )
+    lines.append("parameters, as stored: gathered for use = again for backward; gathered and kept = until backward")
     return Text("\n".join(lines) + "\n")
 
 
@@ -128,12 +131,15 @@ def _name(row: Row) -> str:
     if row.kind == "move":
         return f"→ {row.name}"
     ops = list(dict.fromkeys(row.ops))
-    heavy = [op for op in ops if op not in _QUIET] or ops
+    heavy = [_SPOKEN.get(op, op) for op in ops if op not in _QUIET] or ops
     listed = ", ".join(heavy[:3]) + (", …" if len(heavy) > 3 else "")
     return f"{row.name}: {listed}" if row.name else listed
 
 
+_SPOKEN = {"scaled_dot_product_attention": "attention"}
+
 _QUIET = {
+    "to_copy",
     "constant_pad_nd",
     "reshape",
     "permute",

@@ -180,11 +180,12 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
     plan = local.plan
     own = next((n for n in names if block and n.startswith(block + ".")), names[0])
     layout = plan.layouts[placeholder]
-    split = [
-        f"dim {p.dim} on {axis}" for axis, p in zip(plan.mesh.names, layout.axes, strict=True) if isinstance(p, Shard)
-    ]
+    split: dict[int, list[str]] = {}
+    for axis, placement in zip(plan.mesh.names, layout.axes, strict=True):
+        if isinstance(placement, Shard):
+            split.setdefault(placement.dim, []).append(axis)
     lifetime = plan.lifetimes.get(placeholder, "always")
-    kept = {"always": "", "use": ", gathered for use", "microbatch": ", gathered, kept for backward"}[lifetime]
+    kept = {"always": "", "use": ", gathered for use", "microbatch": ", gathered and kept"}[lifetime]
     moved = any(
         node.meta["step"].forward == "all_gather"
         for node in local.graph.nodes
@@ -192,7 +193,8 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
     )
     shape = "x".join(map(str, local.captured.nodes[placeholder].meta["val"].shape))
     tied = f" (tied: {names[1]})" if len(names) > 1 else ""
-    how = f"{shape} split by {', '.join(split)}" if split else f"{shape} whole on every rank"
+    parts = "".join(f", dim {dim} on {', '.join(axes)}" for dim, axes in split.items())
+    how = shape + (parts or ", whole on every rank")
     how += (kept if moved else "") + tied
     return Row(kind="parameter", name=relative(own, block), how=how, layout=str(layout))
 

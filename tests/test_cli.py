@@ -1,0 +1,197 @@
+"""The command line: what it prints, what it returns, and that bad input is one message."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar import verify_command
+from autopar.cli import main
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+def net(batch=8, width=16):
+    return Net(width), {"x": torch.randn(batch, width)}
+"""
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return f"hf:{tmp_path / 'config.json'}"
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL_FILE)
+    return f"{tmp_path / 'net.py'}:net"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code, out, err
+
+
+PLAN = ("--cluster", "4xcpu", "--mesh", "2x2", "--no-baselines")
+
+
+def test_plan_prints_what_a_person_reads(capsys: pytest.CaptureFixture[str], llama: str) -> None:
+    code, out, _ = run(capsys, "plan", llama, *PLAN, "--seq", 16, "--baseline", "fsdp")
+    assert code == 0
+    assert "LlamaForCausalLM on 4xcpu, mesh 2x2 (data, model), global batch 8, adamw, fp32 [fsdp]" in out
+    assert "model.layers." in out and "self_attn.q_proj" in out and "split by batch" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_plan_as_json_is_one_object_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], llama: str, tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "plan", llama, *PLAN, "--seq", 16, "--out", tmp_path / "out", "--json")
+    body = json.loads(out)
+    assert code == 0 and err == ""
+    assert body["mesh"]["shape"] == [2, 2] and body["source"]["spec"] == llama
+    assert json.loads((tmp_path / "out" / "plan.json").read_text()) == body
+
+
+def test_json_is_pure_in_a_process_of_its_own(llama: str) -> None:
+    """Whatever libraries print or warn while they load goes elsewhere."""
+    command = [sys.executable, "-m", "autopar.cli", "plan", llama, *PLAN, "--seq", "16", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cluster"] == "4xcpu"
+
+
+BAD = {
+    "no such config": (["plan", "hf:/nowhere", *PLAN], "there is no /nowhere"),
+    "cluster": (["plan", "{model}", "--cluster", "8xh1000"], "is neither a preset nor a TOML file"),
+    "mesh and cluster": (
+        ["plan", "{model}", "--cluster", "4xcpu", "--mesh", "2x4"],
+        "has 8 ranks, cluster 4xcpu has 4",
+    ),
+    "mesh text": (["plan", "{model}", "--cluster", "4xcpu", "--mesh", "2by2"], "is not of the form 2x2"),
+    "precision": (
+        ["plan", "{model}", *PLAN, "--precision", "fp16"],
+        "unknown precision 'fp16'; choose one of fp32, bf16",
+    ),
+    "optimizer": (["plan", "{model}", *PLAN, "--optimizer", "adamv"], "did you mean adam, adamw?"),
+    "baseline": (["plan", "{model}", *PLAN, "--baseline", "dpp"], "unknown baseline 'dpp'; choose one of ddp, fsdp"),
+    "batch": (
+        ["plan", "{model}", *PLAN, "--global-batch", "30", "--baseline", "ddp"],
+        "global batch 30 is not divisible by 4 data-parallel ranks; use 28 or 32",
+    ),
+    "memory": (["plan", "{model}", *PLAN, "--memory-gb", "-1"], "is not positive"),
+    "override": (["plan", "{model}", *PLAN, "--set", "width"], "write it as key=value"),
+    "no such option": (["plan", "{model}", *PLAN, "--clutter"], "No such option: --clutter"),
+    "no cluster": (["export", "{model}", "--out", "out"], "needs --cluster"),
+    "no mesh": (["verify", "{model}"], "verify needs --mesh"),
+    "no plan file": (["export", "nowhere.json", "--out", "out"], "plan nowhere.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], net: str, name: str) -> None:
+    arguments, message = BAD[name]
+    given = [argument.format(model=net) for argument in arguments]
+    code, out, err = run(capsys, *given)
+    assert code == 2 and out == ""
+    assert message in err and "Traceback" not in err and err.startswith("autopar: ")
+    code, out, err = run(capsys, *given, "--json")
+    assert code == 2 and err == ""
+    body = json.loads(out)
+    assert set(body) == {"error", "kind"} and message in body["error"]
+
+
+def test_memory_that_nothing_meets_says_the_least_that_would(capsys: pytest.CaptureFixture[str], net: str) -> None:
+    code, out, _ = run(capsys, "plan", net, *PLAN, "--memory-gb", "0.0000001", "--json")
+    assert code == 2
+    assert json.loads(out)["kind"] == "InfeasibleError"
+
+
+def test_a_model_that_cannot_be_captured_names_its_own_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = MODEL_FILE.replace(
+        "        return x.square", "        if x.sum() > 0:\n            x = -x\n        return x.square"
+    )
+    (tmp_path / "bad.py").write_text(source)
+    code, _, err = run(capsys, "plan", f"{tmp_path / 'bad.py'}:net", *PLAN)
+    line = next(i for i, text in enumerate(source.splitlines(), 1) if "x.sum()" in text)
+    assert code == 2 and f"bad.py:{line}" in err
+
+
+def test_export_of_a_saved_plan_needs_nothing_else(
+    capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path
+) -> None:
+    assert run(capsys, "plan", net, *PLAN, "--set", "width=32", "--out", tmp_path / "a", "--json")[0] == 0
+    code, out, _ = run(capsys, "export", tmp_path / "a" / "plan.json", "--out", tmp_path / "b", "--json")
+    assert code == 0 and set(json.loads(out)["files"]) >= {"plan.json", "model.py", "specs.json", "train.py"}
+    for name in ("plan.json", "model.py", "train.py"):
+        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text(), name
+
+
+def test_a_plan_of_a_model_that_changed_is_refused(
+    capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path
+) -> None:
+    assert run(capsys, "plan", net, *PLAN, "--out", tmp_path / "a", "--json")[0] == 0
+    code, out, _ = run(
+        capsys, "export", tmp_path / "a/plan.json", "--out", tmp_path / "b", "--set", "width=32", "--json"
+    )
+    assert code == 2 and json.loads(out)["kind"] == "PlanMismatchError"
+    assert "plan again for this model" in json.loads(out)["error"]
+
+
+def test_verify_compares_with_one_process(capsys: pytest.CaptureFixture[str], net: str) -> None:
+    code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--random", 2, "--baseline", "ddp")
+    assert code == 0, out
+    rows = [line for line in out.splitlines() if line.startswith(("random", "ddp"))]
+    assert len(rows) == 3 and all(line.endswith("ok") for line in rows)
+    assert "equal to one process" in out and "predicted" in out
+
+
+def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
+    planned = run(capsys, "plan", net, "--cluster", "2xcpu", "--baseline", "fsdp", "--out", tmp_path / "a", "--json")
+    assert planned[0] == 0
+    code, out, err = run(capsys, "verify", net, "--plan", tmp_path / "a/plan.json", "--json")
+    body: dict[str, Any] = json.loads(out)
+    assert code == 0 and err == "" and body["passed"]
+    assert body["plans"][0]["sent"] == body["plans"][0]["predicted"] != {}
+
+
+def test_verify_beyond_tolerance_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_command, "TOLERANCES", {"fp64": (-1.0, -1.0)})
+    code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--random", 1, "--json")
+    assert code == 1 and not json.loads(out)["passed"]
