@@ -136,7 +136,7 @@ def test_less_memory_never_costs_less_and_infeasible_says_the_least_that_does() 
 
 
 def test_the_planner_says_what_would_do() -> None:
-    with pytest.raises(InfeasibleError, match=r"the least that would do is 0\.00 GB|the least that would do is"):
+    with pytest.raises(InfeasibleError, match="the least that would do is"):
         make_plan(
             captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(memory_nbytes=1e3), with_baselines=False
         )
