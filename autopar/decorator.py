@@ -135,7 +135,7 @@ def _equip(cls: Any, settings: Settings) -> None:
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         module = self.__dict__.get(_MODULE)
         if module is None:
-            if not _is_launched():
+            if not _is_launched() or torch.compiler.is_exporting():  # the capture calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
         return module(*args, **kwargs)
