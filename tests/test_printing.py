@@ -1,0 +1,127 @@
+"""A printed plan: every parameter and collective once, in words, within 120 columns."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.blocks import block_of, kind_of, ranges, relative, title
+from autopar.calls import Call
+from autopar.capture import capture
+from autopar.mesh import make_mesh
+from autopar.model_plan import ModelPlan, model_plan
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.plan import Estimate
+from autopar.report.rows import plan_sections
+from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.words import choice_words
+from autopar.search.random_plan import random_plan
+from tests.zoo import FAMILIES, zoo
+
+
+def planned(family: str, **arguments: Any) -> ModelPlan:
+    with torch.device("meta"):
+        model, kwargs = zoo(family)
+    return autopar.plan(model, kwargs, **{"cluster": "4xcpu", "mesh": "2x2", "with_baselines": False, **arguments})
+
+
+def test_a_llama_block_is_a_table_that_a_person_reads() -> None:
+    text = str(planned("llama", baseline="megatron"))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    start = next(i for i, line in enumerate(lines) if line.startswith("model.layers."))
+    block = lines[start + 3 : next(i for i in range(start + 3, len(lines)) if not lines[i].strip())]
+    assert len(block) <= 40
+    for part in (
+        "self_attn.q_proj: linear",
+        "self_attn.q_proj.weight",
+        "mlp.down_proj: linear",
+        "input_layernorm.weight",
+    ):
+        assert any(line.strip().startswith(part) for line in block), part
+    assert "split by batch on data, by columns on model" in text
+    assert "by rows on model" in text and "by heads on model" in text
+
+
+def test_how_parameters_are_stored_is_said() -> None:
+    text = str(planned("gpt2", baseline="fsdp"))
+    assert "(tied: lm_head.weight)" in text
+    assert "gathered" in text and ", dim " in text
+    assert "whole on every rank" in str(planned("gpt2", baseline="ddp"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_and_message_has_its_line(family: str) -> None:
+    """Of random plans, where nothing folds: messages of all lines are those predicted (gathers in backward aside)."""
+    with torch.device("meta"):
+        model, kwargs = zoo(family)
+    captured = capture(model, (), kwargs)
+    plan = random_plan(captured, make_mesh((2, 2)), random.Random(family))
+    plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
+    local = insert_collectives(captured, plan)
+    found = plan_sections(local, choice_words(captured, plan.mesh))
+    counted: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for section in found:
+        for row in section.rows:
+            for message in row.messages:
+                key = (message.kind, tuple(plan.mesh.names[a] for a in message.axes))
+                calls, nbytes = counted.get(key, (0, 0))
+                counted[key] = (calls + section.count, nbytes + section.count * message.nbytes)
+    assert counted == predicted_messages(local)
+    used = {s.name for node in captured.graph.nodes for s in node.all_input_nodes}
+    listed = sum(section.count for section in found for row in section.rows if row.kind == "parameter")
+    assert listed >= sum(parameter.placeholder in used for parameter in captured.parameters)
+
+
+def test_costs_bound_and_baselines_are_shown() -> None:
+    plan = planned("llama", baseline="ddp")
+    estimate = Estimate(
+        seconds={"forward": 1.0, "all_reduce": 0.5, "all_to_all": 0.0},
+        memory={"parameters": 3e9, "activations": 1e9},
+        bound=1.47,
+        baselines={"ddp": 3.0, "fsdp": "does not fit: needs 12.0 GB of 8.0 GB a device"},
+    )
+    text = str(replace(plan, estimate=estimate))
+    assert "step 1.50 s, proved: no plan takes less than 1.47 s (gap 2%); memory at the peak 4.00 GB" in text
+    assert "all-reduce" in text and "33%" in text and "all-to-all" not in text.split("step time")[1]
+    assert "2.00×" in text and "needs 12.0 GB of 8.0 GB" in text
+
+
+def test_ops_without_a_rule_are_listed() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.matrix_exp(self.layer(x)).mean()
+
+    captured = capture(Odd(), (torch.randn(4, 4),))
+    plan = model_plan(
+        random_plan(captured, make_mesh((2,)), random.Random(0)),
+        captured=captured,
+        call=Call(args=(torch.randn(4, 4),)),
+    )
+    assert "ops without a rule (whole on every rank): aten.linalg_matrix_exp.default" in str(plan)
+
+
+def test_units() -> None:
+    assert [seconds_text(s) for s in (0, 2.5e-8, 1.234e-6, 0.0456, 12.34, 300)] == [
+        *("0", "25.0 ns", "1.23 µs", "45.6 ms", "12.3 s", "300 s")
+    ]
+    assert [nbytes_text(n) for n in (0, 999, 1000, 8.39e6, 1.5e12)] == ["0 B", "999 B", "1.00 kB", "8.39 MB", "1.50 TB"]
+    assert [percent_text(p) for p in (0, 0.0012, 0.5)] == ["0%", "0.12%", "50%"]
+
+
+def test_blocks_are_named_by_numbers_in_paths() -> None:
+    assert block_of("model.layers.3.mlp.up") == "model.layers.3" and block_of("model.norm") == ""
+    assert block_of("stages.0.layers.1.conv", 2) == "stages.0.layers.1" and block_of("a.0.b", 2) == "a.0"
+    assert kind_of("stages.0.layers.1") == "stages.*.layers.*"
+    assert relative("a.0.b", "a.0") == "b" and relative("c", "a.0") == "c" and relative("a.0", "a.0") == ""
+    assert ranges([5, 0, 1, 2]) == "0-2, 5"
+    assert title(["h.0", "h.1", "h.3"]) == "h.0-1, 3" and title(["a.0.b.1", "a.1.b.0"]) == "a.*.b.*"
