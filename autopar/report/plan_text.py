@@ -110,8 +110,8 @@ def _section_table(section: Section, clock: Clock) -> Table:
     table = Table(
         title=f"{section.title}{count}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column("operation or parameter", overflow="fold", min_width=34, ratio=3)
-    table.add_column("how", overflow="fold", ratio=5)
+    table.add_column("operation or parameter", overflow="fold", width=34)
+    table.add_column("how", overflow="fold", ratio=1)
     table.add_column("placements", no_wrap=True)
     table.add_column("sent", justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)

@@ -139,6 +139,7 @@ def _joins(last: Row, node: fx.Node, module: str, layout: str, heavy: bool, majo
     return short_name(node) == "getitem" or (not heavy and layout == last.layout)
 
 
+VIEWS = {"reshape", "permute", "unsqueeze", "slice", "expand"}
 SMALL = {
     "add",
     "mul",
@@ -163,7 +164,8 @@ def _merged(rows: list[Row], owners: set[str]) -> list[Row]:
         before = next((r for r in reversed(out) if r.kind != "parameter"), None)
         cut = before is not None and before.kind == row.kind == "op" and out[-1].kind == "parameter"
         small = set(row.ops) <= SMALL and row.name not in owners
-        if cut and before is not None and before.layout == row.layout and (row.name == before.name or small):
+        same = before is not None and (before.layout == row.layout or (before.how == row.how and set(row.ops) <= VIEWS))
+        if cut and same and before is not None and (row.name == before.name or small):
             before.ops.extend(row.ops)
             before.messages.extend(row.messages)
         else:
