@@ -104,7 +104,7 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world = world
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """`function(*args)` on every rank; results by rank.
 
         Raises:
@@ -131,7 +131,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=240))
     while True:
         try:
             message = pipe.recv_bytes()

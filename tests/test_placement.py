@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+
 from autopar.mesh import make_mesh
 from autopar.placement import (
     INVARIANT,

@@ -15,7 +15,7 @@ Choices that need a local body of their own (vocabulary-split embedding, ...) ar
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -119,7 +119,6 @@ class Rule:
     localize: Callable[[Local], Call] | None = None
     messages: Callable[[Local], tuple[tuple[Message, ...], tuple[Message, ...]]] | None = None
     known: bool = True
-    words: Mapping[str, str] = field(default_factory=dict)
 
 
 def replicated_rule(operand_ranks: tuple[int, ...], result_ranks: tuple[int, ...]) -> Rule:

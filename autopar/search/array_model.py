@@ -105,24 +105,26 @@ class ArrayModel:
         seconds: float | None = None,
         hint: Floats | None = None,
         on_message: Callable[[Sequence[str]], None] | None = None,
+        solver: mathopt.SolverType = mathopt.SolverType.HIGHS,
     ) -> Answer:
-        """Solve the linear relaxation (with reduced costs) or the mixed program; `hint` is a value for every column."""
+        """Solve the linear relaxation (with reduced costs) or the mixed program; `hint` is a value for every column.
+
+        HiGHS is by far the quickest on costs but may overrun its time limit; its presolve can hang and stays off.
+        """
         model = mathopt.Model.from_model_proto(self.proto(relaxed=relaxed))
         limit = None if seconds is None else datetime.timedelta(seconds=max(seconds, 0.01))
         parameters = mathopt.SolveParameters(
             time_limit=limit,
             relative_gap_tolerance=None if relaxed else relative_gap,
             absolute_gap_tolerance=None if relaxed else 0.0,
-            presolve=mathopt.Emphasis.OFF,
+            presolve=mathopt.Emphasis.OFF if solver == mathopt.SolverType.HIGHS else None,
         )
         sparse = mathopt.VariableFilter(skip_zero_values=True)
         model_parameters = mathopt.ModelSolveParameters(variable_values_filter=sparse, reduced_costs_filter=sparse)
         if hint is not None:
             values = {model.get_variable(i): float(value) for i, value in enumerate(hint)}
             model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-        result = mathopt.solve(
-            model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters, msg_cb=on_message
-        )
+        result = mathopt.solve(model, solver, params=parameters, model_params=model_parameters, msg_cb=on_message)
         reason = result.termination.reason
         found = result.has_primal_feasible_solution()
         reduced = None

@@ -105,8 +105,8 @@ def _solve(
         if error.least_nbytes is None:
             raise
         raise InfeasibleError(
-            f"no plan on mesh {problem.pricer.mesh} fits in {limit / GB:.2f} GB a device: the least that would do is "
-            f"{error.least_nbytes / GB:.2f} GB; use more devices, a smaller global batch, lower precision or "
+            f"no plan on mesh {problem.pricer.mesh} fits in {limit / GB:.3g} GB a device: the least that would do is "
+            f"{error.least_nbytes / GB:.3g} GB; use more devices, a smaller global batch, lower precision or "
             "devices with more memory",
             least_nbytes=error.least_nbytes,
         ) from error
