@@ -17,6 +17,8 @@ from autopar.version import TORCH_RANGE, in_range
 
 VERSION = 1
 
+ROUNDING = 1e-9
+
 LIFETIMES = ("always", "use", "microbatch")
 """How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is gathered again
 for backward (ZeRO-3), or it is kept from forward to backward."""
@@ -58,9 +60,10 @@ class Estimate:
 
     @property
     def gap(self) -> float:
-        """How far the plan can be from optimal in the space searched, relative to the plan."""
+        """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
         total = self.step_seconds
-        return max(0.0, (total - self.bound) / total) if total else 0.0
+        gap = (total - self.bound) / total if total else 0.0
+        return gap if gap > ROUNDING else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
