@@ -93,7 +93,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
         if estimate.bound:
-            step += f", in the space searched none takes less than {seconds_text(estimate.bound)} (gap {percent_text(estimate.gap)})"
+            bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
+            step += f", in the space searched none takes less than {bound} (gap {gap})"
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
     lines.append(
         f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
