@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopar.calls import Call
 from autopar.capture import capture
+from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.export.folder import export_folder
 from autopar.export.regions import sections
@@ -30,9 +31,10 @@ from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.plan import Plan
+from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime.exported import load_exported
+from autopar.search.baselines import make_baseline
 from autopar.search.random_plan import random_plan
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo
@@ -244,3 +246,15 @@ def test_plan_json_of_an_export_loads(tmp_path: Path) -> None:
     export_of("vit", tmp_path, (2,))
     body = json.loads((tmp_path / "plan.json").read_text())
     assert body["call"]["kwargs"]["dict"]["labels"] == {"tensor": [8], "dtype": "int64"}
+
+
+def test_a_plan_that_exchanges_heads_for_sequence_shows_all_to_all() -> None:
+    """Ulysses: every layer's attention is entered and left by all-to-all, in the graph and in the code."""
+    model, kwargs = zoo("bert")
+    captured = capture(model, (), kwargs)
+    plan = make_baseline("ulysses", captured, load_cluster("4xcpu"), make_mesh((2, 2)), TrainConfig())
+    local = insert_collectives(captured, plan)
+    exchanges = [node for node in local.graph.nodes if getattr(node.target, "__name__", "") == "all_to_all"]
+    assert len(exchanges) == 2 * 4, "q, k, v in and the result out, for each of two layers"
+    assert all(node.kwargs["axis"] == "model" for node in exchanges)
+    assert "all_to_all(" in generate(local)
