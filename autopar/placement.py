@@ -12,6 +12,7 @@ innermost. A dim whose size does not divide is cut into equal chunks of ceil(siz
 computes on equal local shapes, and what lies beyond the true size is garbage that no redistribution lets through.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -147,13 +148,12 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """Whether no rank holds padding."""
-    for dim in layout.sharded_dims():
-        size = shape[dim]
-        for axis in layout.axes_of(dim):
-            if size % mesh.shape[axis]:
-                return False
-            size //= mesh.shape[axis]
-    return True
+    return all(divides(shape, layout, mesh, dim) for dim in layout.sharded_dims())
+
+
+def divides(shape: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> bool:
+    """Whether the axes that shard `dim` cut it into equal parts."""
+    return shape[dim] % math.prod(mesh.shape[axis] for axis in layout.axes_of(dim)) == 0
 
 
 def local_ranges(

@@ -68,6 +68,12 @@ def test_uneven_storage_on_two_dims_comes_back() -> None:
         assert [entry for entry in result if not all(entry[1:])] == []
 
 
+def test_an_uneven_dim_beside_an_evenly_nested_one_comes_back() -> None:
+    mesh = make_mesh((2, 2, 2))
+    for result in ranks(8).run(rejoined, mesh, (5, 8), [parse_layout("S1,S1,S0")]):
+        assert [entry for entry in result if not all(entry[1:])] == []
+
+
 def test_a_rank_may_store_nothing() -> None:
     """Chunks are ceil(5 / 4) = 2 rows: the last rank has none, as with torch.chunk."""
     mesh, whole = make_mesh((4,)), torch.arange(5.0)
@@ -118,6 +124,7 @@ def test_storage_that_no_dtensor_can_have_is_refused(layout: str, shape: tuple[i
         check_storage("blocks.0.weight", shape, parse_layout(layout), make_mesh((2, 2)), trainable)
     assert is_even((8, 4), parse_layout("S0,S0"), make_mesh((2, 2)))
     check_storage("w", (8, 4), parse_layout("S0,S0"), make_mesh((2, 2)), True)
+    check_storage("w", (101, 32), parse_layout("S1,S1,S0"), make_mesh((2, 2, 2)), True)
 
 
 def test_names_mirror_the_original_tree() -> None:

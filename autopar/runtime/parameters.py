@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.mesh import Mesh
-from autopar.placement import PARTIAL, REPLICATE, Layout, Shard, is_even, local_ranges, local_shape
+from autopar.placement import PARTIAL, REPLICATE, Layout, Shard, divides, local_ranges, local_shape
 from autopar.runtime.private_torch import strided_shard
 
 
@@ -46,8 +46,8 @@ def check_storage(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh,
         )
     if PARTIAL in layout.axes:
         raise PlanMismatchError(f"the plan stores {name} as {layout}: a stored parameter is whole or split; plan again")
-    nested = any(len(layout.axes_of(dim)) > 1 for dim in layout.sharded_dims())
-    if nested and not is_even(shape, layout, mesh):
+    nested = [dim for dim in layout.sharded_dims() if len(layout.axes_of(dim)) > 1]
+    if not all(divides(shape, layout, mesh, dim) for dim in nested):
         raise PlanMismatchError(
             f"the plan stores {name} {shape} as {layout} on mesh {mesh}: a dim split by several axes must divide; "
             "plan again"

@@ -9,7 +9,7 @@ import itertools
 from functools import lru_cache
 
 from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout, Placement, Shard, chunk_size, is_even
+from autopar.placement import INVARIANT, REPLICATE, Layout, Placement, Shard, chunk_size, divides, is_even
 
 
 def is_storable(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
@@ -19,13 +19,9 @@ def is_storable(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
         n = mesh.shape[axes[0]]
         if len(axes) == 1 and chunk_size(shape[dim], n) * (n - 1) >= shape[dim]:
             return False
-        if len(axes) > 1 and not is_even(shape, Layout(_only(layout, dim), layout.order and axes), mesh):
+        if len(axes) > 1 and not divides(shape, layout, mesh, dim):
             return False
     return True
-
-
-def _only(layout: Layout, dim: int) -> tuple[Placement, ...]:
-    return tuple(p if p == Shard(dim) else REPLICATE for p in layout.axes)
 
 
 @lru_cache(maxsize=4096)
