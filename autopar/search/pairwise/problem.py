@@ -21,9 +21,9 @@ class Pairwise:
     """Options of node i: `cost[first_option[i]:first_option[i + 1]]`.
 
     Edge e couples nodes `edge_a[e] != edge_b[e]`, at most one edge a pair of nodes; its matrix lies row-major in the
-    options of a at `pair_cost[first_pair[e]:first_pair[e + 1]]`. Member m belongs to `member_node[m]`, lives over the half-open interval
-    `begin[m] <= t < end[m]`, and takes `usage[first_usage[m]:first_usage[m + 1]]` bytes, one value an option of its node
-    (>= 0, and begin < end).
+    options of a at `pair_cost[first_pair[e]:first_pair[e + 1]]`. Member m belongs to `member_node[m]`, lives at times
+    `begin[m] <= t < end[m]`, and takes `usage[first_usage[m]:first_usage[m + 1]]` bytes, one value an option of its
+    node (>= 0, and begin < end).
     """
 
     first_option: Ints
