@@ -44,6 +44,10 @@ class InfeasibleError(AutoparError):
         self.least_nbytes = least_nbytes
 
 
+class ContestFileError(AutoparError):
+    """A strategy graph file that is not valid, or a choice of options that is not one of its graph."""
+
+
 class PlanMismatchError(AutoparError):
     """A plan made for another model, mesh or library version."""
 
