@@ -320,7 +320,8 @@ class _Builder:
         space: ParameterSpace,
         readers: list[Reader],
     ) -> None:
-        """Vertices: options, then for one reader its uses; for several (option, use) on the way to (use, reader)."""
+        """Vertices: options, then for one reader its uses; for several (use, cost of gathering it again) on the way to
+        (use, reader). One option is chosen, so that copies from different ones may share a vertex."""
         count, num_options = len(names), len(space.options)
         arcs: list[tuple[int, int, float]] = []
         steps: list[tuple[Step, ...]] = []
@@ -332,15 +333,16 @@ class _Builder:
                 arcs.append((way.option, wants[0][way.use], way.seconds + way.again * readers[0].savers))
                 steps.append(way.steps)
         else:
-            numbers = itertools.count(num_options + len(space.ways))
+            copies = {copy: i for i, copy in enumerate(dict.fromkeys((w.use, w.again) for w in space.ways))}
+            numbers = itertools.count(num_options + len(copies))
             wants = [{u: next(numbers) for u in uses} for _ in readers]
-            num_vertices = num_options + len(space.ways) + len(readers) * len(uses)
-            for i, way in enumerate(space.ways):
-                arcs.append((way.option, num_options + i, way.seconds))
+            num_vertices = num_options + len(copies) + len(readers) * len(uses)
+            for way in space.ways:
+                arcs.append((way.option, num_options + copies[way.use, way.again], way.seconds))
                 steps.append(way.steps)
-            for i, way in enumerate(space.ways):
+            for (use, again), copy in copies.items():
                 for reader, want in zip(readers, wants, strict=True):
-                    arcs.append((num_options + i, want[way.use], way.again * reader.savers))
+                    arcs.append((num_options + copy, want[use], again * reader.savers))
                     steps.append(())
         layouts: list[Layout | None] = [storage for storage, _ in space.options]
         layouts += [None] * (num_vertices - num_options)
