@@ -124,11 +124,12 @@ def cluster_options(cluster: Cluster, pricer: Pricer, allowed: Allowed) -> list[
     for combination in itertools.product(*axes):
         names = tuple(zip(*combination, strict=True))
         if all(pricer.is_allowed(op, n) for op, n in zip(cluster.members, names, strict=True)):
-            out.append(_option(cluster, names, pricer))
+            out.append(make_option(cluster, names, pricer))
     return out
 
 
-def _option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pricer) -> Option:
+def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pricer) -> Option:
+    """The members' choices, one an axis each, with what they cost together."""
     members = cluster.members
     prices = [pricer.op(op, n) for op, n in zip(members, names, strict=True)]
     kept = sum(price.kept for price in prices)
