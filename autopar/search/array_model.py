@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from ortools.math_opt import model_pb2
+from ortools.math_opt import (
+    model_parameters_pb2,
+    model_pb2,
+    result_pb2,
+    solution_pb2,
+    sparse_containers_pb2,
+)
+from ortools.math_opt.core.python import solver as core
 from ortools.math_opt.python import mathopt
 
 Floats = NDArray[np.float64]
@@ -111,7 +118,6 @@ class ArrayModel:
 
         HiGHS is by far the quickest on costs but may overrun its time limit; its presolve can hang and stays off.
         """
-        model = mathopt.Model.from_model_proto(self.proto(relaxed=relaxed))
         limit = None if seconds is None else datetime.timedelta(seconds=max(seconds, 0.01))
         parameters = mathopt.SolveParameters(
             time_limit=limit,
@@ -119,29 +125,49 @@ class ArrayModel:
             absolute_gap_tolerance=None if relaxed else 0.0,
             presolve=mathopt.Emphasis.OFF if solver == mathopt.SolverType.HIGHS else None,
         )
-        sparse = mathopt.VariableFilter(skip_zero_values=True)
-        model_parameters = mathopt.ModelSolveParameters(variable_values_filter=sparse, reduced_costs_filter=sparse)
+        wanted = model_parameters_pb2.ModelSolveParametersProto()
+        wanted.variable_values_filter.skip_zero_values = True
+        wanted.reduced_costs_filter.skip_zero_values = True
         if hint is not None:
-            values = {model.get_variable(i): float(value) for i, value in enumerate(hint)}
-            model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-        result = mathopt.solve(model, solver, params=parameters, model_params=model_parameters, msg_cb=on_message)
+            values = wanted.solution_hints.add().variable_values
+            values.ids.extend(range(len(hint)))
+            values.values.extend(hint.tolist())
+        result = _solve(self.proto(relaxed=relaxed), solver, parameters, wanted, on_message)
+        best = result.solutions[0] if result.solutions else None
         reason = result.termination.reason
-        found = result.has_primal_feasible_solution()
+        found = best is not None and best.primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE
         reduced = None
-        if relaxed and result.has_dual_feasible_solution():
-            reduced = self._dense(result.reduced_costs())
+        if (
+            relaxed
+            and best is not None
+            and best.dual_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE
+        ):
+            reduced = self._dense(best.dual_solution.reduced_costs)
         return Answer(
-            values=self._dense(result.variable_values()) if found else None,
+            values=self._dense(best.primal_solution.variable_values) if best is not None and found else None,
             reduced_costs=reduced,
-            objective=result.objective_value() if found else np.inf,
-            bound=result.best_objective_bound(),
-            optimal=reason == mathopt.TerminationReason.OPTIMAL,
+            objective=best.primal_solution.objective_value if best is not None and found else np.inf,
+            bound=result.termination.objective_bounds.dual_bound,
+            optimal=reason == result_pb2.TERMINATION_REASON_OPTIMAL,
             infeasible=reason
-            in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED),
+            in (result_pb2.TERMINATION_REASON_INFEASIBLE, result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED),
         )
 
-    def _dense(self, values: dict[mathopt.Variable, float]) -> Floats:
+    def _dense(self, values: sparse_containers_pb2.SparseDoubleVectorProto) -> Floats:
         dense = np.zeros(self.num_columns)
-        if values:
-            dense[[variable.id for variable in values]] = list(values.values())
+        dense[np.array(values.ids, np.int64)] = values.values
         return dense
+
+
+def _solve(
+    model: model_pb2.ModelProto,
+    solver: mathopt.SolverType,
+    parameters: mathopt.SolveParameters,
+    wanted: model_parameters_pb2.ModelSolveParametersProto,
+    on_message: Callable[[Sequence[str]], None] | None,
+) -> result_pb2.SolveResultProto:
+    """What `mathopt.solve` calls, proto in and proto out: its Python objects, a basis status a variable too, take
+    longer to make than the smaller programs to solve."""
+    arguments = mathopt.StreamableSolverInitArguments().to_proto()
+    callbacks = mathopt.CallbackRegistration().to_proto()
+    return core.solve(model, solver.value, arguments, parameters.to_proto(), wanted, on_message, callbacks, None, None)
