@@ -167,12 +167,14 @@ def _op(
         tuple((n, f.size, f.summed, f.even) for n, f in rule.factors.items()),
     )
     signature = signatures.setdefault(key, len(signatures))
+    if signature not in rules:
+        rules[signature] = {c.name: c for c in choices(rule)}
     return Op(
         position=position,
         name=node.name,
         node=node,
         rule=rule,
-        choices=rules.setdefault(signature, {c.name: c for c in choices(rule)}),
+        choices=rules[signature],
         operands=tuple(s.name for s in sources),
         results=tuple(results),
         operand_grads=grads,
