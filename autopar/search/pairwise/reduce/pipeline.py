@@ -29,12 +29,15 @@ from autopar.search.pairwise.reduce.graph import (
     roomier,
     to_problem,
 )
-from autopar.search.pairwise.reduce.leaves import prune_leaves
+from autopar.search.pairwise.reduce.pairs import prune_pairs
 from autopar.search.pairwise.reduce.lift import replay
 from autopar.search.pairwise.reduce.members import settle_members
 from autopar.search.pairwise.reduce.room import drop_oversized
 from autopar.search.pairwise.reduce.tighten import tighten
 from autopar.search.pairwise.reduce.times import drop_times
+
+MOST_WORK = 1_000_000_000
+"""Of one node: about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +140,7 @@ def reduce(problem: Pairwise, *, seconds: float | None = None) -> Reduced:
         reduction.apply_limit()
         _cheap(reduction, heaviest, stop)
         reduction.apply(drop_dominated)
-        reduction.apply(prune_leaves)
+        reduction.apply(prune_pairs, MOST_WORK)
         if monotonic() >= stop:
             break
         if reduction.changes == before:

@@ -49,4 +49,4 @@ def no_more(taken: Floats, i: int, k: int) -> bool:
     s = 0
     while s < taken.shape[1] and taken[i, s] <= taken[k, s]:
         s += 1
-    return s == taken.shape[1]
+    return bool(s == taken.shape[1])
