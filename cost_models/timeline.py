@@ -3,8 +3,8 @@
 A task needs `seconds` of one stream (a device's compute, or one of its links) after the tasks that it depends on. A
 stream runs one task at a time and never stops one that runs. Whenever it is free it starts, of its tasks that are
 ready, the one with the lowest `priority`; of equals the first to become ready, then the first in the list. So equal
-priorities are a FIFO queue, and a program order is a chain of dependencies. A long message that urgent ones may overtake
-is a chain of partitions.
+priorities are a FIFO queue, and a program order is a chain of dependencies. A long message that urgent ones may
+overtake is a chain of partitions.
 
 All tasks that end at one moment end before any other starts. O((tasks + dependencies) log tasks).
 """
@@ -93,7 +93,9 @@ def critical_path_seconds(tasks: Tasks) -> float:
 
 def busy_seconds(tasks: Tasks) -> Floats:
     """Seconds of work of each stream."""
-    return np.bincount(tasks.stream, weights=tasks.seconds, minlength=tasks.num_streams)
+    busy = np.zeros(tasks.num_streams)
+    np.add.at(busy, tasks.stream, tasks.seconds)
+    return busy
 
 
 class TaskList:

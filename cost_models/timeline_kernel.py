@@ -54,9 +54,9 @@ def longest_paths(seconds: Floats, before: Ints, after: Ints) -> tuple[Floats, i
 @numba.njit(cache=True)
 def _sooner(a: int, b: int, urgency: Floats, since: Floats) -> bool:
     if urgency[a] != urgency[b]:
-        return urgency[a] < urgency[b]
+        return bool(urgency[a] < urgency[b])
     if since[a] != since[b]:
-        return since[a] < since[b]
+        return bool(since[a] < since[b])
     return a < b
 
 

@@ -1,5 +1,7 @@
 """The event simulation: equal to a naive simulator, bounded by critical path and busiest stream, drawn as a trace."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -120,7 +122,7 @@ def test_a_trace_shows_every_task_once_without_overlap_up_to_the_makespan(seed: 
     assert names == {s: f"link {s}" for s in range(tasks.num_streams)}
     for tid in names:
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
         assert sum(end - start for start, end in mine) == pytest.approx(busy_seconds(tasks)[tid] * 1e6)
 
 
