@@ -36,7 +36,7 @@ def layouts_of(mesh: Mesh) -> list[Layout]:
 
 
 def redistribute(
-    mesh: Mesh, shape: tuple[int, ...], chains: list[Chain], seed: int
+    mesh: Mesh, shape: tuple[int, ...], chains: list[Chain], seed: int, memory_format: torch.memory_format
 ) -> list[tuple[Tensor, Tensor, Sent]]:
     """One rank's results: value and gradient of each chain, and what it sent."""
     torch.manual_seed(seed)
@@ -46,14 +46,14 @@ def redistribute(
     out = []
     for number, chain in enumerate(chains):
         value, gradient = dealt(mesh, shape, chain, seed + number)
-        leaf = value[groups.rank].requires_grad_()
+        leaf = value[groups.rank].contiguous(memory_format=memory_format).requires_grad_()
         groups.sent = {}
         with use_groups(groups):
             x = leaf
             for step in chain:
                 function, keywords = collective_call(step, shape, mesh)
                 x = function(x, **keywords)
-            x.backward(gradient[groups.rank])
+            x.backward(gradient[groups.rank].contiguous(memory_format=memory_format))
         assert leaf.grad is not None
         out.append((x.detach().clone(), leaf.grad, groups.sent))
     return out
@@ -86,8 +86,14 @@ def predicted(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Sent:
     return {key: (calls[key], nbytes[key]) for key in calls}
 
 
-def check(mesh: Mesh, shape: tuple[int, ...], chains: list[Chain], seed: int = 0) -> None:
-    results = ranks(mesh.size).run(redistribute, mesh, shape, chains, seed, timeout=120)
+def check(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    chains: list[Chain],
+    seed: int = 0,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> None:
+    results = ranks(mesh.size).run(redistribute, mesh, shape, chains, seed, memory_format, timeout=120)
     for number, chain in enumerate(chains):
         value, gradient, _ = wholes(mesh, shape, seed + number)
         source, target = chain[0].source, chain[-1].target
@@ -114,6 +120,18 @@ def test_every_single_and_flattened_step(mesh_shape: tuple[int, ...], even: bool
     ]
     assert {(type(c[0].before), type(c[0].after)) for c in chains} == set(TABLE)
     check(mesh, shape, chains)
+
+
+def test_pixels_that_lie_channels_last() -> None:
+    """torch.stack and torch.cat keep such strides, which collectives refuse."""
+    mesh, shape = make_mesh((2,)), (2, 4, 6, 2)
+    sources = [Layout((placement,)) for placement in (*(Shard(d) for d in range(4)), REPLICATE, INVARIANT, PARTIAL)]
+    check(
+        mesh,
+        shape,
+        [(step,) for source in sources for step in steps_from(source, 4, True)],
+        memory_format=torch.channels_last,
+    )
 
 
 @pytest.mark.parametrize("even", [True, False])

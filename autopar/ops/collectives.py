@@ -84,7 +84,7 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
         return x.view_as(x)
     chunk = chunk_size(x.shape[dim], n)
     x = pad_dim(x, dim, n * chunk)
-    x = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()
+    x = (torch.cat(x.chunk(n, dim)) if dim else x).contiguous()
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
     nbytes = x.numel() * x.element_size()
     _send("reduce_scatter", axis, nbytes, groups, lambda group: _reduce_scatter(out, x, group=group))
@@ -107,7 +107,7 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
     if x.dtype == torch.bool:
         return _exchange(x.view(torch.uint8), split_dim, concat_dim, axis, size, groups).view(torch.bool)
     x = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
-    sent = torch.stack(x.chunk(n, split_dim))
+    sent = torch.stack(x.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
     received = torch.empty_like(sent)
     nbytes = sent.numel() * sent.element_size()
     _send("all_to_all", axis, nbytes, groups, lambda group: dist.all_to_all_single(received, sent, group=group))
