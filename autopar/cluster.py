@@ -5,11 +5,11 @@ carries its source; the presets' figures are the TOML files of `cost_models/hard
 
     8xh100                     one node of 8 H100
     64x8xh100                  64 nodes of 8 H100
+    8x4xrtx2080ti@10gbe        8 nodes of 4 RTX 2080 Ti, joined by another network than the preset's
     cluster.toml               a file in the form of `TOML_FORM`, e.g. one that `cluster_toml` wrote
 """
 
 import dataclasses
-import json
 import math
 import re
 import tomllib
@@ -19,12 +19,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autopar.device import Device, LinkLevel
+from autopar.device import Device
 from autopar.errors import ClusterError
+from autopar.link import LinkLevel
+from autopar.link_file import level_toml, preset_links, read_level
+from autopar.toml_tables import check_keys, figure_line, figures, quote, text
 
 TOML_FORM = """\
 name = "my cluster"
 device = "h100"            # a preset, or a [device] table as in cost_models/hardware/h100.toml
+library = "nccl"           # whose algorithms run: nccl, gloo, mpi or any (optional)
 [[levels]]                 # slowest level first
 name = "infiniband"
 size = 64                  # groups joined at this level: here nodes
@@ -32,24 +36,27 @@ alpha = 8e-6               # seconds a message, or { value = 8e-6, source = "whe
 bandwidth = 50e9           # bytes/s of one link in each direction
 devices_per_link = 1       # devices that share the link (optional)
 [[levels]]
-name = "nvlink"
+link = "nvlink4"           # all figures of a file of cost_models/interconnects
 size = 8
-alpha = 4e-6
-bandwidth = 350e9
 """
 
-PRESET = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<per_node>\d+)x(?P<device>[a-z][a-z0-9-]*)")
+PRESET = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<per_node>\d+)x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?")
+
+LIBRARIES = ("nccl", "gloo", "mpi", "any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`levels` from the slowest (nodes) to the fastest (devices of one node)."""
+    """`levels` from the slowest (nodes) to the fastest (devices of one node); `library` runs the collectives."""
 
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
+    library: str = "nccl"
 
     def __post_init__(self) -> None:
+        if self.library not in LIBRARIES:
+            raise ClusterError(f"cluster {self.name}: library {self.library!r} is none of {', '.join(LIBRARIES)}")
         if not self.levels:
             raise ClusterError(f"cluster {self.name} has no link level; one device is one level of size 1")
 
@@ -85,41 +92,50 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
     Raises:
         ClusterError: if the text is no preset and no file, or the file is not valid.
     """
-    text = str(text_or_path)
-    if isinstance(text_or_path, Path) or text.endswith(".toml") or Path(text).is_file():
+    name = str(text_or_path)
+    if isinstance(text_or_path, Path) or name.endswith(".toml") or Path(name).is_file():
         return _from_file(Path(text_or_path))
-    match = PRESET.fullmatch(text.strip().lower())
-    if match is None or match["device"] not in preset_devices():
+    match = PRESET.fullmatch(name.strip().lower())
+    if match is None or match["device"] not in preset_devices() or match["network"] not in (None, *preset_links()):
         raise ClusterError(
-            f"cluster {text!r} is neither a preset nor a TOML file. A preset is NODESxDEVICESxNAME or DEVICESxNAME "
-            f"(64x8xh100, 8xh100) with NAME one of {', '.join(preset_devices())}; "
+            f"cluster {name!r} is neither a preset nor a TOML file. A preset is NODESxDEVICESxNAME or DEVICESxNAME "
+            f"(64x8xh100, 8xh100) with NAME one of {', '.join(preset_devices())}; behind several nodes may stand "
+            f"@NETWORK (8x4xrtx2080ti@10gbe), one of {', '.join(preset_links())}; "
             f"a TOML file looks like this:\n{TOML_FORM}"
         )
-    return _from_preset(text.strip().lower(), match)
+    return _from_preset(name.strip().lower(), match)
 
 
-def _from_preset(text: str, match: re.Match[str]) -> Cluster:
+def _from_preset(name: str, match: re.Match[str]) -> Cluster:
     hardware = _hardware(match["device"])
     where = f"preset {match['device']}"
+    tables = [dict(table) for table in hardware["levels"]]
     # The hardware file's levels are those of a whole cluster; one node needs only the last of them.
     sizes = [int(n) for n in (match["nodes"], match["per_node"]) if n is not None]
-    tables = hardware["levels"]
+    if match["network"] is not None:
+        if len(sizes) == 1:
+            raise ClusterError(
+                f"cluster {name!r}: {match['network']} joins nodes, and there is but one; write the number of nodes in "
+                f"front, as in 2x{name}"
+            )
+        tables = [{"link": match["network"]}, tables[-1]]
     if len(sizes) > len(tables):
         raise ClusterError(
-            f"cluster {text!r}: no link between nodes of {match['device']} is known; write {sizes[0] * sizes[1]}x"
-            f"{match['device']} for one node, or describe the network in a TOML file:\n{TOML_FORM}"
+            f"cluster {name!r}: no link between nodes of {match['device']} is known; write {sizes[0] * sizes[1]}x"
+            f"{match['device']} for one node, name a network ({name}@10gbe), or describe it in a TOML file:\n"
+            f"{TOML_FORM}"
         )
     levels = []
-    for size, table in zip(sizes, tables[len(tables) - len(sizes) :], strict=True):
-        fields = dict(table)
-        limit = fields.pop("max_size", size)
+    for depth, (size, table) in enumerate(zip(sizes, tables[len(tables) - len(sizes) :], strict=True)):
+        limit = table.pop("max_size", size)
         if not 1 <= size <= limit:
             raise ClusterError(
-                f"cluster {text!r}: {fields['name']} joins 1 to {limit} {match['device']}, not {size}; "
-                f"write the number of nodes in front, as in 2x{limit}x{match['device']}"
+                f"cluster {name!r}: {table.get('link') or table['name']} joins 1 to {limit} {match['device']}, "
+                f"not {size}; write the number of nodes in front, as in 2x{limit}x{match['device']}"
             )
-        levels.append(_level(fields | {"size": size}, where))
-    return Cluster(name=text, device=_device(hardware["device"], where), levels=tuple(levels))
+        levels.append(read_level(table | {"size": size}, math.prod(sizes[depth + 1 :]), where, TOML_FORM))
+    library = text(hardware, "library", where) if "library" in hardware else "nccl"
+    return Cluster(name=name, device=_device(hardware["device"], where), levels=tuple(levels), library=library)
 
 
 def _from_file(path: Path) -> Cluster:
@@ -134,18 +150,32 @@ def _from_file(path: Path) -> Cluster:
             f"cluster file {path} is not TOML: {error}. It should look like this:\n{TOML_FORM}"
         ) from error
     where = str(path)
-    _check_keys(document, {"name", "device", "levels"}, set(), where)
-    device = document["device"]
+    check_keys(document, {"name", "device", "levels"}, {"library"}, where, TOML_FORM)
+    device, library = document["device"], document.get("library")
     if isinstance(device, str):
         if device not in preset_devices():
             raise ClusterError(
                 f"{where}: device {device!r} is not one of {', '.join(preset_devices())}; give a [device] table"
             )
-        device = _hardware(device)["device"]
+        hardware = _hardware(device)
+        device, library = hardware["device"], library or hardware.get("library")
     if not isinstance(document["levels"], list):
         raise ClusterError(f"{where}: levels must be [[levels]] tables, slowest first:\n{TOML_FORM}")
-    levels = tuple(_level(table, where) for table in document["levels"])
-    return Cluster(name=_text(document, "name", where), device=_device(device, where), levels=levels)
+    return Cluster(
+        name=text(document, "name", where),
+        device=_device(device, where),
+        levels=_levels(document["levels"], where),
+        library="nccl" if library is None else text({"library": library}, "library", where),
+    )
+
+
+def _levels(tables: list[Any], where: str) -> tuple[LinkLevel, ...]:
+    """From the fastest level up, because a machine's one link is shared by all devices below it."""
+    levels: list[LinkLevel] = []
+    for table in reversed(tables):
+        below = math.prod(level.size for level in levels)
+        levels.insert(0, read_level(table, below, where, TOML_FORM))
+    return tuple(levels)
 
 
 def _hardware(name: str) -> dict[str, Any]:
@@ -157,15 +187,15 @@ def _hardware(name: str) -> dict[str, Any]:
 def _device(table: Any, where: str) -> Device:
     where = f"{where}: [device]"
     scalars = ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency")
-    _check_keys(table, {"name", "peak_flops", *scalars}, set(), where)
+    check_keys(table, {"name", "peak_flops", *scalars}, set(), where, TOML_FORM)
     if not isinstance(table["peak_flops"], Mapping) or not table["peak_flops"]:
         raise ClusterError(
             f"{where}: peak_flops must be a table of flop/s by dtype, as in {{ bf16 = 989e12, fp32 = 67e12 }}"
         )
-    values, sources = _figures(table, scalars, where)
-    peaks, peak_sources = _figures(table["peak_flops"], tuple(table["peak_flops"]), f"{where} peak_flops")
+    values, sources = figures(table, scalars, where, TOML_FORM)
+    peaks, peak_sources = figures(table["peak_flops"], tuple(table["peak_flops"]), f"{where} peak_flops", TOML_FORM)
     return Device(
-        name=_text(table, "name", where),
+        name=text(table, "name", where),
         peak_flops=tuple(peaks.items()),
         memory_bytes=int(values["memory_bytes"]),
         memory_bandwidth=values["memory_bandwidth"],
@@ -175,82 +205,15 @@ def _device(table: Any, where: str) -> Device:
     )
 
 
-def _level(table: Any, where: str) -> LinkLevel:
-    where = f"{where}: [[levels]]"
-    _check_keys(table, {"name", "size", "alpha", "bandwidth"}, {"devices_per_link"}, where)
-    values, sources = _figures(table, ("alpha", "bandwidth", "devices_per_link"), where)
-    counts = {"size": table["size"], "devices_per_link": values.get("devices_per_link", 1)}
-    for key, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ClusterError(f"{where}: {key} {count!r} must be a whole number")
-    return LinkLevel(
-        name=_text(table, "name", where),
-        size=table["size"],
-        alpha=values["alpha"],
-        bandwidth=values["bandwidth"],
-        devices_per_link=int(counts["devices_per_link"]),
-        sources=sources,
-    )
-
-
-def _figures(
-    table: Mapping[str, Any], keys: tuple[str, ...], where: str
-) -> tuple[dict[str, float], tuple[tuple[str, str], ...]]:
-    """Values and sources of those of `keys` that the table has: a number, or `{ value, source }`."""
-    values: dict[str, float] = {}
-    sources: list[tuple[str, str]] = []
-    for key in keys:
-        if key not in table:
-            continue
-        figure = table[key]
-        if isinstance(figure, Mapping):
-            _check_keys(figure, {"value", "source"}, set(), f"{where} {key}")
-            sources.append((key, _text(figure, "source", f"{where} {key}")))
-            figure = figure["value"]
-        if isinstance(figure, bool) or not isinstance(figure, int | float):
-            raise ClusterError(f"{where}: {key} {figure!r} must be a number or {{ value = number, source = text }}")
-        values[key] = figure
-    return values, tuple(sources)
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    value = table[key]
-    if not isinstance(value, str):
-        raise ClusterError(f"{where}: {key} {value!r} must be text")
-    return value
-
-
-def _check_keys(table: Any, required: set[str], optional: set[str], where: str) -> None:
-    if not isinstance(table, Mapping):
-        raise ClusterError(f"{where} must be a table, not {table!r}; a cluster file looks like this:\n{TOML_FORM}")
-    missing, unknown = sorted(required - set(table)), sorted(set(table) - required - optional)
-    if missing or unknown:
-        raise ClusterError(
-            f"{where}: missing keys {', '.join(missing) or 'none'}; unknown keys {', '.join(unknown) or 'none'}; "
-            f"a cluster file looks like this:\n{TOML_FORM}"
-        )
-
-
 def cluster_toml(cluster: Cluster) -> str:
     """The cluster as a file that `load_cluster` reads back as an equal value."""
     device, sources = cluster.device, dict(cluster.device.sources)
-    lines = [f"name = {_quote(cluster.name)}", "", "[device]", f"name = {_quote(device.name)}"]
+    lines = [f"name = {quote(cluster.name)}", f"library = {quote(cluster.library)}", ""]
+    lines += ["[device]", f"name = {quote(device.name)}"]
     for field in ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency"):
-        lines.append(f"{field} = {_figure(getattr(device, field), sources.get(field))}")
+        lines.append(figure_line(field, getattr(device, field), sources.get(field)))
     lines += ["", "[device.peak_flops]"]
-    lines += [f"{_quote(k)} = {_figure(v, sources.get(f'peak_flops.{k}'))}" for k, v in device.peak_flops]
+    lines += [figure_line(quote(dtype), peak, sources.get(f"peak_flops.{dtype}")) for dtype, peak in device.peak_flops]
     for level in cluster.levels:
-        sources = dict(level.sources)
-        lines += ["", "[[levels]]", f"name = {_quote(level.name)}", f"size = {level.size}"]
-        for field in ("alpha", "bandwidth", "devices_per_link"):
-            lines.append(f"{field} = {_figure(getattr(level, field), sources.get(field))}")
+        lines += ["", *level_toml(level)]
     return "\n".join(lines) + "\n"
-
-
-def _figure(value: float, source: str | None) -> str:
-    return repr(value) if source is None else f"{{ value = {value!r}, source = {_quote(source)} }}"
-
-
-def _quote(text: str) -> str:
-    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,91 +1,118 @@
-"""How long does a collective take, and how many bytes does a rank send? The α–β model on link levels.
+"""How long does a collective take, and how many bytes does a rank send? The cheapest algorithm of the library, named.
 
-`nbytes` is the full tensor: the result of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or
-broadcast, the local tensor of an all-to-all, the message of a send/recv (every rank sends to its neighbour). A group of
-n ranks has at each level l that it crosses alpha_l, a device's bandwidth b_l, m_l members, k_l lanes and p_l peers:
+`nbytes` is the full tensor: the result of an all-gather or gather, the input of a reduce-scatter or scatter, the
+tensor of an all-reduce, broadcast or reduce, the local tensor of an all-to-all, the message of a send/recv (every rank
+sends to its neighbour). A form is one algorithm under one protocol, `alpha + nbytes * beta` (`algorithms` has the
+formulas); the time is the least of them, so it is concave and piecewise linear in `nbytes`. The call's `launch` is
+part of alpha.
 
-ring          steps: a chain of n-1 hops round the ring, the cheapest hop left out; lanes are rings side by side:
-              pass = sum_l hops_l alpha_l - min_l alpha_l + (n-1)/n nbytes / min_l(k_l b_l)
-              all-gather, reduce-scatter: one pass; all-reduce: two; broadcast: one, pipelined, with nbytes whole
-hierarchical  level by level (regular groups over several levels):
-              pass = sum_l (m_l - 1) alpha_l + (m_l - 1)/m_l nbytes / (k_l b_l)
-              broadcast and all-to-all hand the whole tensor on at each level: lanes do not divide it
-pairwise      all-to-all: sum_l p_l alpha_l + max_l p_l/n nbytes / b_l
-direct        send/recv: alpha + nbytes / b of the slowest level crossed
-
-Ring and hierarchical costs: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in
-MPICH"; hops by level as NCCL counts them (src/graph/tuning.cc, nInterSteps), lanes as its rings, one a NIC.
+That the library takes the cheapest is its own rule too: NCCL's tuner takes the least of the same kind of forms.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.links import Links
+from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Group, Hop
+from autopar.cost_models.links import Crossing, Links
 from autopar.errors import ArgumentError
+from autopar.link import Line
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+KINDS = tuple(ALGORITHMS)
 
 
-class LinearCost(NamedTuple):
-    """`alpha_seconds + nbytes * seconds_per_byte` of one algorithm."""
+class Form(NamedTuple):
+    """`alpha_seconds + nbytes * seconds_per_byte` of one algorithm under one protocol."""
 
     algorithm: str
+    protocol: str
     alpha_seconds: float
     seconds_per_byte: float
 
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm} {self.protocol}" if self.protocol else self.algorithm
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha_seconds + nbytes * self.seconds_per_byte
+
 
 @lru_cache(maxsize=65536)
-def algorithms(kind: str, links: Links) -> tuple[LinearCost, ...]:
-    """The candidate algorithms of a collective over a group; `none`, at no cost, for a group of one.
+def algorithms(kind: str, links: Links) -> tuple[Form, ...]:
+    """Every form that the library has for a collective over a group; `none`, at no cost, for a group of one.
 
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`.
     """
     _require_kind(kind)
     if links.size == 1:
-        return (LinearCost("none", 0.0, 0.0),)
-    if kind == "send_recv":
-        slowest = links.crossings[0]
-        return (LinearCost("direct", slowest.alpha, 1 / slowest.bandwidth),)
-    candidates = [_pairwise(links)] if kind == "all_to_all" else [_ring(kind, links)]
-    if links.regular and len(links.crossings) > 1:
-        candidates.append(_HIERARCHICAL[kind](links))
-    return tuple(candidates)
+        return (Form("none", "", 0.0, 0.0),)
+    return tuple(form for name in LIBRARIES[links.library][kind] for form in _forms(kind, name, links))
 
 
-def collective_seconds(kind: str, nbytes: float, links: Links) -> tuple[float, str]:
-    """Seconds of the cheapest algorithm, and its name.
+@lru_cache(maxsize=65536)
+def cheapest(kind: str, links: Links) -> tuple[Form, ...]:
+    """Those of `algorithms` that are the cheapest for some `nbytes`, from small to large messages.
 
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`.
     """
-    best_seconds, best_name = float("inf"), ""
-    for name, alpha, beta in algorithms(kind, links):
-        seconds = alpha + nbytes * beta
-        if seconds < best_seconds:
-            best_seconds, best_name = seconds, name
-    return best_seconds, best_name
+    rest = sorted(algorithms(kind, links), key=lambda form: (form.alpha_seconds, form.seconds_per_byte))
+    hull: list[Form] = []
+    for form in rest:
+        if hull and form.seconds_per_byte >= hull[-1].seconds_per_byte:
+            continue
+        # The middle one of three lines is never the lowest if the outer two meet before it comes below the first.
+        while len(hull) > 1 and _meet(hull[-2], form) <= _meet(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(form)
+    return tuple(hull)
+
+
+def collective_seconds(kind: str, nbytes: float, links: Links) -> tuple[float, str]:
+    """Seconds of the cheapest form, and its name.
+
+    Raises:
+        ArgumentError: if `kind` is not one of `KINDS`, or `nbytes` is negative.
+    """
+    if not nbytes >= 0:
+        raise ArgumentError(f"{kind} of {nbytes} bytes: a message has 0 bytes or more")
+    return least(cheapest(kind, links), nbytes)
+
+
+def least(forms: tuple[Form, ...], nbytes: float) -> tuple[float, str]:
+    """Seconds and name of the cheapest of some forms, for callers that hold on to `cheapest`."""
+    best = forms[0]
+    seconds = best.alpha_seconds + nbytes * best.seconds_per_byte
+    for form in forms[1:]:
+        other = form.alpha_seconds + nbytes * form.seconds_per_byte
+        if other < seconds:
+            best, seconds = form, other
+    return seconds, best.name
 
 
 def collective_seconds_array(kind: str, nbytes: npt.NDArray[np.float64], links: Links) -> npt.NDArray[np.float64]:
     """`collective_seconds` of every entry of `nbytes`, without the names.
 
     Raises:
-        ArgumentError: if `kind` is not one of `KINDS`.
+        ArgumentError: if `kind` is not one of `KINDS`, or an entry is negative.
     """
-    forms = algorithms(kind, links)
-    result = forms[0].alpha_seconds + np.asarray(nbytes, dtype=np.float64) * forms[0].seconds_per_byte
-    for _, alpha, beta in forms[1:]:
-        result = np.minimum(result, alpha + np.asarray(nbytes, dtype=np.float64) * beta)
+    nbytes = np.asarray(nbytes, dtype=np.float64)
+    if not (nbytes >= 0).all():
+        raise ArgumentError(f"{kind} of {nbytes.min()} bytes: a message has 0 bytes or more")
+    forms = cheapest(kind, links)
+    result = forms[0].alpha_seconds + nbytes * forms[0].seconds_per_byte
+    for form in forms[1:]:
+        result = np.minimum(result, form.alpha_seconds + nbytes * form.seconds_per_byte)
     return result
 
 
 def wire_bytes(kind: str, nbytes: float, size: int) -> float:
-    """Bytes that each rank of a group of `size` receives by the flat algorithm; `nbytes` as in the module's text.
+    """Bytes that a rank of a group of `size` must receive, or of a scatter or reduce send, unless switches reduce.
+
+    An all-reduce in the network sends at least `nbytes` instead. `nbytes` as in the module's text.
 
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`.
@@ -95,53 +122,50 @@ def wire_bytes(kind: str, nbytes: float, size: int) -> float:
         return 0.0
     if kind == "all_reduce":
         return 2 * (size - 1) / size * nbytes
-    if kind in ("broadcast", "send_recv"):
+    if kind in ("broadcast", "reduce", "send_recv"):
         return float(nbytes)
     return (size - 1) / size * nbytes
 
 
-def _ring(kind: str, links: Links) -> LinearCost:
-    alpha = sum(c.hops * c.alpha for c in links.crossings) - min(c.alpha for c in links.crossings)
-    beta = 1 / min(c.lanes * c.bandwidth for c in links.crossings)
-    if kind == "broadcast":
-        return LinearCost("ring", alpha, beta)
-    passes = 2 if kind == "all_reduce" else 1
-    return LinearCost("ring", passes * alpha, passes * (links.size - 1) / links.size * beta)
+def _forms(kind: str, algorithm: str, links: Links) -> list[Form]:
+    lines = [_lines(algorithm, kind, crossing) for crossing in links.crossings]
+    if any(not one for one in lines):
+        return []
+    found = []
+    for protocol in dict.fromkeys(name for one in lines for name in one):
+        chosen = [one.get(protocol) or one.get("") or max(one.values(), key=lambda x: x.bandwidth) for one in lines]
+        hops = tuple(_hop(line, crossing) for line, crossing in zip(chosen, links.crossings, strict=True))
+        cost = ALGORITHMS[kind][algorithm](Group(links.size, hops, links.regular))
+        if cost is not None:
+            launch = max(line.launch for line in chosen)
+            found.append(Form(algorithm, protocol, launch + cost.alpha_seconds, cost.seconds_per_byte))
+    return found
 
 
-def _pairwise(links: Links) -> LinearCost:
-    alpha = sum(c.peers * c.alpha for c in links.crossings)
-    return LinearCost("pairwise", alpha, max(c.peers / c.bandwidth for c in links.crossings) / links.size)
+def _lines(algorithm: str, kind: str, crossing: Crossing) -> dict[str, Line]:
+    """Protocol -> line of one level; none if the algorithm needs switches that reduce and the level has none."""
+    level = crossing.level
+    if algorithm == "in_network" or (algorithm == "in_network_tree" and level.scope == "node"):
+        return {} if level.in_network is None else {"": level.in_network}
+    # What NVLSTree sends between nodes is the tree's.
+    return dict(level.lines_of("tree" if algorithm == "in_network_tree" else algorithm, kind))
 
 
-def _by_levels(links: Links) -> LinearCost:
-    alpha = sum((c.members - 1) * c.alpha for c in links.crossings)
-    beta = sum((c.members - 1) / c.members / (c.lanes * c.bandwidth) for c in links.crossings)
-    return LinearCost("hierarchical", alpha, beta)
+def _hop(line: Line, crossing: Crossing) -> Hop:
+    return Hop(
+        alpha=line.alpha,
+        bandwidth=line.bandwidth / crossing.share,
+        members=crossing.members,
+        lanes=crossing.lanes,
+        hops=crossing.hops,
+        peers=crossing.peers,
+        in_node=crossing.level.scope == "node",
+    )
 
 
-def _all_reduce_by_levels(links: Links) -> LinearCost:
-    name, alpha, beta = _by_levels(links)
-    return LinearCost(name, 2 * alpha, 2 * beta)
-
-
-def _all_to_all_by_levels(links: Links) -> LinearCost:
-    alpha = sum((c.members - 1) * c.alpha for c in links.crossings)
-    return LinearCost("hierarchical", alpha, sum((c.members - 1) / c.members / c.bandwidth for c in links.crossings))
-
-
-def _broadcast_by_levels(links: Links) -> LinearCost:
-    alpha = sum((c.members - 1) * c.alpha for c in links.crossings)
-    return LinearCost("hierarchical", alpha, sum(1 / c.bandwidth for c in links.crossings))
-
-
-_HIERARCHICAL: dict[str, Callable[[Links], LinearCost]] = {
-    "all_gather": _by_levels,
-    "reduce_scatter": _by_levels,
-    "all_reduce": _all_reduce_by_levels,
-    "all_to_all": _all_to_all_by_levels,
-    "broadcast": _broadcast_by_levels,
-}
+def _meet(a: Form, b: Form) -> float:
+    """Bytes from which b is as cheap as a; a has the smaller alpha and the greater seconds a byte."""
+    return (b.alpha_seconds - a.alpha_seconds) / (a.seconds_per_byte - b.seconds_per_byte)
 
 
 def _require_kind(kind: str) -> None:

@@ -5,7 +5,7 @@ ring hops and the peers that cross the level, and the lanes, its ranks that shar
 each over its own link: nccl-tests on 10 nodes of 1, 2 and 4 H100 show 49, 98 and 197 GB/s.
 
 Every group of an axis runs its collective at the same time, so a link that several devices share gives each its part
-only (`LinkLevel.bandwidth_per_device`), whichever groups they belong to.
+only, whichever groups they belong to. A group that is alone shares with its own lanes only.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from autopar.cluster import Cluster
 from autopar.errors import MeshError
+from autopar.link import LinkLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +25,29 @@ class Crossing:
     """One link level that a group crosses; counts are of one group.
 
     members: children of one parent that the group occupies (most). hops: of its ring in rank order, those that cross.
-    lanes: its ranks in one child (fewest). peers: ranks that a rank reaches over this level (most).
-    `alpha` seconds a message, `bandwidth` bytes/s a device in each direction.
+    lanes: its ranks in one child (fewest). peers: ranks that a rank reaches over this level (most). share: devices that
+    send over one link at the same time.
     """
 
-    name: str
-    alpha: float
-    bandwidth: float
+    level: LinkLevel
     members: int
     lanes: int
     hops: int
     peers: int
+    share: float
+
+    @property
+    def name(self) -> str:
+        return self.level.name
+
+    @property
+    def alpha(self) -> float:
+        return self.level.alpha
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of a device in each direction."""
+        return self.level.bandwidth / self.share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +61,18 @@ class Links:
     size: int
     crossings: tuple[Crossing, ...]
     regular: bool
+    library: str
 
 
 @lru_cache(maxsize=4096)
-def axis_links(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> Links:
+def axis_links(
+    cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...], *, is_alone: bool = False
+) -> Links:
     """Links of a group along `axes` of a mesh (row-major, the last axis joins neighbouring ranks).
 
-    Groups of one mesh may differ when an axis does not fit the levels (3 x 2 on two nodes of 3); the answer is then the
-    group that crosses slow levels most, because a step waits for it.
+    `is_alone`: no other group sends at the same time. Groups of one mesh may differ when an axis does not fit the
+    levels (3 x 2 on two nodes of 3); the answer is then the group that crosses slow levels most, because a step
+    waits for it.
 
     Raises:
         MeshError: if the mesh does not have as many ranks as the cluster has devices, or has no such axes.
@@ -73,22 +90,30 @@ def axis_links(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, .
         )
     groups = _groups(mesh_shape, axes)
     if groups.shape[1] == 1:
-        return Links(size=1, crossings=(), regular=True)
+        return Links(size=1, crossings=(), regular=True, library=cluster.library)
     counts = [_level_counts(groups, cluster, depth) for depth in range(len(cluster.levels))]
     # hops, then fewest lanes, slowest level first
     worst = max(range(len(groups)), key=lambda g: [(int(c["hops"][g]), -int(c["lanes"][g])) for c in counts])
     crossings = tuple(
         Crossing(
-            name=level.name,
-            alpha=level.alpha,
-            bandwidth=level.bandwidth_per_device,
+            level=level,
             **{key: int(values[worst]) for key, values in count.items() if key != "uneven"},
+            share=_share(cluster, depth, int(count["lanes"][worst]) if is_alone else None),
         )
-        for level, count in zip(cluster.levels, counts, strict=True)
+        for depth, (level, count) in enumerate(zip(cluster.levels, counts, strict=True))
         if count["hops"][worst]
     )
     regular = not any(count["uneven"].any() for count in counts)
-    return Links(size=groups.shape[1], crossings=crossings, regular=regular)
+    return Links(size=groups.shape[1], crossings=crossings, regular=regular, library=cluster.library)
+
+
+def _share(cluster: Cluster, depth: int, lanes: int | None) -> float:
+    """Devices that send over one link of a level: all that it serves, or what `lanes`, spread over the child's
+    links, put
+    on each."""
+    devices = math.prod(level.size for level in cluster.levels[depth + 1 :])
+    served = min(cluster.levels[depth].devices_per_link, devices)
+    return served if lanes is None else max(1.0, lanes * served / devices)
 
 
 def _groups(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> npt.NDArray[np.int64]:

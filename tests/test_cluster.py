@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import TOML_FORM, Cluster, cluster_toml, load_cluster, preset_devices, with_memory
-from autopar.device import Device, LinkLevel
+from autopar.cluster import LIBRARIES, TOML_FORM, Cluster, cluster_toml, load_cluster, preset_devices, with_memory
+from autopar.cost_models.algorithms import LIBRARIES as ALGORITHMS_OF
+from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError
+from autopar.link import Line, LinkLevel
+from autopar.link_file import preset_links, read_level
 
 NODE_NAMES = sorted(set(preset_devices()) - {"cpu"})
 
@@ -40,6 +43,79 @@ def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     assert {field for field, source in cluster.device.sources if source} == fields
     for level in cluster.levels:
         assert {"alpha", "bandwidth"} <= {field for field, source in level.sources if source}
+
+
+@pytest.mark.parametrize("name", preset_links())
+def test_an_interconnect_says_where_every_figure_comes_from_and_none_is_faster_than_its_line_rate(name: str) -> None:
+    level = read_level({"link": name, "size": 2}, 8, name, "")
+    assert level.name == name
+    assert level.line_rate is not None
+    lines = [*level.lines, *([] if level.in_network is None else [level.in_network])]
+    places = [f"lines.{k}" for k in range(len(level.lines))] + ["in_network"] * (level.in_network is not None)
+    assert set(dict(level.sources)) == {"line_rate", "alpha", "bandwidth", "launch"} | {
+        f"{place}.{field}" for place in places for field in ("alpha", "bandwidth", "launch")
+    }
+    for line in [level, *lines]:
+        assert 0 < line.bandwidth <= level.line_rate
+        assert 0 < line.alpha < 1e-2
+    assert level.scope == ("node" if name.startswith(("nvlink", "pcie")) else "network")
+
+
+def test_generations_of_a_link_are_ordered() -> None:
+    def rates(*names: str) -> list[float]:
+        return [read_level({"link": name, "size": 2}, 8, name, "").bandwidth for name in names]
+
+    for names in [
+        ("nvlink2", "nvlink3", "nvlink4", "nvlink5"),
+        ("pcie3-host", "pcie3", "pcie4", "pcie5", "nvlink2"),
+        ("10gbe", "100gbe", "infiniband-edr", "infiniband-hdr", "infiniband-ndr"),
+        ("roce-100", "roce-200", "roce-400"),
+    ]:
+        assert rates(*names) == sorted(rates(*names)), names
+
+
+def test_a_network_is_named_behind_the_nodes() -> None:
+    cluster = load_cluster("8x4xa100@10gbe")
+    assert [level.name for level in cluster.levels] == ["10gbe", "nvlink3"]
+    assert cluster.levels[0].devices_per_link == 4, "a machine has one such link"
+    assert cluster.levels[1] == load_cluster("4xa100").levels[0]
+    assert load_cluster("2x4xcpu@10gbe").library == "gloo"
+    assert load_cluster("8x8xh100@infiniband-ndr").levels == load_cluster("8x8xh100").levels
+
+
+def test_the_library_of_a_cluster_is_one_whose_algorithms_are_known() -> None:
+    assert set(LIBRARIES) == set(ALGORITHMS_OF)
+    with pytest.raises(ClusterError, match="library 'ncl' is none of nccl, gloo"):
+        dataclasses.replace(load_cluster("8xh100"), library="ncl")
+
+
+def test_no_line_is_faster_than_the_link() -> None:
+    level = load_cluster("8xh100").levels[0]
+    with pytest.raises(ClusterError, match=r"bandwidth 5e\+11 bytes/s is above its line rate 4.5e\+11"):
+        dataclasses.replace(level, lines=(Line(alpha=1e-6, bandwidth=5e11),))
+
+
+def test_the_most_specific_lines_of_a_level_hold() -> None:
+    level = LinkLevel(
+        name="l",
+        size=2,
+        alpha=1.0,
+        bandwidth=1.0,
+        lines=(
+            Line(alpha=2.0, bandwidth=1.0, protocol="small"),
+            Line(alpha=3.0, bandwidth=1.0, algorithm="tree"),
+            Line(alpha=4.0, bandwidth=1.0, kind="all_gather"),
+            Line(alpha=5.0, bandwidth=1.0, kind="all_gather", algorithm="tree"),
+        ),
+    )
+
+    def alphas(algorithm: str, kind: str) -> dict[str, float]:
+        return {protocol: line.alpha for protocol, line in level.lines_of(algorithm, kind).items()}
+
+    assert alphas("ring", "all_reduce") == {"": 1.0, "small": 2.0}
+    assert alphas("tree", "all_reduce") == {"": 3.0}
+    assert alphas("ring", "all_gather") == {"": 4.0}
+    assert alphas("tree", "all_gather") == {"": 5.0}
 
 
 def test_preset_text_is_not_case_sensitive() -> None:
@@ -91,6 +167,27 @@ def test_memory_can_be_overridden() -> None:
                 efficiency=1.0,
             ),
             levels=tuple(LinkLevel(name=f"l{k}", size=k, alpha=1e-7 / k, bandwidth=1e9 / k) for k in (2, 3, 5)),
+            library="mpi",
+        ),
+        dataclasses.replace(
+            load_cluster("8x4xa100@100gbe"),
+            levels=(
+                LinkLevel(
+                    name="measured",
+                    size=3,
+                    alpha=1e-5,
+                    bandwidth=1e9,
+                    launch=2e-6,
+                    line_rate=2e9,
+                    devices_per_link=2,
+                    lines=(
+                        Line(alpha=2e-5, bandwidth=5e8, kind="all_gather", protocol="small"),
+                        Line(alpha=1e-4, bandwidth=1e9, launch=1e-3, algorithm="tree"),
+                    ),
+                    in_network=Line(alpha=1e-6, bandwidth=2e9),
+                    sources=(("alpha", "here"), ("bandwidth", "here"), ("lines.1.alpha", "there")),
+                ),
+            ),
         ),
     ],
     ids=lambda cluster: cluster.device.name,
@@ -110,22 +207,23 @@ def test_the_form_shown_in_messages_is_a_valid_file(tmp_path: Path) -> None:
     assert cluster.device == load_cluster("8xh100").device
 
 
-@pytest.mark.parametrize("text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100"])
+@pytest.mark.parametrize("text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100", "2x8xh100@11gbe"])
 def test_an_unknown_text_is_answered_with_the_presets_and_the_form(text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         load_cluster(text)
     message = str(caught.value)
     assert repr(text) in message
-    assert all(name in message for name in preset_devices())
+    assert all(name in message for name in preset_devices() + preset_links())
     assert TOML_FORM in message
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("16xh100", "nvlink joins 1 to 8 h100, not 16; .* as in 2x8xh100"),
-        ("0x8xh100", "infiniband joins 1 to .* not 0"),
-        ("2x4xcpu", "no link between nodes of cpu is known; write 8xcpu"),
+        ("16xh100", "nvlink4 joins 1 to 8 h100, not 16; .* as in 2x8xh100"),
+        ("0x8xh100", "infiniband-ndr joins 1 to .* not 0"),
+        ("2x4xcpu", "no link between nodes of cpu is known; write 8xcpu .* name a network \\(2x4xcpu@10gbe\\)"),
+        ("8xh100@10gbe", "10gbe joins nodes, and there is but one; .* as in 2x8xh100@10gbe"),
         ("missing.toml", "missing.toml cannot be read: No such file"),
     ],
 )
@@ -154,6 +252,28 @@ LEVEL = '[[levels]]\nname = "l"\nsize = 2\nalpha = 1e-6\nbandwidth = 1e9\n'
         ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "nan"), "bandwidth nan must be positive"),
         ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", '"fast"'), "bandwidth 'fast' must be a number"),
         ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "{ value = 1e9 }"), "bandwidth: missing keys source"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("bandwidth = 1e9\n", ""), "missing keys bandwidth"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "-1e9"), "bandwidth -1000000000.0 must be positive"),
+        ('name = "c"\ndevice = "h100"\nlibrary = "ncl"\n' + LEVEL, "library 'ncl' is none of nccl, gloo, mpi, any"),
+        ('name = "c"\ndevice = "h100"\nlibrary = 3\n' + LEVEL, "library 3 must be text"),
+        (
+            'name = "c"\ndevice = "h100"\n[[levels]]\nlink = "nvlink9"\nsize = 2\n',
+            "link 'nvlink9' is unknown; .* nvlink4",
+        ),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + 'scope = "rack"\n', "scope 'rack' is none of node, network"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + "line_rate = 1e8\n", "is above its line rate 1e\\+08"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + "lines = 3\n", r"lines must be \[\[levels.lines\]\] tables"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + "[[levels.lines]]\nalpha = 1e-6\n", "lines: missing keys bandwidth"),
+        (
+            'name = "c"\ndevice = "h100"\n'
+            + LEVEL
+            + '[[levels.lines]]\nkind = "all_gather"\nalpha = -1\nbandwidth = 1\n',
+            "line all_gather: alpha -1 must be finite and not negative",
+        ),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL + "[levels.in_network]\nalpha = 1e-6\n",
+            "in_network: missing keys band",
+        ),
     ],
 )
 def test_a_faulty_file_is_answered_with_the_fault(document: str, message: str, tmp_path: Path) -> None:
@@ -161,7 +281,7 @@ def test_a_faulty_file_is_answered_with_the_fault(document: str, message: str, t
     path.write_text(document)
     with pytest.raises(ClusterError, match=message) as caught:
         load_cluster(path)
-    if "has no link" not in message and "must be" not in message:
+    if not any(words in message for words in ("has no link", "must be", "library 'ncl'", "scope", "line rate")):
         assert "faulty.toml" in str(caught.value)
 
 

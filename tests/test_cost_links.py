@@ -3,14 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
 
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.links import axis_links
-from autopar.device import LinkLevel
 from autopar.errors import MeshError
+from autopar.link import LinkLevel
 from autopar.mesh import make_mesh
 
 DEVICE = load_cluster("8xh100").device
@@ -140,6 +141,28 @@ def test_the_order_of_axes_does_not_matter() -> None:
 def test_a_mesh_of_another_size_is_refused_with_both_numbers() -> None:
     with pytest.raises(MeshError, match=r"mesh 4x2 has 8 ranks but cluster 2x8 has 16 devices; choose a mesh of 16"):
         axis_links(cluster_of(2, 8), (4, 2), (0,))
+
+
+@pytest.mark.parametrize(
+    ("devices_per_link", "axis", "together", "alone"),
+    [
+        (1, 0, 1, 1.0),  # a link of its own for each device
+        (4, 0, 4, 1.0),  # two links a node: the one lane of a group that is alone has one of them
+        (8, 0, 8, 1.0),
+        (64, 0, 8, 1.0),  # no more than the node's devices can share
+    ],
+)
+def test_groups_share_links_and_a_group_that_is_alone_shares_with_its_own_lanes(
+    devices_per_link: int, axis: int, together: int, alone: float
+) -> None:
+    cluster = cluster_of(2, 8)
+    shared = replace(cluster.levels[0], devices_per_link=devices_per_link)
+    cluster = replace(cluster, levels=(shared, cluster.levels[1]))
+    assert axis_links(cluster, (2, 8), (axis,)).crossings[0].share == together
+    assert axis_links(cluster, (2, 8), (axis,), is_alone=True).crossings[0].share == alone
+    whole = axis_links(cluster, (16,), (0,), is_alone=True).crossings[0]
+    assert whole.lanes == 8
+    assert whole.share == together, "a group of all devices has no other to share with"
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (2,), (-1,)])

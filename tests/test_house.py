@@ -28,7 +28,7 @@ PACKAGES = {"autopar": "autopar", "passes": "autopar.passes", "cost_models": "au
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "version", "mesh", "placement", "redistribution", "graph", "plan"),
-        *("device", "cluster", "inputs", "blocks", "custom_ops", "serialize"),
+        *("device", "link", "link_file", "toml_tables", "cluster", "inputs", "blocks", "custom_ops", "serialize"),
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),

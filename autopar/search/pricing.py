@@ -9,7 +9,7 @@ plain sum.
 from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.compute import compute_seconds
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
@@ -50,18 +50,24 @@ class Pricer:
     config: TrainConfig
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
     _steps: dict[tuple[Step, tuple[int, ...], int], tuple[Timed, Timed]] = field(default_factory=dict)
-    _sent: dict[tuple[str, tuple[int, ...], int], float] = field(default_factory=dict)
+    _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
+    _sent: dict[tuple[str, tuple[int, ...], int], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
 
-    def message_seconds(self, kind: str, axes: tuple[int, ...], nbytes: int) -> float:
+    def message(self, kind: str, axes: tuple[int, ...], nbytes: int) -> tuple[float, str]:
+        """Seconds of a collective along mesh axes, and the algorithm that takes them."""
         key = (kind, axes, nbytes)
-        if key not in self._sent:
-            links = axis_links(self.cluster, self.mesh.shape, axes)
-            self._sent[key] = collective_seconds(kind, nbytes, links)[0]
-        return self._sent[key]
+        found = self._sent.get(key)
+        if found is None:
+            forms = self._forms.get((kind, axes))
+            if forms is None:
+                forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
+                self._forms[kind, axes] = forms
+            found = self._sent[key] = least(forms, nbytes)
+        return found
 
     def timed(self, sent: tuple[Message, ...]) -> Timed:
-        return tuple((m.kind, self.message_seconds(m.kind, m.axes, m.nbytes)) for m in sent)
+        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes)[0]) for m in sent)
 
     def step(self, step: Step, shape: tuple[int, ...], element_size: int) -> tuple[Timed, Timed]:
         """Collectives of the forward and of the backward pass of one redistribution step."""

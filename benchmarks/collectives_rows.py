@@ -1,0 +1,157 @@
+"""What does a row of a nccl-tests listing say? A collective over a group on a named cluster, its bytes and seconds.
+
+Sizes are those that nccl-tests prints: the tensor of an all-reduce, the gathered tensor of an all-gather, the local
+tensor of an all-to-all, the message of a send/recv; so they are `nbytes` of `cost_models.collectives`. Out-of-place
+times are taken. Left out: rows without a size or time (peaks read off pictures), with wrong elements, or at and below
+`LEAST_BYTES`.
+
+A cluster is a source, its hardware and what its note says of the machine. Line rates that a source leaves open are
+filled in below, each with its reason; where nobody states one it stays open.
+"""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LEAST_BYTES = 65536
+STANDARD_RATES = tuple(gigabits / 8 * 1e9 for gigabits in (1, 10, 25, 40, 50, 100, 200, 400, 800))
+COLUMNS = {"collective", "hardware", "nodes", "gpus_per_node", "size_bytes", "time_us", "interconnect", "software"}
+
+KINDS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
+
+# Hardware -> (GPU generation, bytes/s of its NVLink one way). GH200's and H200's GPUs are H100's, with other memory.
+# Where the hardware is not stated, NVLink of A100 is assumed, and a generation of its own.
+GENERATIONS = {
+    "GB200": ("Blackwell", 9e11),
+    "B200": ("Blackwell", 9e11),
+    "GH200": ("Hopper", 4.5e11),
+    "H200": ("Hopper", 4.5e11),
+    "H100": ("Hopper", 4.5e11),
+    "A100": ("Ampere", 3e11),
+    "V100": ("Volta", 1.5e11),
+}
+
+# Words of a source -> bytes/s a GPU between nodes, where the row's interconnect column does not print it.
+NETWORK_RATES = {
+    "nccl-benchmark-on-alps": 2.5e10,  # CSCS Alps: one Slingshot-11 NIC of 200 Gb/s a GH200
+    "a3mega": 2.5e10,  # GCP A3 Mega: 8 NICs of 200 Gb/s for 8 GPUs
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """`variant`: what a source fixed by hand ("ring", "NVLS"), "" where the library chose."""
+
+    id: str
+    cluster: str
+    generation: str
+    harness: str
+    kind: str
+    nodes: int
+    per_node: int
+    nbytes: float
+    seconds: float
+    variant: str
+    node_rate: float
+    network_rate: float | None
+
+    @property
+    def crossing_bytes(self) -> float:
+        """Bytes that a device must send into the network at the least, a reduction in switches apart."""
+        outside, n = 1 - 1 / self.nodes, self.nodes * self.per_node
+        parts = {
+            "all_reduce": 2 * outside / self.per_node,
+            "all_gather": outside / self.per_node,
+            "reduce_scatter": outside / self.per_node,
+            "all_to_all": (n - self.per_node) / n,
+            "broadcast": 1 / self.per_node,
+            "reduce": 1 / self.per_node,
+            "send_recv": 1.0,
+        }
+        return parts[self.kind] * self.nbytes
+
+
+def read_measurements(folder: Path) -> list[Measurement]:
+    """Rows of every file of the folder that has the columns of such a listing."""
+    found = []
+    for file in sorted(folder.glob("*.csv")):
+        with file.open(newline="", encoding="utf-8") as stream:
+            table = csv.DictReader(stream)
+            if set(table.fieldnames or ()) >= COLUMNS:
+                found += [m for row in table if (m := _measurement(row, file.stem)) is not None]
+    return found
+
+
+def stated_rates(measurements: list[Measurement]) -> dict[str, float]:
+    """Line rate a device of each cluster's network, where it is known."""
+    return {m.cluster: m.network_rate for m in measurements if m.nodes > 1 and m.network_rate is not None}
+
+
+def network_rates(measurements: list[Measurement]) -> dict[str, float]:
+    """`stated_rates`, and for other clusters the least standard rate that no row exceeds."""
+    stated = stated_rates(measurements)
+    rates = {}
+    for cluster in sorted({m.cluster for m in measurements if m.nodes > 1}):
+        rows = [m for m in measurements if m.cluster == cluster and m.nodes > 1]
+        fastest = max(m.crossing_bytes / m.seconds for m in rows)
+        rates[cluster] = stated.get(cluster) or next(rate for rate in STANDARD_RATES if rate >= fastest)
+    return rates
+
+
+def contradictory(measurements: list[Measurement]) -> set[str]:
+    """Ids of measurements of one case and source that differ by more than half: one of them must be mislabelled."""
+    cases: dict[tuple[object, ...], list[Measurement]] = {}
+    for m in measurements:
+        cases.setdefault((m.cluster, m.kind, m.nodes, m.per_node, m.nbytes, m.variant, m.harness), []).append(m)
+    found = set()
+    for rows in cases.values():
+        seconds = [m.seconds for m in rows]
+        if max(seconds) > 1.5 * min(seconds):
+            found |= {m.id for m in rows}
+    return found
+
+
+def _measurement(row: Mapping[str, str], file: str) -> Measurement | None:
+    if not row["size_bytes"] or not row["time_us"] or row.get("wrong_elements", "") not in ("", "0"):
+        return None
+    nbytes, seconds = float(row["size_bytes"]), float(row["time_us"]) * 1e-6
+    if nbytes <= LEAST_BYTES or seconds <= 0:
+        return None
+    hardware = "" if row["hardware"].startswith("not ") else row["hardware"]
+    generation, node_rate = next((g for word, g in GENERATIONS.items() if word in hardware), ("unknown", 3e11))
+    source = row.get("source", file)
+    return Measurement(
+        id=row["id"],
+        cluster=_cluster(row, source),
+        generation=generation,
+        harness="all_reduce_bench" if "all_reduce_bench" in row["software"] else "nccl-tests",
+        kind=KINDS.get(row["collective"], row["collective"]),
+        nodes=int(row["nodes"]),
+        per_node=int(row["gpus_per_node"]),
+        nbytes=nbytes,
+        seconds=seconds,
+        variant=_variant(row.get("algo", "")),
+        node_rate=node_rate,
+        network_rate=_network_rate(row["interconnect"], source),
+    )
+
+
+def _cluster(row: Mapping[str, str], source: str) -> str:
+    owner = re.sub(r"^github:|@.*|\(.*", "", source).strip().rsplit("/", 1)[-1][:28]
+    tag = re.match(r"(cluster\d+)", row.get("note", ""))
+    hardware = "unstated GPUs" if row["hardware"].startswith("not ") else row["hardware"].split(" (")[0]
+    return f"{hardware.removeprefix('NVIDIA ').replace(' 80GB HBM3', '')}, {tag.group(1) if tag else owner}"
+
+
+def _variant(algo: str) -> str:
+    return "" if "default" in algo else "ring" if algo.startswith("Ring") else "in_network" if algo == "NVLS" else ""
+
+
+def _network_rate(interconnect: str, source: str) -> float | None:
+    if found := re.search(r"(\d+) Gb/s port per GPU", interconnect):
+        return float(found.group(1)) / 8 * 1e9
+    if found := re.search(r"(?<!NVLink )(\d+) GB/s per GPU", interconnect):
+        return float(found.group(1)) * 1e9
+    return next((rate for word, rate in NETWORK_RATES.items() if word in source), None)
