@@ -75,10 +75,10 @@ def shipped_errors(measurements: Sequence[Measurement]) -> dict[str, Errors]:
     for cluster, (node, network) in SHIPPED.items():
         parts = []
         for batch in batches(_of(measurements, cluster)):
-            levels = [_level(node, batch.per_node)]
+            levels = [_level("node", node, batch.per_node)]
             if batch.nodes > 1:
                 assert network is not None, f"{cluster} has rows across nodes: name its network"
-                levels.insert(0, _level(network, batch.nodes))
+                levels.insert(0, _level("network", network, batch.nodes))
             seconds = forms_seconds(algorithms(batch.kind, links_of(tuple(levels))), batch)
             parts.append(np.abs(seconds / batch.seconds - 1))
         if parts:
@@ -113,8 +113,8 @@ def _errors(
     return np.concatenate([np.abs(predict(b, node, net, rate) / b.seconds - 1) for b in batches(measurements)])
 
 
-def _level(link: str, size: int) -> LinkLevel:
-    return read_level({"link": link, "size": size}, 1, link, "")
+def _level(name: str, link: str, size: int) -> LinkLevel:
+    return read_level({"link": link, "name": name, "size": size}, 1, link, "")
 
 
 def consistent(measurements: Sequence[Measurement]) -> list[Measurement]:

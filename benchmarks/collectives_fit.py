@@ -10,7 +10,7 @@ here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +20,6 @@ from scipy.optimize import least_squares
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import Form, algorithms
 from autopar.cost_models.links import Links, axis_links
-from autopar.device import Device
 from autopar.link import Line, LinkLevel
 from benchmarks.collectives_rows import Measurement
 
@@ -151,7 +150,8 @@ def predict(batch: Batch, node: Constants, net: Constants | None, rate: float | 
     if batch.nodes > 1:
         assert net is not None and rate is not None, "a group on several nodes needs its network's constants"
         levels.insert(0, network_level(batch.nodes, rate, net, launch))
-    return forms_seconds(algorithms(batch.kind, links_of(tuple(levels))), batch)
+    # Past the cache: it would keep the forms of every guess of a fit.
+    return forms_seconds(algorithms.__wrapped__(batch.kind, links_of(tuple(levels))), batch)
 
 
 def forms_seconds(forms: Sequence[Form], batch: Batch) -> npt.NDArray[np.float64]:
@@ -161,14 +161,19 @@ def forms_seconds(forms: Sequence[Form], batch: Batch) -> npt.NDArray[np.float64
     return np.min([form.alpha_seconds + batch.nbytes * form.seconds_per_byte for form in chosen], axis=0)
 
 
-@lru_cache(maxsize=1)
-def _device() -> Device:
-    return load_cluster("8xh100").device
-
-
 def links_of(levels: tuple[LinkLevel, ...]) -> Links:
     """Links of the group of all devices."""
-    cluster = Cluster(name="measured", device=_device(), levels=levels)
+    group = _group(tuple(level.size for level in levels))
+    by_name = {level.name: level for level in levels}
+    return replace(group, crossings=tuple(replace(c, level=by_name[c.name]) for c in group.crossings))
+
+
+@lru_cache
+def _group(sizes: tuple[int, ...]) -> Links:
+    """Who crosses what, which no constant changes."""
+    names = ("node",) if len(sizes) == 1 else ("network", "node")
+    levels = tuple(LinkLevel(name=name, size=n, alpha=1.0, bandwidth=1.0) for name, n in zip(names, sizes, strict=True))
+    cluster = Cluster(name="measured", device=load_cluster("8xh100").device, levels=levels)
     return axis_links(cluster, (cluster.num_devices,), (0,))
 
 
