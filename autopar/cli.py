@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from autopar.errors import ArgumentError, AutoparError
+from autopar.simulate_command import simulate
 
 app = typer.Typer(
     name="autopar",
@@ -37,6 +38,8 @@ Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses instead of the best plan")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
+
+app.command()(simulate)
 
 
 @app.command()

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("rules", "cost_models", "passes"),
     ("search", "runtime", "capture", "models", "reference", "export", "report", "verification"),
-    ("api", "calls", "model_plan", "decorator", "verify_command", "__init__"),
+    ("api", "calls", "model_plan", "decorator", "verify_command", "simulate_rows", "simulate_command", "__init__"),
     ("cli",),
 )
 

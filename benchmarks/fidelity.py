@@ -1,0 +1,276 @@
+"""How far are predictions from published measurements? Error tables by source.
+
+    python benchmarks/fidelity.py [--references DIR] [--json]     tables of step time, layout choice, OOM, memory
+    python benchmarks/fidelity.py --fit                           fit the constants that the package ships, all sources
+
+Step time is predicted by leave-one-source-out: the constants of a GPU type are fitted on every other source. The second
+column lets one multiplier a software stack correct it (the median of its own rows). Layout choice: in every group of
+layouts of one task, the measured time of the layout predicted fastest over that of the fastest.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from autopar.cost_models.efficiency import RANGES, Efficiency
+from autopar.cost_models.step_memory import step_memory
+from autopar.cost_models.step_work import StepWork
+from benchmarks.fidelity_fit import STARTS, TYPES, case_work, fit, predicted_seconds
+from benchmarks.layer_rows import layer_cases
+from benchmarks.reference_rows import NOT_FITTED, Case, groups, read_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB_A_GB = 2**30 / 1e9  # an "80 GB" card has 80 GiB; the hardware files read the figure as 10^9
+LIMITS = {"a100": (0.08, 0.05), "h100": (0.15, 0.08)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A step that was measured: seconds predicted by constants that saw its source not."""
+
+    case: Case
+    predicted: float
+
+    @property
+    def log_error(self) -> float:
+        assert self.case.seconds is not None
+        return log(self.predicted / self.case.seconds)
+
+
+def main() -> None:
+    """Print the tables, as text or as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--references", type=Path, default=ROOT.parent / "shared" / "references")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--fit", action="store_true", help="write cost_models/rates/*.toml")
+    arguments = parser.parse_args()
+    if not arguments.references.is_dir():
+        sys.exit(f"fidelity: there is no folder {arguments.references}; name it with --references")
+    reading = read_folder(arguments.references)
+    if arguments.fit:
+        fit_all(arguments.references, reading.cases)
+        return
+    scored, constants = leave_one_out(arguments.references, reading.cases)
+    report: dict[str, Any] = {
+        "step_time": step_time_rows(scored),
+        "layouts": layout_rows(scored),
+        "memory": memory_rows(reading.cases),
+        "oom": oom_rows(reading.cases),
+        "constants": {name: constant_row(value) for name, value in constants.items()},
+        "left_out": {reason: len(ids) for reason, ids in reading.left_out.items()},
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print_report(report, Console(width=120))
+
+
+def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[str, Efficiency]]:
+    """Every measured step predicted without its source, and the constants of each such fit."""
+    scored, constants = [], {}
+    for gpu_type, start in STARTS.items():
+        timed, works, extra = _material(folder, cases, gpu_type, start)
+        for source in dict.fromkeys(case.source for case in timed):
+            others = [k for k, c in enumerate(timed) if c.source not in (source, *NOT_FITTED)]
+            more = [(case, work) for case, work in extra if case.source != source]
+            value = fit(
+                start,
+                [timed[k] for k in others] + [c for c, _ in more],
+                [works[k] for k in others] + [w for _, w in more],
+            )
+            constants[f"{gpu_type} without {source}"] = value
+            scored += [
+                Scored(case=case, predicted=predicted_seconds(work, value))
+                for case, work in zip(timed, works, strict=True)
+                if case.source == source
+            ]
+    return scored, constants
+
+
+def fit_all(folder: Path, cases: list[Case]) -> None:
+    """Fit each GPU type on all its sources and write the package's files."""
+    for gpu_type, start in STARTS.items():
+        timed, works, extra = _material(folder, cases, gpu_type, start)
+        used = [k for k, case in enumerate(timed) if case.source not in NOT_FITTED]
+        value = fit(
+            start, [timed[k] for k in used] + [c for c, _ in extra], [works[k] for k in used] + [w for _, w in extra]
+        )
+        rows = ", ".join(sorted({timed[k].source for k in used}))
+        for gpu in (gpu for gpu, kind in TYPES.items() if kind == gpu_type and "-" not in gpu):
+            path = ROOT / "cost_models" / "rates" / f"{gpu}.toml"
+            path.write_text(_toml(value, gpu, rows), encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+def _material(
+    folder: Path, cases: list[Case], gpu_type: str, start: Efficiency
+) -> tuple[list[Case], list[StepWork], list[tuple[Case, StepWork]]]:
+    timed = [case for case in cases if case.seconds is not None and TYPES.get(case.gpu) == gpu_type]
+    works = [case_work(case, start) for case in timed]
+    return timed, works, layer_cases(folder, timed, start.num_sms)
+
+
+def _toml(value: Efficiency, gpu: str, rows: str) -> str:
+    lines = [f"# {gpu}: parts of nominal rates that training reaches. Written by benchmarks/fidelity.py --fit", ""]
+    lines.append(f'num_sms = {{ value = {value.num_sms}, source = "NVIDIA datasheet, SXM" }}')
+    start = STARTS[TYPES[gpu]]
+    for key in RANGES:
+        moved = abs(getattr(value, key) - getattr(start, key)) > 1e-3 * max(abs(getattr(start, key)), 1e-9)
+        source = f"least squares on log step time of {rows}" if moved else "assumed: no measured step shows it"
+        lines.append(f'{key} = {{ value = {getattr(value, key):.4g}, source = "{source}" }}')
+    return "\n".join(lines) + "\n"
+
+
+def step_time_rows(scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    """One row a source: mean absolute error as it is, and with one multiplier a stack."""
+    rows = []
+    for source in dict.fromkeys(s.case.source for s in scored):
+        own = [s for s in scored if s.case.source == source]
+        multiplier = {
+            stack: statistics.median(s.log_error for s in own if s.case.stack == stack)
+            for stack in {s.case.stack for s in own}
+        }
+        plain = statistics.mean(abs(exp(s.log_error) - 1) for s in own)
+        corrected = statistics.mean(abs(exp(s.log_error - multiplier[s.case.stack]) - 1) for s in own)
+        kind = TYPES[own[0].case.gpu]
+        rows.append(
+            {
+                "source": source, "gpu": kind, "rows": len(own), "error": plain, "with_multiplier": corrected,
+                "stacks": len(multiplier), "bias": statistics.mean(s.log_error for s in own),
+                "holds": [plain <= LIMITS[kind][0], corrected <= LIMITS[kind][1]],
+            }
+        )  # fmt: skip
+    return rows
+
+
+def layout_rows(scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    """One row a group of layouts: its regret, and that of the mean layout."""
+    predicted = {id(s.case): s.predicted for s in scored}
+    rows = []
+    for members in groups([s.case for s in scored]):
+        times = {id(case): float(case.seconds or 0) for case in members}
+        best = min(times.values())
+        chosen = min(members, key=lambda case: predicted[id(case)])
+        rows.append(
+            {
+                "source": chosen.source, "group": chosen.stack if chosen.source != "BLOOM" else members[0].shape.name,
+                "layouts": len(members), "chosen": chosen.id, "regret": times[id(chosen)] / best,
+                "random": statistics.mean(times.values()) / best,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def memory_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """One row a source that prints peaks: mean absolute error of the quantity it prints."""
+    rows = []
+    measured = [case for case in cases if case.peak_bytes is not None]
+    for source in dict.fromkeys(case.source for case in measured):
+        own = [case for case in measured if case.source == source]
+        errors = [step_memory(c.shape, c.config).with_reserve(c.peak_kind) / float(c.peak_bytes or 1) - 1 for c in own]
+        mean = statistics.mean(abs(e) for e in errors)
+        rows.append(
+            {
+                "source": source,
+                "quantity": own[0].peak_kind,
+                "rows": len(own),
+                "error": mean,
+                "bias": statistics.mean(errors),
+            }
+        )
+    return rows
+
+
+def oom_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Labels of the sources that print which layouts ran out of memory."""
+    rows = []
+    for source in dict.fromkeys(case.source for case in cases if case.out_of_memory):
+        pairs = []
+        for case in cases:
+            if case.source == source:
+                need = step_memory(case.shape, case.config).with_reserve("nvidia-smi")
+                pairs.append((need > case.cluster.device.memory_bytes * GIB_A_GB, case.out_of_memory))
+        right = sum(said == was for said, was in pairs)
+        both = sum(said and was for said, was in pairs)
+        rows.append(
+            {
+                "source": source, "rows": len(pairs), "right": right, "accuracy": right / len(pairs),
+                "precision": both / max(1, sum(said for said, _ in pairs)),
+                "recall": both / max(1, sum(was for _, was in pairs)),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def constant_row(value: Efficiency) -> dict[str, Any]:
+    """A fit's constants and which of them lie at an end of their physical range."""
+    at_end = [
+        key
+        for key, (low, high) in RANGES.items()
+        if min(getattr(value, key) - low, high - getattr(value, key)) < 1e-3 * (high - low)
+    ]
+    return {**{key: round(getattr(value, key), 7) for key in RANGES}, "at_an_end": at_end}
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The tables, and under each the line that should hold."""
+    time = [
+        {**r, "error": _percent(r["error"]), "bias": _percent(r["bias"]), "holds": _yes(r["holds"]),
+         "with_multiplier": f"{_percent(r['with_multiplier'])} ({r['stacks']})"}
+        for r in report["step_time"]
+    ]  # fmt: skip
+    _print(console, "Step time, leave one source out", time, "should hold: A100 8% and 5%, H100 15% and 8%")
+    layouts = [{**r, "regret": f"{r['regret']:.3f}", "random": f"{r['random']:.2f}"} for r in report["layouts"]]
+    _print(console, "Layout choice", layouts, _regrets(report["layouts"]))
+    oom = [{**r, **{key: f"{r[key]:.3f}" for key in ("accuracy", "precision", "recall")}} for r in report["oom"]]
+    right, rows = (sum(r[key] for r in report["oom"]) for key in ("right", "rows"))
+    _print(console, "Out of memory", oom, f"all: {_percent(right / max(1, rows))} right; should hold: 95%")
+    memory = [{**r, "error": _percent(r["error"]), "bias": _percent(r["bias"])} for r in report["memory"]]
+    total = sum(r["rows"] for r in report["memory"])
+    mean = sum(r["rows"] * r["error"] for r in report["memory"]) / max(1, total)
+    _print(console, "Peak memory", memory, f"all: {_percent(mean)}; should hold: 8%")
+    left_out = "; ".join(f"{number} {reason}" for reason, number in report["left_out"].items())
+    console.print(f"Left out: {left_out or 'nothing'}", highlight=False)
+
+
+def _regrets(rows: Sequence[dict[str, Any]]) -> str:
+    parts = []
+    for source in dict.fromkeys(r["source"] for r in rows):
+        own = [r["regret"] for r in rows if r["source"] == source]
+        parts.append(f"{source}: {len(own)} groups, mean {statistics.mean(own):.3f}, max {max(own):.3f}")
+    every = [r["regret"] for r in rows]
+    if every:
+        parts.append(f"all: {len(every)} groups, mean {statistics.mean(every):.3f}, max {max(every):.3f}")
+    return "\n".join([*parts, "should hold: mean 1.03, max 1.15"])
+
+
+def _yes(holds: Sequence[bool]) -> str:
+    return "/".join("yes" if each else "NO" for each in holds)
+
+
+def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], note: str) -> None:
+    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
+    for column in rows[0] if rows else ():
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row.values()))
+    console.print(table, highlight=False)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+if __name__ == "__main__":
+    main()

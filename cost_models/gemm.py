@@ -1,0 +1,38 @@
+"""How much of a matrix product's time is lost to its shape? Tile and wave quantisation.
+
+A GPU computes an (m, k) x (k, n) product in output tiles, one a streaming multiprocessor (SM) at a time; a wave of
+tiles takes as long full as nearly empty. A tile of a x b costs 2ab(k + k0) flop slots at the tile's rate; k0 stands for
+its prologue and epilogue. `slot_flops` is what the device could have computed meanwhile:
+
+    slots = waves * SMs * 2ab(k/split + k0) / rate(tile),   waves = ceil(ceil(m/a) ceil(n/b) split / SMs)
+
+for the best of the tiles and splits of k. NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave
+quantisation. Never below 2mnk.
+"""
+
+from functools import lru_cache
+
+# (rows, columns, part of the device's best rate): small tiles load more bytes a flop. The rates are assumed, in the
+# order that the guide's figure 5 shows.
+TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.9), (64, 256, 0.9), (128, 64, 0.85),
+    (64, 128, 0.85), (64, 64, 0.7),
+)  # fmt: skip
+SPLITS = (1, 2, 4, 8)
+K0 = 64  # assumed: two steps of a 32-wide inner loop to fill, two to drain
+
+
+@lru_cache(maxsize=65536)
+def slot_flops(m: float, n: float, k: float, num_sms: int, batch: float = 1) -> float:
+    """Flop slots that `batch` products of (m, k) x (k, n) occupy."""
+    return min(
+        _waves(-(-m // rows) * -(-n // columns) * batch * split, num_sms) * num_sms
+        * 2 * rows * columns * (k / split + K0) / rate
+        for rows, columns, rate in TILES
+        for split in SPLITS
+        if split == 1 or k / split >= 1024
+    )  # fmt: skip
+
+
+def _waves(tiles: float, num_sms: int) -> float:
+    return float(-(-tiles // num_sms))

@@ -1,0 +1,218 @@
+"""What does each pipeline stage do for one micro-batch, and what does every rank do once a step?
+
+Communication is in seconds of the collective model at its nominal links; `Efficiency` says which part of these a
+training step reaches. Tensor parallelism: two all-reduces forward and two backward a layer (Shoeybi et al. 2019,
+arXiv:1909.08053), as reduce-scatter and all-gather with sequence parallelism, whose backward gathers the input once
+more (Korthikanti et al. 2022), and again what is recomputed. Context parallelism passes keys and values round.
+Pipeline: one activation a boundary, forward and backward, 1/tp of it a rank and gathered behind (Narayanan et al. 2021,
+section 4.1).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.layer_work import (
+    Kind,
+    PassWork,
+    Work,
+    embedding_work,
+    head_work,
+    layer_work,
+    no_work,
+)
+from autopar.cost_models.links import Links, axis_links
+from autopar.cost_models.training_config import TrainingConfig, check_fits, stage_layers
+from autopar.cost_models.transformer import (
+    TransformerShape,
+    attention_params,
+    embedding_params,
+    expert_params,
+    layer_params,
+)
+from autopar.errors import MeshError
+
+PP, DP, CP, TP = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Stages that work alike are one row: `counts` of them; `forward`, `backward` (recompute and weight gradients in
+    it) and `weight` are (rows, kinds), of one micro-batch.
+
+    `data_seconds`: gradient exchange and parameter gathers of the fullest stage, by the collective model, of which
+    `data_gather_seconds` are parameters gathered for use. `optimizer_seconds` at the nominal memory bandwidth.
+    """
+
+    config: TrainingConfig
+    counts: Work
+    forward: Work
+    backward: Work
+    weight: Work
+    data_seconds: float
+    data_per_microbatch: bool
+    optimizer_seconds: float
+
+
+def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, num_sms: int) -> StepWork:
+    """The work of one step.
+
+    Raises:
+        MeshError: if the degrees do not multiply to the cluster's devices, or do not divide what they split.
+    """
+    check_devices(config, cluster)
+    check_fits(shape, config)
+    device = cluster.device
+    layer = layer_work(shape, config, device, num_sms) + tensor_work(shape, config, cluster)
+    stages = stage_layers(shape.layers, config.pp)
+    rows: dict[tuple[int, bool, bool], tuple[int, PassWork]] = {}
+    for stage, layers in enumerate(stages):
+        key = (layers, stage == 0, stage == config.pp - 1)
+        if key in rows:
+            rows[key] = (rows[key][0] + 1, rows[key][1])
+            continue
+        work = layer.times(layers) + _boundary(shape, config, cluster)
+        if stage == 0:
+            work += embedding_work(shape, config, device)
+        if stage == config.pp - 1:
+            work += head_work(shape, config, device, num_sms)
+        rows[key] = (1, work + _accumulate(stage_params(shape, config, stage), config, cluster))
+    passes = [work for _, work in rows.values()]
+    params = max(stage_params(shape, config, stage) for stage in (0, config.pp - 1))
+    return StepWork(
+        config=config,
+        counts=np.array([count for count, _ in rows.values()], dtype=np.float64),
+        forward=np.stack([p.forward for p in passes]),
+        backward=np.stack([p.backward + p.weight + p.recompute for p in passes]),
+        weight=np.stack([p.weight for p in passes]),
+        data_seconds=data_seconds(shape, config, cluster),
+        data_per_microbatch=config.zero == 3,
+        optimizer_seconds=_optimizer_bytes(config) * params / device.memory_bandwidth,
+    )
+
+
+def check_devices(config: TrainingConfig, cluster: Cluster) -> None:
+    """Raise `MeshError` unless the degrees multiply to the cluster's devices."""
+    if config.num_devices != cluster.num_devices:
+        raise MeshError(
+            f"tp {config.tp} x pp {config.pp} x dp {config.dp} x cp {config.cp} = {config.num_devices} ranks, but "
+            f"cluster {cluster.name} has {cluster.num_devices} devices; make them equal"
+        )
+
+
+def stage_params(shape: TransformerShape, config: TrainingConfig, stage: int) -> float:
+    """Parameters of one rank of a stage, before any sharding over data-parallel ranks."""
+    layers = stage_layers(shape.layers, config.pp)[stage]
+    experts = shape.experts * expert_params(shape)
+    total = layers * ((layer_params(shape) - experts) / config.tp + experts / config.ep / config.tp)
+    if stage == 0:
+        total += embedding_params(shape) / config.tp
+    if stage == config.pp - 1 and not (shape.tied and config.pp == 1):
+        total += shape.vocab * shape.hidden / config.tp
+    return total
+
+
+def data_seconds(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> float:
+    """Gradients of one step, or of one micro-batch with ZeRO-3 (which also gathers parameters forward and backward)."""
+    replicas = config.dp * config.cp
+    if replicas == 1:
+        return 0.0
+    links = axis_links(cluster, config.mesh_shape, (DP, CP))
+    params = max(stage_params(shape, config, stage) for stage in range(config.pp))
+    grads = params * grad_nbytes(config)
+    weights = params * param_nbytes(config)
+    if config.zero == 0:
+        return _seconds("all_reduce", grads, links)
+    pieces = shape.layers / config.pp * config.gathers_per_layer if config.zero == 3 else 1
+    gather = pieces * _seconds("all_gather", weights / pieces, links)
+    scatter = pieces * _seconds("reduce_scatter", grads / pieces, links)
+    if config.zero < 3:
+        return gather + scatter
+    return scatter + gather * (1 if config.recompute == "none" and config.pp > 1 else 2)
+
+
+def param_nbytes(config: TrainingConfig) -> int:
+    """Bytes of a parameter as it is used and sent."""
+    return 4 if config.precision == "fp32" else 2
+
+
+def grad_nbytes(config: TrainingConfig) -> int:
+    """Bytes of a gradient as it is summed and sent."""
+    return 4 if config.main_grads or config.precision == "fp32" else 2
+
+
+def attention_share(shape: TransformerShape) -> float:
+    """Part of a layer's parameters that no expert holds."""
+    return attention_params(shape) / layer_params(shape)
+
+
+def _seconds(kind: str, nbytes: float, links: Links) -> float:
+    return collective_seconds(kind, nbytes, links)[0]
+
+
+def tensor_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> PassWork:
+    """Communication inside one layer."""
+    forward, backward, again = no_work(), no_work(), no_work()
+    kind = Kind.TENSOR_OVERLAPPED if config.overlap_tensor == "all" else Kind.TENSOR
+    backward_kind = Kind.TENSOR if config.overlap_tensor == "none" else Kind.TENSOR_OVERLAPPED
+    if config.tp > 1:
+        links = axis_links(cluster, config.mesh_shape, (TP,))
+        activation = config.tokens * shape.hidden * param_nbytes(config)
+        if config.sequence_parallel:
+            gather = _seconds("all_gather", activation, links)
+            whole = gather + _seconds("reduce_scatter", activation, links)
+            backward[backward_kind] = 2 * whole
+            # gathered once more for weight gradients, beside the products with the input's gradient
+            backward[Kind.TENSOR_OVERLAPPED] += 2 * gather
+        else:
+            whole = _seconds("all_reduce", activation, links)
+            backward[backward_kind] = 2 * whole
+        forward[kind] = 2 * whole
+    if config.cp > 1:
+        links = axis_links(cluster, config.mesh_shape, (CP,))
+        keys = 2 * config.micro_batch * config.seq * shape.kv_dim / config.tp * param_nbytes(config)
+        forward[Kind.TENSOR] += _seconds("all_gather", keys, links)
+        backward[Kind.TENSOR] += _seconds("all_gather", keys, links) + _seconds("reduce_scatter", keys, links)
+    if config.ep > 1:
+        shape_ep = (config.pp, config.dp // config.ep, config.ep, config.cp, config.tp)
+        links = axis_links(cluster, shape_ep, (2,))
+        tokens = config.tokens * shape.experts_per_token * shape.hidden * param_nbytes(config)
+        forward[Kind.TENSOR] += 2 * _seconds("all_to_all", tokens, links)
+        backward[Kind.TENSOR] += 2 * _seconds("all_to_all", tokens, links)
+    part = {"full": 1.0, "alternate": 0.5, "op": 0.5}.get(config.recompute, 0.0)
+    again = forward * part
+    return PassWork(forward=forward, backward=backward, weight=no_work(), recompute=again)
+
+
+def _boundary(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> PassWork:
+    """A stage's receives of one micro-batch, one a virtual stage; the send is its neighbour's receive."""
+    forward, backward = no_work(), no_work()
+    if config.pp > 1:
+        activation = config.tokens * shape.hidden * param_nbytes(config)
+        links = axis_links(cluster, config.mesh_shape, (PP,))
+        seconds = _seconds("send_recv", activation / config.tp, links)
+        if config.tp > 1 and not config.sequence_parallel:
+            seconds += _seconds("all_gather", activation, axis_links(cluster, config.mesh_shape, (TP,)))
+        forward[Kind.PIPE] = config.virtual_stages * seconds
+        if not config.split_pipe_gradients:
+            seconds = _seconds("send_recv", activation, links)
+        backward[Kind.PIPE] = config.virtual_stages * seconds
+    return PassWork(forward=forward, backward=backward, weight=no_work(), recompute=no_work())
+
+
+def _accumulate(params: float, config: TrainingConfig, cluster: Cluster) -> PassWork:
+    """Gradients of a micro-batch added to the sum: read, read and write."""
+    weight = no_work()
+    if (config.num_microbatches > 1 or config.main_grads) and not config.fused_grad_sum:
+        nbytes = param_nbytes(config) + 2 * grad_nbytes(config)
+        weight[Kind.MEMORY] = nbytes * params / cluster.device.memory_bandwidth
+    return PassWork(forward=no_work(), backward=no_work(), weight=weight, recompute=no_work())
+
+
+def _optimizer_bytes(config: TrainingConfig) -> float:
+    """Bytes that the optimizer moves for each parameter of the stage: gradient (twice, for its norm), master copy and
+    states read and written, the low-precision parameter written."""
+    replicas = config.dp * config.cp if config.zero else 1
+    return (2 * grad_nbytes(config) + 8 * (1 + config.optimizer_states) + param_nbytes(config)) / replicas

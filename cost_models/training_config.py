@@ -1,0 +1,145 @@
+"""Which explicit configuration of a step? Degrees, batch, recompute, precision and the software's habits.
+
+Ranks form a mesh (pp, dp, cp, tp), row-major: tensor parallel neighbours are neighbouring ranks, stages are farthest
+apart, as in Megatron-LM and DeepSpeed. Expert parallel ranks are part of the data axis.
+"""
+
+from dataclasses import dataclass
+
+from autopar.cost_models.transformer import TransformerShape
+from autopar.errors import ArgumentError, BatchError, MeshError
+
+RECOMPUTE = ("none", "selective", "full", "op", "alternate")
+ATTENTION = ("flash", "flash1", "fused", "unfused")
+PRECISION = ("bf16", "fp16", "fp32", "fp8", "fp8-rowwise")
+SCHEDULES = ("1f1b", "gpipe", "zb-1p", "zb-2p")
+FUSION = ("none", "norm", "all")
+TENSOR_OVERLAP = ("none", "backward", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """One step of training.
+
+    recompute: none; selective (the attention core, Korthikanti et al. 2022); full (every layer from its input); op
+    (every second matrix product and all else, attention kept: torchtitan's per-op policy); alternate (every second
+    layer in full). attention: a flash kernel (version 2 or 1), or scores in memory with a fused or an unfused softmax.
+    fusion: which memory-bound operations are one kernel each. schedule with `virtual_stages` above 1 is interleaved.
+    `main_grads`: gradients are summed in float32, `fused_grad_sum`: by the matrix products that make them.
+    `overlap_*`: communication that runs beside compute (tensor parallel: none, all, or backward beside weight
+    gradients).
+    `split_pipe_gradients`: tensor parallel ranks each send their part of a gradient to the stage before.
+    `blocking_launches`: the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1). `gathered_logits`: tensor parallel
+    ranks gather the logits instead of computing the loss on their part of the vocabulary. `in_place_loss`: the loss
+    overwrites its float32 logits (Megatron-LM), instead of keeping them, their softmax and two gradients (torch).
+    `gathers_per_layer`: collectives in which ZeRO-3 gathers a layer's parameters (FSDP2 one, DeepSpeed one a tensor).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    virtual_stages: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    micro_batch: int
+    global_batch: int
+    seq: int
+    recompute: str = "none"
+    precision: str = "bf16"
+    attention: str = "flash"
+    fusion: str = "all"
+    schedule: str = "1f1b"
+    main_grads: bool = True
+    overlap_data: bool = False
+    overlap_tensor: str = "none"
+    split_pipe_gradients: bool = True
+    fused_grad_sum: bool = False
+    blocking_launches: bool = False
+    gathered_logits: bool = False
+    in_place_loss: bool = True
+    gathers_per_layer: int = 1
+    optimizer_states: int = 2
+
+    def __post_init__(self) -> None:
+        for field in (
+            "tp",
+            "pp",
+            "dp",
+            "cp",
+            "ep",
+            "virtual_stages",
+            "micro_batch",
+            "global_batch",
+            "seq",
+            "gathers_per_layer",
+        ):
+            value = getattr(self, field)
+            if value < 1:
+                raise ArgumentError(f"{field} {value} must be at least 1")
+        for field, known in (
+            ("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISION),
+            ("schedule", SCHEDULES), ("fusion", FUSION), ("zero", (0, 1, 2, 3)), ("overlap_tensor", TENSOR_OVERLAP),
+        ):  # fmt: skip
+            if getattr(self, field) not in known:
+                raise ArgumentError(f"{field} {getattr(self, field)!r} is not one of {', '.join(map(str, known))}")
+        if self.global_batch % (self.dp * self.micro_batch):
+            raise BatchError(
+                f"global batch {self.global_batch} is not divisible by {self.dp} data-parallel ranks x micro-batch "
+                f"{self.micro_batch}; use a multiple of {self.dp * self.micro_batch}"
+            )
+        if self.dp % self.ep:
+            raise MeshError(f"ep {self.ep} does not divide dp {self.dp}; experts are spread over data-parallel ranks")
+        if self.seq % self.cp:
+            raise MeshError(f"cp {self.cp} does not divide seq {self.seq}")
+        if self.virtual_stages > 1 and (self.pp == 1 or self.schedule != "1f1b"):
+            raise ArgumentError(f"virtual_stages {self.virtual_stages} need pp above 1 and schedule 1f1b")
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one rank of a tensor-parallel group works on in one micro-batch."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int, int]:
+        return (self.pp, self.dp, self.cp, self.tp)
+
+
+def check_fits(shape: TransformerShape, config: TrainingConfig) -> None:
+    """Raise unless the configuration's degrees divide what they split.
+
+    Raises:
+        MeshError: naming the degree, the size, and what would do.
+    """
+    for degree, size, what in (
+        (config.tp, shape.heads, "heads"),
+        (config.tp, shape.ffn, "ffn"),
+        (config.ep, shape.experts, "experts"),
+    ):
+        if size % degree:
+            raise MeshError(
+                f"{'ep' if what == 'experts' else 'tp'} {degree} does not divide {size} {what} of {shape.name}"
+            )
+    if config.pp * config.virtual_stages > shape.layers + 2:
+        raise MeshError(
+            f"pp {config.pp} x virtual stages {config.virtual_stages} is more than {shape.layers} layers of "
+            f"{shape.name}"
+        )
+
+
+def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage: equal; else, where layers + 2 divide, one less at both ends, whose room the embedding and
+    the head take (BLOOM, zero-bubble); else as even as can be, the first stages holding one more."""
+    if layers % pp and pp > 2 and (layers + 2) % pp == 0:
+        each = (layers + 2) // pp
+        return (each - 1, *[each] * (pp - 2), each - 1)
+    return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
