@@ -7,7 +7,7 @@ where.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError
@@ -20,7 +20,7 @@ class Line:
     """`alpha` seconds a message and hop, `bandwidth` bytes/s of a link, `launch` seconds a call.
 
     protocol: its name in reports, "" where there is but one. algorithm, kind: of which collective algorithm and of
-    which collective it holds, "" of all.
+    which collective it holds, "" of all. above, up_to: of which message sizes, in bytes as the collective counts them.
     """
 
     alpha: float
@@ -29,12 +29,18 @@ class Line:
     protocol: str = ""
     algorithm: str = ""
     kind: str = ""
+    above: float = 0.0
+    up_to: float = math.inf
 
     def __post_init__(self) -> None:
         what = " ".join(word for word in ("line", self.protocol, self.algorithm, self.kind) if word)
         require_positive(self.bandwidth, f"{what}: bandwidth")
         require_not_negative(self.alpha, f"{what}: alpha")
         require_not_negative(self.launch, f"{what}: launch")
+        if not 0 <= self.above < self.up_to:
+            raise ClusterError(
+                f"{what}: above {self.above} and up_to {self.up_to} enclose no message size; above must be the smaller"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,9 @@ class LinkLevel:
         require_not_negative(self.launch, f"{where}: launch")
         if self.scope not in SCOPES:
             raise ClusterError(f"{where}: scope {self.scope!r} is none of {', '.join(SCOPES)}")
+        for algorithm, kind in {(line.algorithm, line.kind) for line in self.lines}:
+            own = [line for line in self.lines if (line.algorithm, line.kind) == (algorithm, kind)]
+            _require_every_size(own, f"{where}: lines of {algorithm or 'any algorithm'}, {kind or 'any collective'}")
         if self.line_rate is None:
             return
         require_positive(self.line_rate, f"{where}: line_rate")
@@ -111,3 +120,13 @@ def require_positive(value: float, what: str) -> None:
 def require_not_negative(value: float, what: str) -> None:
     if not 0 <= value < math.inf:
         raise ClusterError(f"{what} {value} must be finite and not negative")
+
+
+def _require_every_size(lines: Sequence[Line], where: str) -> None:
+    end = 0.0
+    for line in sorted(lines, key=lambda line: line.above):
+        if line.above > end:
+            break
+        end = max(end, line.up_to)
+    if end < math.inf:
+        raise ClusterError(f"{where}: no line holds for messages above {end:g} bytes; together they must hold for all")

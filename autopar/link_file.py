@@ -4,12 +4,14 @@
     alpha, bandwidth, launch   the general line: seconds a hop, bytes/s of a link, seconds a call
     line_rate, scope           what the link is built for, "node" or "network"
     devices_per_link           devices that share one link
-    [[levels.lines]]           further lines: alpha, bandwidth, launch for a protocol, algorithm or collective
+    [[levels.lines]]           further lines: alpha, bandwidth, launch for a protocol, algorithm or collective;
+                               with above, up_to: for messages of such sizes
     [levels.in_network]        alpha, bandwidth of reduction in the switches
 
 An interconnect file is such a table without a size; `shared_by_node = true` says that a machine has one such link.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -17,11 +19,12 @@ from typing import Any
 
 from autopar.errors import ClusterError
 from autopar.link import Line, LinkLevel
-from autopar.toml_tables import Sources, check_keys, figures, figures_toml, quote, text
+from autopar.toml_tables import Sources, check_keys, figure_line, figures, figures_toml, quote, text
 
 _FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link")
 _PLAIN = {"launch": 0.0, "devices_per_link": 1}
 _LINE_FIGURES = ("alpha", "bandwidth", "launch")
+_LINE_RANGE = {"above": 0.0, "up_to": math.inf}
 _LINE_WORDS = ("protocol", "algorithm", "kind")
 _OPTIONAL = {"launch", "line_rate", "devices_per_link", "scope", "lines", "in_network", "shared_by_node", "source"}
 
@@ -104,8 +107,9 @@ def _lines(tables: Any, where: str, form: str) -> tuple[tuple[Line, ...], Source
 
 
 def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
-    check_keys(table, {"alpha", "bandwidth"}, {"launch", "source", *_LINE_WORDS}, where, form)
+    check_keys(table, {"alpha", "bandwidth"}, {"launch", "source", *_LINE_WORDS, *_LINE_RANGE}, where, form)
     values, sources = figures(table, _LINE_FIGURES, where, form)
+    between, _ = figures(table, tuple(_LINE_RANGE), where, form)
     words = {key: text(table, key, where) for key in _LINE_WORDS if key in table}
     line = Line(
         alpha=values["alpha"],
@@ -114,12 +118,18 @@ def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
         protocol=words.get("protocol", ""),
         algorithm=words.get("algorithm", ""),
         kind=words.get("kind", ""),
+        **(_LINE_RANGE | between),
     )
     return line, sources
 
 
 def _line_toml(line: Line, where: str, sources: Mapping[str, str]) -> list[str]:
     out = [f"{key} = {quote(getattr(line, key))}" for key in _LINE_WORDS if getattr(line, key)]
+    out += [
+        figure_line(key, getattr(line, key), None)
+        for key, plain in _LINE_RANGE.items()
+        if getattr(line, key) != plain
+    ]
     values = {field: getattr(line, field) for field in _LINE_FIGURES}
     own = {field: sources[f"{where}.{field}"] for field in values if f"{where}.{field}" in sources}
     return out + figures_toml({k: v for k, v in values.items() if v or k in own or k != "launch"}, own)

@@ -9,6 +9,9 @@ part of alpha.
 That the library takes the cheapest is its own rule too: NCCL's tuner takes the least of the same kind of forms.
 """
 
+import itertools
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,19 +27,25 @@ KINDS = tuple(ALGORITHMS)
 
 
 class Form(NamedTuple):
-    """`alpha_seconds + nbytes * seconds_per_byte` of one algorithm under one protocol."""
+    """`alpha_seconds + nbytes * seconds_per_byte` of one algorithm under one protocol, for `above` to `up_to` bytes.
+
+    `floor`: what the least message of that range takes in the range below; no larger one takes less.
+    """
 
     algorithm: str
     protocol: str
     alpha_seconds: float
     seconds_per_byte: float
+    above: float = 0.0
+    up_to: float = math.inf
+    floor: float = 0.0
 
     @property
     def name(self) -> str:
         return f"{self.algorithm} {self.protocol}" if self.protocol else self.algorithm
 
     def seconds(self, nbytes: float) -> float:
-        return self.alpha_seconds + nbytes * self.seconds_per_byte
+        return max(self.floor, self.alpha_seconds + nbytes * self.seconds_per_byte)
 
 
 @lru_cache(maxsize=65536)
@@ -56,10 +65,15 @@ def algorithms(kind: str, links: Links) -> tuple[Form, ...]:
 def cheapest(kind: str, links: Links) -> tuple[Form, ...]:
     """Those of `algorithms` that are the cheapest for some `nbytes`, from small to large messages.
 
+    All of them, if some hold for a range of sizes only.
+
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`.
     """
-    rest = sorted(algorithms(kind, links), key=lambda form: (form.alpha_seconds, form.seconds_per_byte))
+    every = algorithms(kind, links)
+    if any(form.above > 0 or form.up_to < math.inf for form in every):
+        return every
+    rest = sorted(every, key=lambda form: (form.alpha_seconds, form.seconds_per_byte))
     hull: list[Form] = []
     for form in rest:
         if hull and form.seconds_per_byte >= hull[-1].seconds_per_byte:
@@ -84,11 +98,10 @@ def collective_seconds(kind: str, nbytes: float, links: Links) -> tuple[float, s
 
 def least(forms: tuple[Form, ...], nbytes: float) -> tuple[float, str]:
     """Seconds and name of the cheapest of some forms, for callers that hold on to `cheapest`."""
-    best = forms[0]
-    seconds = best.alpha_seconds + nbytes * best.seconds_per_byte
-    for form in forms[1:]:
-        other = form.alpha_seconds + nbytes * form.seconds_per_byte
-        if other < seconds:
+    best, seconds = forms[0], math.inf
+    for form in forms:
+        other = max(form.floor, form.alpha_seconds + nbytes * form.seconds_per_byte)
+        if other < seconds and form.above <= nbytes <= form.up_to:
             best, seconds = form, other
     return seconds, best.name
 
@@ -103,9 +116,11 @@ def collective_seconds_array(kind: str, nbytes: npt.NDArray[np.float64], links: 
     if not (nbytes >= 0).all():
         raise ArgumentError(f"{kind} of {nbytes.min()} bytes: a message has 0 bytes or more")
     forms = cheapest(kind, links)
-    result = forms[0].alpha_seconds + nbytes * forms[0].seconds_per_byte
-    for form in forms[1:]:
-        result = np.minimum(result, form.alpha_seconds + nbytes * form.seconds_per_byte)
+    result = np.full(nbytes.shape, math.inf)
+    for form in forms:
+        holds = (form.above <= nbytes) & (nbytes <= form.up_to)
+        own = np.maximum(form.floor, form.alpha_seconds + nbytes * form.seconds_per_byte)
+        result = np.where(holds, np.minimum(result, own), result)
     return result
 
 
@@ -132,14 +147,36 @@ def _forms(kind: str, algorithm: str, links: Links) -> list[Form]:
     if any(not one for one in lines):
         return []
     found = []
-    for protocol in dict.fromkeys(name for one in lines for name in one):
-        chosen = [one.get(protocol) or one.get("") or max(one.values(), key=lambda x: x.bandwidth) for one in lines]
+    for protocol, chosen in _on_every_level(lines):
         hops = tuple(_hop(line, crossing) for line, crossing in zip(chosen, links.crossings, strict=True))
         cost = ALGORITHMS[kind][algorithm](Group(links.size, hops, links.regular))
-        if cost is not None:
+        above, up_to = max(line.above for line in chosen), min(line.up_to for line in chosen)
+        if cost is not None and above < up_to:
             launch = max(line.launch for line in chosen)
-            found.append(Form(algorithm, protocol, launch + cost.alpha_seconds, cost.seconds_per_byte))
+            found.append(Form(algorithm, protocol, launch + cost.alpha_seconds, cost.seconds_per_byte, above, up_to))
+    found.sort(key=lambda form: form.above)
+    for position, form in enumerate(found):
+        below = [other.seconds(form.above) for other in found[:position] if other.above < form.above <= other.up_to]
+        found[position] = form._replace(floor=min(below, default=0.0))
     return found
+
+
+def _on_every_level(lines: list[dict[str, Line]]) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    """Protocols, each with its line of every level. A message keeps its protocol on its way.
+
+    Levels that were measured apart may have no protocol in common; then each of one level goes with the fastest of the
+    others, or with all of them, if lines hold for ranges of sizes that may have no size in common either.
+    """
+    common = [name for name in lines[0] if all(name in one for one in lines)]
+    if common:
+        yield from ((name, tuple(one[name] for one in lines)) for name in common)
+    elif any(line.above > 0 for one in lines for line in one.values()):
+        for names in itertools.product(*lines):
+            yield ", ".join(filter(None, names)), tuple(one[name] for one, name in zip(lines, names, strict=True))
+    else:
+        for name in dict.fromkeys(name for one in lines for name in one):
+            fastest = (one.get(name) or max(one.values(), key=lambda line: line.bandwidth) for one in lines)
+            yield name, tuple(fastest)
 
 
 def _lines(algorithm: str, kind: str, crossing: Crossing) -> dict[str, Line]:
