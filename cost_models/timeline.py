@@ -6,9 +6,14 @@ ready, the one with the lowest `priority`; of equals the first to become ready, 
 priorities are a FIFO queue, and a program order is a chain of dependencies. A long message that urgent ones may
 overtake is a chain of partitions.
 
+A stream may be bound to more than the task that runs: as long as those that have not ended take less than its `window`
+seconds, it binds itself to one more, and it runs them in that order, whatever becomes ready meanwhile. That is a queue
+of messages already handed to the network. Without a window it is bound to what runs.
+
 All tasks that end at one moment end before any other starts. O((tasks + dependencies) log tasks).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,7 +29,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Task k runs `seconds[k]` on stream `stream[k]`; task `after[e]` waits for task `before[e]`."""
+    """Task k runs `seconds[k]` on stream `stream[k]`; task `after[e]` waits for task `before[e]`.
+
+    `windows`: seconds, a stream each; empty for none.
+    """
 
     num_streams: int
     stream: Ints
@@ -32,12 +40,17 @@ class Tasks:
     priority: Floats
     before: Ints
     after: Ints
+    windows: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.stream) == len(self.seconds) == len(self.priority):
             raise ArgumentError(
                 f"a task needs one stream, one duration and one priority: got {len(self.stream)} streams, "
                 f"{len(self.seconds)} durations and {len(self.priority)} priorities"
+            )
+        if len(self.windows) not in (0, self.num_streams) or not all(0 <= w < math.inf for w in self.windows):
+            raise ArgumentError(
+                f"windows {self.windows} of {self.num_streams} streams: give none, or finite seconds for each"
             )
         if len(self.before) != len(self.after):
             raise ArgumentError(f"dependencies are pairs: got {len(self.before)} befores and {len(self.after)} afters")
@@ -73,9 +86,8 @@ def simulate(tasks: Tasks) -> Timeline:
     Raises:
         ArgumentError: if tasks wait for each other.
     """
-    start, finish, done = run_events(
-        tasks.num_streams, tasks.stream, tasks.seconds, tasks.priority, tasks.before, tasks.after
-    )
+    windows = np.array(tasks.windows or [0.0] * tasks.num_streams, dtype=np.float64)
+    start, finish, done = run_events(windows, tasks.stream, tasks.seconds, tasks.priority, tasks.before, tasks.after)
     _require_all(done, len(tasks))
     return Timeline(start=start, finish=finish)
 
@@ -108,6 +120,9 @@ class TaskList:
         self._priority: list[float] = []
         self._edges: list[tuple[int, int]] = []
 
+    def __len__(self) -> int:
+        return len(self._stream)
+
     def add(self, stream: int, seconds: float, after: Iterable[int] = (), priority: float = 0.0) -> int:
         """The new task's number; it waits for the tasks `after`."""
         task = len(self._stream)
@@ -117,7 +132,7 @@ class TaskList:
         self._edges += [(before, task) for before in after]
         return task
 
-    def tasks(self) -> Tasks:
+    def tasks(self, windows: tuple[float, ...] = ()) -> Tasks:
         edges = np.array(self._edges, dtype=np.int64).reshape(-1, 2)
         return Tasks(
             num_streams=self._num_streams,
@@ -126,6 +141,7 @@ class TaskList:
             priority=np.array(self._priority, dtype=np.float64),
             before=np.ascontiguousarray(edges[:, 0]),
             after=np.ascontiguousarray(edges[:, 1]),
+            windows=windows,
         )
 
 

@@ -96,10 +96,10 @@ def _pop(heap: Ints, offset: int, size: int, urgency: Floats, since: Floats) -> 
 
 @numba.njit(cache=True)
 def run_events(
-    num_streams: int, stream: Ints, seconds: Floats, priority: Floats, before: Ints, after: Ints
+    window: Floats, stream: Ints, seconds: Floats, priority: Floats, before: Ints, after: Ints
 ) -> tuple[Floats, Floats, int]:
     """Start and end of each task, and how many tasks could run."""
-    count = len(stream)
+    count, num_streams = len(stream), len(window)
     first, waiting, waits = successors(count, before, after)
     offset = np.zeros(num_streams + 1, dtype=np.int64)
     for k in range(count):
@@ -110,7 +110,11 @@ def run_events(
     start, finish, since = np.zeros(count), np.zeros(count), np.zeros(count)
     ready = np.empty(count, dtype=np.int64)  # a heap a stream, at its offset
     num_ready = np.zeros(num_streams, dtype=np.int64)
+    # tasks that each stream is bound to run, in a chain: the one that runs, the last, the seconds of all
     running = np.full(num_streams, -1, dtype=np.int64)
+    last = np.full(num_streams, -1, dtype=np.int64)
+    behind = np.full(count, -1, dtype=np.int64)
+    bound = np.zeros(num_streams)
     # events: streams with a running task, by its end
     events = np.empty(num_streams, dtype=np.int64)
     event_time, no_time = np.zeros(num_streams), np.zeros(num_streams)
@@ -133,15 +137,21 @@ def run_events(
         for t in range(num_touched):
             s = touched[t]
             is_touched[s] = False
-            if running[s] < 0 and num_ready[s] > 0:
+            while num_ready[s] > 0 and (running[s] < 0 or bound[s] < window[s]):
                 task = _pop(ready, offset[s], num_ready[s], priority, since)
                 num_ready[s] -= 1
-                start[task] = now
-                finish[task] = now + seconds[task]
-                running[s] = task
-                event_time[s] = finish[task]
-                _push(events, 0, num_events, s, event_time, no_time)
-                num_events += 1
+                bound[s] += seconds[task]
+                if running[s] < 0:
+                    start[task] = now
+                    running[s] = task
+                    event_time[s] = now + seconds[task]
+                    _push(events, 0, num_events, s, event_time, no_time)
+                    num_events += 1
+                else:
+                    start[task] = finish[last[s]]
+                    behind[last[s]] = task
+                finish[task] = start[task] + seconds[task]
+                last[s] = task
         num_touched = 0
         if num_events == 0:
             break
@@ -150,7 +160,14 @@ def run_events(
             s = _pop(events, 0, num_events, event_time, no_time)
             num_events -= 1
             task = running[s]
-            running[s] = -1
+            running[s] = behind[task]
+            bound[s] -= seconds[task]
+            if running[s] >= 0:
+                event_time[s] = finish[running[s]]
+                _push(events, 0, num_events, s, event_time, no_time)
+                num_events += 1
+            else:
+                bound[s] = 0.0
             done += 1
             if not is_touched[s]:
                 is_touched[s] = True

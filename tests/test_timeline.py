@@ -15,6 +15,8 @@ def naive(tasks: Tasks) -> tuple[np.ndarray, np.ndarray]:
     count = len(tasks)
     needs = [set(tasks.before[tasks.after == k].tolist()) for k in range(count)]
     start, finish = np.full(count, np.nan), np.full(count, np.nan)
+    windows = tasks.windows or (0.0,) * tasks.num_streams
+    queues: list[list[int]] = [[] for _ in range(tasks.num_streams)]
     ended: set[int] = set()
     since: dict[int, float] = {}
     now = 0.0
@@ -23,20 +25,23 @@ def naive(tasks: Tasks) -> tuple[np.ndarray, np.ndarray]:
             if k not in since and needs[k] <= ended:
                 since[k] = now
         for s in range(tasks.num_streams):
-            mine = [k for k in range(count) if tasks.stream[k] == s]
-            if any(not np.isnan(start[k]) and k not in ended for k in mine):
-                continue
-            waiting = [k for k in mine if k in since and np.isnan(start[k])]
-            if waiting:
+            while not queues[s] or sum(tasks.seconds[k] for k in queues[s]) < windows[s]:
+                waiting = [k for k in since if tasks.stream[k] == s and np.isnan(start[k])]
+                if not waiting:
+                    break
                 chosen = min(waiting, key=lambda k: (tasks.priority[k], since[k], k))
-                start[chosen], finish[chosen] = now, now + tasks.seconds[chosen]
-        running = [k for k in range(count) if not np.isnan(start[k]) and k not in ended]
+                start[chosen] = finish[queues[s][-1]] if queues[s] else now
+                finish[chosen] = start[chosen] + tasks.seconds[chosen]
+                queues[s].append(chosen)
+        running = [queue[0] for queue in queues if queue]
         now = min(finish[k] for k in running)
-        ended |= {k for k in running if finish[k] == now}
+        for queue in queues:
+            while queue and finish[queue[0]] == now:
+                ended.add(queue.pop(0))
     return start, finish
 
 
-def random_tasks(rng: np.random.Generator, count: int, *, whole: bool = True) -> Tasks:
+def random_tasks(rng: np.random.Generator, count: int, *, whole: bool = True, windows: bool = False) -> Tasks:
     """Whole seconds make many moments coincide and some tasks take no time."""
     pairs = np.array([(a, b) for b in range(count) for a in range(b)], dtype=np.int64).reshape(-1, 2)
     edges = pairs[rng.random(len(pairs)) < rng.choice([0.05, 0.2])]
@@ -49,12 +54,14 @@ def random_tasks(rng: np.random.Generator, count: int, *, whole: bool = True) ->
         priority=rng.integers(0, 3, count).astype(np.float64),
         before=shuffled[edges[:, 0]],
         after=shuffled[edges[:, 1]],
+        windows=tuple(rng.integers(0, 6, streams).tolist()) if windows else (),
     )
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_it_equals_the_naive_simulator(seed: int) -> None:
-    tasks = random_tasks(np.random.default_rng(seed), 1 + seed % 30, whole=seed % 2 == 0)
+def test_it_equals_the_naive_simulator(seed: int, windows: bool) -> None:
+    tasks = random_tasks(np.random.default_rng(seed), 1 + seed % 30, whole=seed % 2 == 0, windows=windows)
     timeline = simulate(tasks)
     start, finish = naive(tasks)
     np.testing.assert_array_equal(timeline.start, start)
@@ -109,6 +116,17 @@ def test_partitions_let_an_urgent_message_through() -> None:
     assert [urgent_end(parts) for parts in (1, 2, 4, 8, 16)] == [9.0, 5.0, 3.0, 2.0, 1.5]
 
 
+def test_a_window_binds_a_stream_before_more_urgent_work_arrives() -> None:
+    def urgent_start(window: float) -> float:
+        build = TaskList(num_streams=2)
+        for _ in range(4):
+            build.add(1, 2.0, priority=1.0)
+        urgent = build.add(1, 1.0, after=[build.add(0, 1.0)], priority=0.0)
+        return float(simulate(build.tasks((0.0, window))).start[urgent])
+
+    assert [urgent_start(window) for window in (0.0, 2.0, 2.5, 4.5, 100.0)] == [2.0, 2.0, 4.0, 6.0, 8.0]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_trace_shows_every_task_once_without_overlap_up_to_the_makespan(seed: int) -> None:
     tasks = random_tasks(np.random.default_rng(seed), 40)
@@ -147,6 +165,8 @@ def test_what_cannot_run_is_said() -> None:
         tasks(before=np.array([0]), after=np.array([2]))
     with pytest.raises(ArgumentError, match="2 streams, 1 durations"):
         tasks(seconds=np.ones(1))
+    with pytest.raises(ArgumentError, match="windows"):
+        tasks(windows=(1.0, 2.0))
     with pytest.raises(ArgumentError, match="pairs"):
         tasks(before=np.array([0]))
     with pytest.raises(ArgumentError, match="got 1 names for 2 tasks"):
