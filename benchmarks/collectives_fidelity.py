@@ -74,7 +74,7 @@ def shipped_errors(measurements: Sequence[Measurement]) -> dict[str, Errors]:
     found = {}
     for cluster, (node, network) in SHIPPED.items():
         parts = []
-        for batch in batches(_of(measurements, cluster)):
+        for batch in batches(_scored(_of(measurements, cluster))):
             levels = [_level("node", node, batch.per_node)]
             if batch.nodes > 1:
                 assert network is not None, f"{cluster} has rows across nodes: name its network"
@@ -96,7 +96,7 @@ def table(folder: Path = REFERENCES) -> list[dict[str, Any]]:
     }
     rows = []
     for cluster in [*sorted({m.cluster for m in measurements}), "all"]:
-        own = measurements if cluster == "all" else _of(measurements, cluster)
+        own = _scored(measurements if cluster == "all" else _of(measurements, cluster))
         row: dict[str, Any] = {"subject": "collectives", "source": cluster, "rows": len(own)}
         for way, errors in ways.items():
             found = [e for name, e in errors.items() if cluster in (name, "all")]
@@ -110,7 +110,7 @@ def table(folder: Path = REFERENCES) -> list[dict[str, Any]]:
 def _errors(
     measurements: Sequence[Measurement], node: Constants, net: Constants, rate: float | None
 ) -> npt.NDArray[np.float64]:
-    return np.concatenate([np.abs(predict(b, node, net, rate) / b.seconds - 1) for b in batches(measurements)])
+    return np.concatenate([np.abs(predict(b, node, net, rate) / b.seconds - 1) for b in batches(_scored(measurements))])
 
 
 def _level(name: str, link: str, size: int) -> LinkLevel:
@@ -120,6 +120,10 @@ def _level(name: str, link: str, size: int) -> LinkLevel:
 def consistent(measurements: Sequence[Measurement]) -> list[Measurement]:
     wrong = contradictory(list(measurements))
     return [m for m in measurements if m.id not in wrong]
+
+
+def _scored(measurements: Sequence[Measurement]) -> list[Measurement]:
+    return [m for m in measurements if m.is_scored]
 
 
 def _clusters(measurements: Sequence[Measurement], generation: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Which few constants of links explain measured collectives? Least squares on the logarithm of the time, outliers
 damped.
 
-A node's link has three constants a GPU generation and its reducing switch two, a network eight a cluster; what
+A node's link has three constants a GPU generation and its reducing switch two, a network ten a cluster; what
 distinguishes NCCL's protocols is not fitted but NCCL's own: latencies a hop, launches and bandwidth fractions of
 github NVIDIA/nccl src/graph/tuning.cc (hwLatencies, baseLatencies, protocol efficiency). The harness that measured
 adds one constant, the time of a call that its clock sees. Bandwidths are fitted as fractions of the line rate, so none
@@ -38,9 +38,11 @@ REDUCING_SWITCHES = ("Hopper", "Blackwell")  # NVLink SHARP came with the third 
 NETWORK: Bounds = {
     "ring_alpha": (1e-6, 1.4e-5, 1e-3),  # seconds a hop
     "ring_fraction": (0.1, 0.9, 1.0),  # of the line rate
-    "small_alpha": (1e-6, 2e-5, 1e-3),  # a tree's hop, its small messages
+    "tiny_alpha": (1e-6, 5e-6, 1e-3),  # a tree's hop under LL, NCCL's own for a first guess
+    "tiny_fraction": (1e-4, 0.1, 0.5),
+    "small_alpha": (1e-6, 2e-5, 1e-3),  # a tree's hop under LL128
     "small_fraction": (0.01, 0.4, 1.0),
-    "large_alpha": (1e-6, 1e-4, 1e-2),  # a tree's hop, its large messages: it fills a pipeline of large chunks first
+    "large_alpha": (1e-6, 1e-4, 1e-2),  # a tree's hop under Simple: it fills a pipeline of large chunks first
     "large_fraction": (0.05, 0.8, 1.0),
     "peer_alpha": (1e-7, 5e-6, 5e-5),  # seconds a peer of an all-to-all
     "send_fraction": (0.1, 0.7, 1.0),
@@ -53,7 +55,9 @@ NVLINK_HOP = {"": 3.4e-6, "ll": 0.6e-6, "ll128": 1.9e-6}
 PCI_HOP = {"": 5.7e-6, "ll": 1.0e-6}
 BASE = {"ll": 6.6e-6, "ll128": 14.0e-6, "": 8.4e-6}
 LL_FRACTION = 0.5
+RING_TO_TREE = 2.7 / 5.0  # hwLatencies of NET under LL
 
+UNSCORED_WEIGHT = 0.3
 PULL = 0.02
 """Weight of a first guess against a measurement: it settles what the rows leave open, and little else."""
 
@@ -107,7 +111,13 @@ def network_level(size: int, rate: float, net: Constants, launch: float) -> Link
                     bandwidth=rate * net[f"{which}_fraction"],
                     launch=launch + BASE[protocol],
                 )
-                for which, protocol in (("small", "ll128"), ("large", ""))
+                for which, protocol in (("tiny", "ll"), ("small", "ll128"), ("large", ""))
+            ),
+            Line(
+                protocol="ll",
+                alpha=net["tiny_alpha"] * RING_TO_TREE,
+                bandwidth=rate * net["tiny_fraction"],
+                launch=launch + BASE["ll"],
             ),
             Line(kind="all_to_all", alpha=net["peer_alpha"], bandwidth=ring, launch=launch + BASE[""]),
             *(
@@ -131,6 +141,10 @@ class Batch:
     node_rate: float
     nbytes: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
+    weight: npt.NDArray[np.float64]
+
+    def residuals(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self.weight * np.log(seconds / self.seconds)
 
 
 def batches(measurements: Sequence[Measurement]) -> list[Batch]:
@@ -138,7 +152,12 @@ def batches(measurements: Sequence[Measurement]) -> list[Batch]:
     for m in measurements:
         groups.setdefault((m.kind, m.nodes, m.per_node, m.variant, m.harness, m.node_rate), []).append(m)
     return [
-        Batch(*key, np.array([m.nbytes for m in rows]), np.array([m.seconds for m in rows]))
+        Batch(
+            *key,
+            nbytes=np.array([m.nbytes for m in rows]),
+            seconds=np.array([m.seconds for m in rows]),
+            weight=np.array([1.0 if m.is_scored else UNSCORED_WEIGHT for m in rows]),
+        )
         for key, rows in groups.items()
     ]
 
@@ -205,7 +224,7 @@ def fit_node(measurements: Sequence[Measurement], generation: str) -> dict[str, 
     groups = batches([m for m in measurements if m.nodes == 1 and m.generation == generation])
 
     def residuals(c: Constants) -> npt.NDArray[np.float64]:
-        parts = [np.log(predict(b, c, None, None) / b.seconds) for b in groups]
+        parts = [b.residuals(predict(b, c, None, None)) for b in groups]
         return np.concatenate([np.zeros(0), *parts])
 
     return fit(bounds, residuals)
@@ -220,7 +239,7 @@ def fit_network(measurements: Sequence[Measurement], node: Constants, rates: Map
     ]
 
     def residuals(c: Constants) -> npt.NDArray[np.float64]:
-        parts = [np.log(predict(b, node, c, rate) / b.seconds) for rate, b in groups]
+        parts = [b.residuals(predict(b, node, c, rate)) for rate, b in groups]
         return np.concatenate([np.zeros(0), *parts])
 
     return fit(NETWORK, residuals)

@@ -2,8 +2,8 @@
 
 Sizes are those that nccl-tests prints: the tensor of an all-reduce, the gathered tensor of an all-gather, the local
 tensor of an all-to-all, the message of a send/recv; so they are `nbytes` of `cost_models.collectives`. Out-of-place
-times are taken. Left out: rows without a size or time (peaks read off pictures), with wrong elements, or at and below
-`LEAST_BYTES`.
+times are taken. Left out: rows without a size or time (peaks read off pictures) or with wrong elements. Rows at and
+below `LEAST_BYTES` are read, for what they say of latencies, and not scored.
 
 A cluster is a source, its hardware and what its note says of the machine. Line rates that a source leaves open are
 filled in below, each with its reason; where nobody states one it stays open.
@@ -40,6 +40,11 @@ NETWORK_RATES = {
 }
 
 
+# Lines of ml-engineering's network/README.md that stand under B200, but are half of its other table's (L937-L941) and
+# equal to its H200 rows (L978-L981: ring 367, NVLS 480 GB/s): another machine's.
+MISLABELLED = re.compile(r"ml-engineering@.*README\.md:L92[5-9]$")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """`variant`: what a source fixed by hand ("ring", "NVLS"), "" where the library chose."""
@@ -56,6 +61,11 @@ class Measurement:
     variant: str
     node_rate: float
     network_rate: float | None
+    is_mislabelled: bool
+
+    @property
+    def is_scored(self) -> bool:
+        return self.nbytes > LEAST_BYTES
 
     @property
     def crossing_bytes(self) -> float:
@@ -101,11 +111,12 @@ def network_rates(measurements: list[Measurement]) -> dict[str, float]:
 
 
 def contradictory(measurements: list[Measurement]) -> set[str]:
-    """Ids of measurements of one case and source that differ by more than half: one of them must be mislabelled."""
+    """Ids of rows of another machine, and of others of one case and source that differ by more than half."""
+    found = {m.id for m in measurements if m.is_mislabelled}
     cases: dict[tuple[object, ...], list[Measurement]] = {}
     for m in measurements:
-        cases.setdefault((m.cluster, m.kind, m.nodes, m.per_node, m.nbytes, m.variant, m.harness), []).append(m)
-    found = set()
+        if not m.is_mislabelled:
+            cases.setdefault((m.cluster, m.kind, m.nodes, m.per_node, m.nbytes, m.variant, m.harness), []).append(m)
     for rows in cases.values():
         seconds = [m.seconds for m in rows]
         if max(seconds) > 1.5 * min(seconds):
@@ -117,7 +128,7 @@ def _measurement(row: Mapping[str, str], file: str) -> Measurement | None:
     if not row["size_bytes"] or not row["time_us"] or row.get("wrong_elements", "") not in ("", "0"):
         return None
     nbytes, seconds = float(row["size_bytes"]), float(row["time_us"]) * 1e-6
-    if nbytes <= LEAST_BYTES or seconds <= 0:
+    if seconds <= 0:
         return None
     hardware = "" if row["hardware"].startswith("not ") else row["hardware"]
     generation, node_rate = next((g for word, g in GENERATIONS.items() if word in hardware), ("unknown", 3e11))
@@ -135,6 +146,7 @@ def _measurement(row: Mapping[str, str], file: str) -> Measurement | None:
         variant=_variant(row.get("algo", "")),
         node_rate=node_rate,
         network_rate=_network_rate(row["interconnect"], source),
+        is_mislabelled=MISLABELLED.search(source) is not None,
     )
 
 

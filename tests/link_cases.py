@@ -45,7 +45,10 @@ def random_cluster(rng: random.Random) -> Cluster:
                 launch=rng.choice([0.0, 1e-5]),
                 devices_per_link=rng.choice([1, 1, 2, 4]),
                 scope=rng.choice(["node", "network"]),
-                lines=tuple(_random_line(rng, bandwidth) for _ in range(rng.randint(0, 3))),
+                lines=(
+                    *(_random_line(rng, bandwidth) for _ in range(rng.randint(0, 3))),
+                    *(_random_ranges(rng, bandwidth) if rng.random() < 0.3 else ()),
+                ),
                 in_network=rng.choice([None, _random_line(rng, bandwidth)]),
             )
         )
@@ -60,6 +63,13 @@ def _random_line(rng: random.Random, bandwidth: float) -> Line:
         algorithm=rng.choice(["", "", "ring", "tree"]),
         kind=rng.choice(["", "", *KINDS]),
     )
+
+
+def _random_ranges(rng: random.Random, bandwidth: float) -> tuple[Line, ...]:
+    """Lines of one collective as a calibration writes them: one for small messages, one for large ones."""
+    kind, split = rng.choice(KINDS), 10 ** rng.uniform(3, 8)
+    small, large = (replace(_random_line(rng, bandwidth), kind=kind, algorithm="") for _ in range(2))
+    return replace(small, protocol="small", up_to=split), replace(large, protocol="large", above=split)
 
 
 def random_axis(rng: random.Random, cluster: Cluster) -> tuple[tuple[int, ...], tuple[int, ...]]:

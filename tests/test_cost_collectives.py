@@ -111,8 +111,9 @@ def test_the_cheapest_of_all_forms_is_taken_and_named_and_the_array_form_agrees(
         assert set(cheapest(kind, links)) <= set(every)
         for nbytes in SIZES:
             seconds, name = collective_seconds(kind, nbytes, links)
-            assert seconds == min(one.seconds(nbytes) for one in every)
-            assert seconds in [one.seconds(nbytes) for one in every if one.name == name]
+            holding = [one for one in every if one.above <= nbytes <= one.up_to]
+            assert seconds == min(one.seconds(nbytes) for one in holding)
+            assert seconds in [one.seconds(nbytes) for one in holding if one.name == name]
         expected = [collective_seconds(kind, nbytes, links)[0] for nbytes in SIZES]
         np.testing.assert_allclose(collective_seconds_array(kind, np.array(SIZES), links), expected, rtol=1e-12)
 
@@ -123,8 +124,7 @@ def test_time_never_falls_when_a_message_grows_a_link_slows_or_a_latency_rises(s
     links = random_links(rng)
     for kind in KINDS:
         before = [collective_seconds(kind, nbytes, links)[0] for nbytes in SIZES]
-        if links.size > 1:
-            assert all(a < b for a, b in itertools.pairwise(before)), "more bytes, more seconds"
+        assert all(a <= b for a, b in itertools.pairwise(before)), "more bytes, no fewer seconds"
         for depth in range(len(links.crossings)):
             slower = scaled(links, bandwidth=rng.uniform(0.1, 0.99), depth=depth)
             later = scaled(links, alpha=rng.uniform(1.01, 10), depth=depth)
@@ -255,7 +255,7 @@ def test_small_messages_take_the_protocol_of_little_latency_and_large_ones_that_
     assert [name for name, _ in itertools.groupby(names)] == ["ring ll", "ring"] or "ring ll128" in names
     both = axis_links(load_cluster("8x8xh100"), (64,), (0,))
     assert collective_seconds("all_reduce", 1e10, both)[1] == "ring"
-    assert collective_seconds("all_reduce", 1e5, both)[1] == "tree ll128"
+    assert collective_seconds("all_reduce", 1e5, both)[1] == "tree ll"
     assert collective_seconds("all_reduce", 1e10, links)[1] == "in_network"
 
 
