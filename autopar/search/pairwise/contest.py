@@ -223,7 +223,7 @@ def _ragged(lists: list[Any], thing: str, field: str) -> tuple[Ints, Floats]:
     bad = np.flatnonzero(np.isnan(values) | (values == -np.inf))
     if len(bad):
         wrong = int(np.searchsorted(first, bad[0], "right")) - 1
-        raise ContestFileError(f"{thing} {wrong}: {field} contain {values[bad[0]]}")
+        raise ContestFileError(f"{thing} {wrong}: {field} must be numbers, not {lists[wrong][bad[0] - first[wrong]]}")
     return first, values
 
 
@@ -235,7 +235,7 @@ def _is_numbers(entry: Any) -> bool:
 
 def _pairs(lists: list[Any], count: int, thing: str, field: str) -> NDArray[np.int64]:
     if len(lists) != count:
-        raise ContestFileError(f"{count} {thing}s have costs but {len(lists)} have a {field}")
+        raise ContestFileError(f"{count} {thing}s have costs but {len(lists)} have an entry for their {field}")
     for i, entry in enumerate(lists):
         if not (
             isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int) and isinstance(entry[1], int)

@@ -42,6 +42,9 @@ from autopar.search.pairwise.reduce.graph import (
 )
 from autopar.search.pairwise.reduce.lift import HEAD, record
 
+MOST_GROWTH = 1_000_000
+"""Entries that edges may gain by one contraction: a hub read through a node of many options would fill the memory."""
+
 
 @compiled
 def contract(graph: Graph, since: int, heaviest: int) -> int:
@@ -68,9 +71,21 @@ def _keeper(graph: Graph, h: int, heaviest: int) -> int:
     for g in (h, h ^ 1):
         other = graph.half[g ^ 1, NODE]
         weight = graph.node[other, DEGREE] + graph.node[other, MEMBERS]
-        if graph.half[g, FUNCTION] == 1 and weight < least:
+        if graph.half[g, FUNCTION] == 1 and weight < least and _growth(graph, g) <= MOST_GROWTH:
             best, least = g, weight
     return best
+
+
+@compiled
+def _growth(graph: Graph, h: int) -> int:
+    """By how many entries edges of the other end become larger, read through the options of h's node."""
+    b = graph.half[h ^ 1, NODE]
+    entries = 0
+    g = graph.node[b, FIRST_HALF]
+    while g != NONE:
+        entries += graph.node[graph.half[g ^ 1, NODE], OPTIONS]
+        g = graph.half[g, NEXT]
+    return int(entries * (graph.node[graph.half[h, NODE], OPTIONS] - graph.node[b, OPTIONS]))
 
 
 @compiled
@@ -83,7 +98,7 @@ def _absorb(graph: Graph, h: int) -> bool:
         return False
     function = _function(graph, h)
     same = size == old_size and bool(np.all(function == np.arange(size)))
-    onto = size == old_size and len(np.unique(function)) == size
+    onto = same or (size == old_size and _reaches_all(function))
     if not same:
         g = graph.node[b, FIRST_HALF]
         while g != NONE:
@@ -132,6 +147,14 @@ def _function(graph: Graph, h: int) -> Ints:
                 function[i] = j
         graph.cost[graph.node[n, COST_AT] + i] += best
     return function
+
+
+@compiled
+def _reaches_all(function: Ints) -> bool:
+    reached = np.zeros(len(function), np.bool_)
+    for j in function:
+        reached[j] = True
+    return bool(reached.all())
 
 
 @compiled

@@ -8,17 +8,15 @@ Options go one by one, each because of one that stays, so that of equals one is 
 import numpy as np
 
 from autopar.search.pairwise.compiled import compiled
+from autopar.search.pairwise.problem import Ints
 from autopar.search.pairwise.reduce.graph import (
-    ALIVE,
     AT,
     COST_AT,
-    DONE,
     FIRST_HALF,
     NEXT,
     NODE,
     NONE,
     OPTIONS,
-    STAMP,
     STRIDE,
     Graph,
     touch,
@@ -27,23 +25,21 @@ from autopar.search.pairwise.reduce.profile import no_more, profile
 
 
 @compiled
-def drop_dominated(graph: Graph, since: int) -> int:
-    for n in range(len(graph.node)):
-        if graph.node[n, ALIVE] and graph.node[n, STAMP] >= since and graph.node[n, OPTIONS] > 1:
-            at = graph.node[n, COST_AT]
-            _, taken = profile(graph, n)
-            for k in range(graph.node[n, OPTIONS]):
-                for i in range(graph.node[n, OPTIONS]):
-                    if (
-                        i != k
-                        and graph.cost[at + i] <= graph.cost[at + k] < np.inf
-                        and no_more(taken, i, k)
-                        and _replaces(graph, n, i, k)
-                    ):
-                        graph.cost[at + k] = np.inf
-                        touch(graph, n)
-                        break
-    return DONE
+def drop_dominated(graph: Graph, nodes: Ints) -> None:
+    for n in nodes:
+        at = graph.node[n, COST_AT]
+        _, taken = profile(graph, n)
+        for k in range(graph.node[n, OPTIONS]):
+            for i in range(graph.node[n, OPTIONS]):
+                if (
+                    i != k
+                    and graph.cost[at + i] <= graph.cost[at + k] < np.inf
+                    and no_more(taken, i, k)
+                    and _replaces(graph, n, i, k)
+                ):
+                    graph.cost[at + k] = np.inf
+                    touch(graph, n)
+                    break
 
 
 @compiled

@@ -90,11 +90,13 @@ def to_problem(graph: Graph, limit: float) -> tuple[Pairwise, Ints]:
     edge_a, edge_b = position[graph.half[2 * edges, NODE]], position[graph.half[2 * edges + 1, NODE]]
     first_pair = _starts(num_options[edge_a] * num_options[edge_b])
     members, owner = _members_of(graph, nodes)
+    in_time = np.lexsort((graph.member[members, END], graph.member[members, BEGIN], owner))
+    members, owner = members[in_time], owner[in_time]
     first_usage = _starts(num_options[owner])
     base = np.cumsum(graph.base)[:-1]
     problem = Pairwise(
         first_option=_starts(num_options),
-        cost=graph.cost[_ranges(graph.node[nodes, COST_AT], num_options)],
+        cost=graph.cost[ranges(graph.node[nodes, COST_AT], num_options)],
         edge_a=edge_a,
         edge_b=edge_b,
         first_pair=first_pair,
@@ -103,7 +105,7 @@ def to_problem(graph: Graph, limit: float) -> tuple[Pairwise, Ints]:
         begin=graph.member[members, BEGIN],
         end=graph.member[members, END],
         first_usage=first_usage,
-        usage=graph.usage[_ranges(graph.member[members, USAGE_AT], num_options[owner])],
+        usage=graph.usage[ranges(graph.member[members, USAGE_AT], num_options[owner])],
         base=base,
         limit=limit,
     )
@@ -133,7 +135,7 @@ def _starts(sizes: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def _ranges(starts: Ints, sizes: Ints) -> Ints:
+def ranges(starts: Ints, sizes: Ints) -> Ints:
     """start, start + 1, ... start + size - 1 of each, one after the other."""
     return np.repeat(starts - _starts(sizes)[:-1], sizes) + np.arange(int(sizes.sum()))
 
@@ -232,21 +234,18 @@ def has_room(graph: Graph, pairs: int, usages: int, logs: int) -> bool:
 
 @compiled
 def _members_of(graph: Graph, nodes: Ints) -> tuple[Ints, Ints]:
-    """Members of the nodes, node by node in order of time, and the position of each one's node."""
+    """Members of the nodes, node by node, and the position of each one's node."""
     total = 0
     for n in nodes:
         total += graph.node[n, MEMBERS]
     members, owner = np.empty(total, np.int64), np.empty(total, np.int64)
     k = 0
     for position in range(len(nodes)):
-        first = k
         m = graph.node[nodes[position], FIRST_MEMBER]
         while m != NONE:
             members[k], owner[k] = m, position
             k += 1
             m = graph.member[m, MEMBER_NEXT]
-        own = members[first:k]
-        members[first:k] = own[np.argsort(graph.member[own, BEGIN] * len(graph.base) + graph.member[own, END])]
     return members, owner
 
 

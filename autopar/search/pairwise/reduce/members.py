@@ -59,19 +59,21 @@ def _settle(graph: Graph, n: int) -> None:
 
 @compiled
 def _merge(graph: Graph, n: int) -> None:
-    members = np.empty(graph.node[n, MEMBERS], np.int64)
+    count = graph.node[n, MEMBERS]
+    members, keys = np.empty(count, np.int64), np.empty(count, np.int64)
     m = graph.node[n, FIRST_MEMBER]
-    for k in range(len(members)):
+    for k in range(count):
         members[k] = m
+        # Sorted by interval, and the position rides along.
+        keys[k] = (graph.member[m, BEGIN] * len(graph.base) + graph.member[m, END]) * count + k
         m = graph.member[m, MEMBER_NEXT]
-    intervals = graph.member[members, BEGIN] * len(graph.base) + graph.member[members, END]
-    order = np.argsort(intervals)
-    if not np.any(intervals[order[1:]] == intervals[order[:-1]]):
+    keys = np.sort(keys)
+    if not np.any(keys[1:] // count == keys[:-1] // count):
         return
     graph.node[n, FIRST_MEMBER], graph.node[n, MEMBERS] = NONE, 0
-    for k in range(len(order)):
-        m = members[order[k]]
-        if k > 0 and intervals[order[k]] == intervals[order[k - 1]]:
+    for k in range(count):
+        m = members[keys[k] % count]
+        if k > 0 and keys[k] // count == keys[k - 1] // count:
             into = graph.member[graph.node[n, FIRST_MEMBER], USAGE_AT]
             for i in range(graph.node[n, OPTIONS]):
                 graph.usage[into + i] += graph.usage[graph.member[m, USAGE_AT] + i]

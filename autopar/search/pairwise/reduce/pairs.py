@@ -1,28 +1,25 @@
 """Which options can a neighbour's option leave out? Pareto pruning, edge by edge.
 
 Once a neighbour has chosen j, option k is needless if some i takes no more memory at any time, and cost(i) - cost(k),
-plus the difference of their pairs with j, plus the largest difference of their rows over every other edge, is at most 0.
-The pair (k, j) is then not allowed. An option without pairs goes by arc consistency (another i for every j may have done
-it, where no single one dominates), and a neighbour left with one partner an option takes the node in.
+plus the difference of their pairs with j, plus the largest difference of their rows over every other edge, is at most
+0. The pair (k, j) is then not allowed. An option without pairs goes by arc consistency (another i for every j may have
+done it, where no single one dominates), and a neighbour left with one partner an option takes the node in. Leaves,
+which have no other edge, lose most.
 """
 
 import numpy as np
 
 from autopar.search.pairwise.compiled import compiled
-from autopar.search.pairwise.problem import Floats
+from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
-    ALIVE,
     AT,
     CHANGED,
     COST_AT,
     DEGREE,
-    DONE,
     FIRST_HALF,
     NEXT,
     NODE,
-    NONE,
     OPTIONS,
-    STAMP,
     STRIDE,
     Graph,
     touch,
@@ -31,22 +28,9 @@ from autopar.search.pairwise.reduce.profile import no_more, profile
 
 
 @compiled
-def prune_pairs(graph: Graph, since: int, most_work: int) -> int:
-    """Of nodes whose pairs of options and edges' entries multiply to `most_work` at most."""
-    for n in range(len(graph.node)):
-        if graph.node[n, ALIVE] and graph.node[n, STAMP] >= since and _work(graph, n) <= most_work:
-            _prune(graph, n)
-    return DONE
-
-
-@compiled
-def _work(graph: Graph, n: int) -> int:
-    columns = 0
-    h = graph.node[n, FIRST_HALF]
-    while h != NONE:
-        columns += graph.node[graph.half[h ^ 1, NODE], OPTIONS]
-        h = graph.half[h, NEXT]
-    return graph.node[n, OPTIONS] ** 2 * columns
+def prune_pairs(graph: Graph, nodes: Ints) -> None:
+    for n in nodes:
+        _prune(graph, n)
 
 
 @compiled

@@ -19,25 +19,36 @@ from autopar.search.pairwise.reduce.dominance import drop_dominated
 from autopar.search.pairwise.reduce.eliminate import eliminate
 from autopar.search.pairwise.reduce.fold import fold
 from autopar.search.pairwise.reduce.graph import (
+    ALIVE,
     CHANGES,
     CLOCK,
+    COST_AT,
     LOG_TOP,
+    MEMBERS,
     NO_OPTION,
+    NODE,
+    NONE,
+    OPTIONS,
     SHORT,
+    STAMP,
     Graph,
     from_problem,
+    ranges,
     roomier,
     to_problem,
 )
-from autopar.search.pairwise.reduce.pairs import prune_pairs
 from autopar.search.pairwise.reduce.lift import replay
 from autopar.search.pairwise.reduce.members import settle_members
+from autopar.search.pairwise.reduce.pairs import prune_pairs
 from autopar.search.pairwise.reduce.room import drop_oversized
 from autopar.search.pairwise.reduce.tighten import tighten
 from autopar.search.pairwise.reduce.times import drop_times
 
 MOST_WORK = 1_000_000_000
-"""Of one node: about a second."""
+"""Pairs of options times entries of a row: about a second. Nodes beyond are spared rules that compare all options."""
+
+CHUNK = 100_000_000
+"""As much work between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,19 +104,39 @@ class Reduction:
         if status == NO_OPTION:
             raise self.infeasible()
 
+    def apply_to_options(self, rule: Callable[[Graph, Ints], None], stop: float) -> None:
+        """A rule that compares the options of a node with each other, until the time is up."""
+        since = self.looked.get(rule.__name__, 0)
+        self.graph.counts[CLOCK] += 1
+        self.looked[rule.__name__] = int(self.graph.counts[CLOCK])
+        node, half = self.graph.node, self.graph.half
+        halves = np.flatnonzero(half[:, NODE] != NONE)
+        entries = node[:, MEMBERS] + 1
+        np.add.at(entries, half[halves, NODE], node[half[halves ^ 1, NODE], OPTIONS])
+        work = node[:, OPTIONS] ** 2 * entries
+        nodes = np.flatnonzero(
+            (node[:, ALIVE] == 1) & (node[:, STAMP] >= since) & (node[:, OPTIONS] > 1) & (work <= MOST_WORK)
+        )
+        chunk = np.cumsum(work[nodes]) // CHUNK
+        for some in np.split(nodes, np.flatnonzero(np.diff(chunk)) + 1):
+            if monotonic() >= stop:
+                return
+            rule(self.graph, some)
+
     def apply_limit(self) -> None:
         """Times and options that the limit decides."""
         self.graph.counts[CLOCK] += 1
-        if len(self.graph.base) > 1 and np.cumsum(self.graph.base)[:-1].max() > self.limit:
-            raise self.infeasible()
+        self.require_base_fits()
         self.graph = drop_times(self.graph, self.limit)
         drop_oversized(self.graph, self.limit, self.spared)
-        if len(self.graph.base) > 1 and np.cumsum(self.graph.base)[:-1].max() > self.limit:
+
+    def require_base_fits(self) -> None:
+        if np.cumsum(self.graph.base)[:-1].max(initial=0.0) > self.limit:
             raise self.infeasible()
 
     def infeasible(self) -> InfeasibleError:
-        base = np.cumsum(self.graph.base)[:-1]
-        exceeded = base.max(initial=0.0)
+        """The proof of it holds for every limit below what dropped options would have needed, and below the base."""
+        exceeded = np.cumsum(self.graph.base)[:-1].max(initial=0.0)
         if exceeded <= self.limit and np.isinf(self.spared[0]):
             return InfeasibleError("no choice is allowed: every choice has an option or a pair of infinite cost")
         least = float(min(self.spared[0], exceeded if exceeded > self.limit else np.inf))
@@ -116,14 +147,12 @@ class Reduction:
 
     def result(self) -> Reduced:
         problem, nodes = to_problem(self.graph, self.limit)
-        graph: Graph = self.graph
-        size = np.diff(problem.first_option)
-        at = np.repeat(graph.node[nodes, 1] - problem.first_option[:-1], size) + np.arange(problem.first_option[-1])
+        graph = self.graph
         return Reduced(
             problem=problem,
             offset=float(graph.offset[0]),
             nodes=nodes,
-            options=graph.option[at],
+            options=graph.option[ranges(graph.node[nodes, COST_AT], problem.num_options())],
             log=graph.log[: graph.counts[LOG_TOP]].copy(),
             num_original=len(graph.node),
         )
@@ -139,8 +168,8 @@ def reduce(problem: Pairwise, *, seconds: float | None = None) -> Reduced:
         _cheap(reduction, heaviest, stop)
         reduction.apply_limit()
         _cheap(reduction, heaviest, stop)
-        reduction.apply(drop_dominated)
-        reduction.apply(prune_pairs, MOST_WORK)
+        reduction.apply_to_options(drop_dominated, stop)
+        reduction.apply_to_options(prune_pairs, stop)
         if monotonic() >= stop:
             break
         if reduction.changes == before:
@@ -150,6 +179,7 @@ def reduce(problem: Pairwise, *, seconds: float | None = None) -> Reduced:
             reduction.looked.pop("contract", None)
     reduction.apply(tighten)
     reduction.apply(settle_members)
+    reduction.require_base_fits()
     return reduction.result()
 
 

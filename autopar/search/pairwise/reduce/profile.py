@@ -26,7 +26,7 @@ def profile(graph: Graph, n: int) -> tuple[Ints, Floats]:
     for k in range(count):
         ends[2 * k], ends[2 * k + 1] = graph.member[m, BEGIN], graph.member[m, END]
         m = graph.member[m, MEMBER_NEXT]
-    times = np.unique(ends)
+    times = _distinct(np.sort(ends))
     taken = np.zeros((size, max(1, len(times))))
     m = graph.node[n, FIRST_MEMBER]
     while m != NONE:
@@ -41,6 +41,16 @@ def profile(graph: Graph, n: int) -> tuple[Ints, Floats]:
         for s in range(1, taken.shape[1]):
             taken[i, s] += taken[i, s - 1]
     return times, taken
+
+
+@compiled
+def _distinct(times: Ints) -> Ints:
+    kept = 0
+    for t in times:
+        if kept == 0 or t != times[kept - 1]:
+            times[kept] = t
+            kept += 1
+    return times[:kept]
 
 
 @compiled
