@@ -165,14 +165,15 @@ def _on_every_level(lines: list[dict[str, Line]]) -> Iterator[tuple[str, tuple[L
     """Protocols, each with its line of every level. A message keeps its protocol on its way.
 
     Levels that were measured apart may have no protocol in common; then each of one level goes with the fastest of the
-    others, or with all of them, if lines hold for ranges of sizes that may have no size in common either.
+    others. Lines that hold for ranges of sizes go with all of the others, because each level has its own ranges.
     """
     common = [name for name in lines[0] if all(name in one for one in lines)]
-    if common:
-        yield from ((name, tuple(one[name] for one in lines)) for name in common)
-    elif any(line.above > 0 for one in lines for line in one.values()):
+    if any(line.above > 0 for one in lines for line in one.values()):
         for names in itertools.product(*lines):
-            yield ", ".join(filter(None, names)), tuple(one[name] for one, name in zip(lines, names, strict=True))
+            words = ", ".join(dict.fromkeys(filter(None, names)))
+            yield words, tuple(one[name] for one, name in zip(lines, names, strict=True))
+    elif common:
+        yield from ((name, tuple(one[name] for one in lines)) for name in common)
     else:
         for name in dict.fromkeys(name for one in lines for name in one):
             fastest = (one.get(name) or max(one.values(), key=lambda line: line.bandwidth) for one in lines)

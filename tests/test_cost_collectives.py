@@ -269,6 +269,19 @@ def test_a_line_for_a_collective_changes_that_collective_only() -> None:
         assert collective_seconds(kind, 1e6, links) == collective_seconds(kind, 1e6, plain)
 
 
+def test_levels_measured_with_other_bounds_between_small_and_large_serve_every_size() -> None:
+    links = two_levels(2, 4, library="gloo")
+    bounds = (1e4, 1e6)
+    crossings = []
+    for crossing, bound in zip(links.crossings, bounds, strict=True):
+        small = Line(alpha=1e-6, bandwidth=1e8, kind="all_gather", protocol="small", up_to=bound)
+        large = Line(alpha=1e-4, bandwidth=1e9, kind="all_gather", protocol="large", above=bound)
+        crossings.append(replace(crossing, level=replace(crossing.level, lines=(small, large))))
+    links = replace(links, crossings=tuple(crossings))
+    names = [collective_seconds("all_gather", nbytes, links)[1] for nbytes in (1e3, 1e5, 1e7)]
+    assert names == ["ring small", "ring large, small", "ring large"]
+
+
 def test_devices_that_share_a_link_share_its_bandwidth_whatever_the_mesh() -> None:
     v100 = load_cluster("2x8xv100")
     nic = v100.levels[0].bandwidth
