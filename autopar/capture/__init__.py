@@ -1,7 +1,8 @@
 """What does a model compute? Its forward pass and loss as one normalised graph, traced without memory or device."""
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +10,18 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopar.capture.fake_twin import fake_twin
+from autopar.capture.expand import NotAlikeError, expand
+from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.import_program import import_program, stop_gradients
 from autopar.capture.loss import LossModule
+from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.user_frame import user_frame
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel
 from autopar.inputs import flatten_inputs
 from autopar.passes.normalize import normalize
+
+logger = logging.getLogger(__name__)
 
 
 def capture(
@@ -48,11 +53,35 @@ def capture(
     named_leaves, rebuild = flatten_inputs(args, kwargs or {})
     tensors = [(path, leaf) for path, leaf in named_leaves if isinstance(leaf, Tensor)]
     leaves = [leaf for _, leaf in named_leaves]
+    module = LossModule(model, leaves, rebuild, loss_fn)
+    repeats = _repeats(model, module, tensors)
+    with few_layers(model, repeats):
+        captured = _trace(model, module, tensors, name)
+    if not repeats:
+        return captured
+    try:
+        return expand(captured, repeats, model)
+    except NotAlikeError as error:
+        logger.info("%s: every layer is traced, for %s", name, error)
+        return _trace(model, module, tensors, name)
+
+
+def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
+    """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
         with fake_twin(model) as mode, torch.enable_grad():
-            with mode:  # one fake tensor an input, so that `labels=input_ids` does not tie the two
-                fakes = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in tensors)
-            program = _export(LossModule(model, leaves, rebuild, loss_fn), fakes)
+            inputs = new_inputs(mode, tensors)
+            with mode:
+                return find_repeats(model, lambda: module(*inputs))
+    except Exception as error:
+        logger.info("%s: every layer is traced, for a run on fake tensors failed: %s", type(model).__name__, error)
+        return ()
+
+
+def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
+    try:
+        with fake_twin(model) as mode, torch.enable_grad():
+            program = _export(module, new_inputs(mode, tensors))
     except AutoparError:
         raise
     except Exception as error:

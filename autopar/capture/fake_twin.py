@@ -4,7 +4,7 @@ Fake tensors pretend to live on the CPU, so that `torch.arange(n)` or `torch.ten
 say no device, work for models that stand on the meta device, the CPU or a GPU alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,12 @@ def fake_twin(model: nn.Module) -> Iterator[FakeTensorMode]:
     finally:
         for table, key, value in saved:
             table[key] = value
+
+
+def new_inputs(mode: FakeTensorMode, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, ...]:
+    """One fake tensor an input, so that `labels=input_ids` does not tie the two."""
+    with mode:
+        return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in tensors)
 
 
 def has_value(tensor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """How does an exported program become a CapturedModel? Placeholders are sorted and named, meta is completed."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class _Importer:
     def placeholders(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
         specs = self.program.graph_signature.input_specs
         by_target = {spec.target.removeprefix(PREFIX): spec.arg.name for spec in specs if spec.target is not None}
-        for names, parameter in _by_identity(self.model.named_parameters(remove_duplicate=False)):
+        for names, parameter in by_identity(self.model.named_parameters(remove_duplicate=False)):
             node = self._state("p_", names, parameter, by_target)
             node.meta["requires_grad"] = parameter.requires_grad
             spec = ParameterSpec(
@@ -84,7 +84,7 @@ class _Importer:
             )
             self.parameter_specs.append(spec)
         persistent = set(self.model.state_dict(keep_vars=True))
-        for names, buffer in _by_identity(self.model.named_buffers(remove_duplicate=False)):
+        for names, buffer in by_identity(self.model.named_buffers(remove_duplicate=False)):
             node = self._state("b_", names, buffer, by_target)
             self.buffer_specs.append(
                 BufferSpec(
@@ -159,21 +159,27 @@ class _Importer:
         return node
 
     def _placeholder(self, wish: str, tensor: Tensor) -> fx.Node:
-        base = re.sub(r"\W", "_", wish).lower()
-        name, number = base, 1
-        while name in self.taken:
-            name, number = f"{base}_{number}", number + 1
-        self.taken.add(name)
-        node = self.graph.create_node("placeholder", name, name=name)
-        if node.name != name:  # a Python keyword or builtin: fx chose another name, the argument follows it
-            node.target = node.name
-            self.taken.add(node.name)
-        node.meta = {"val": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), "module": ""}
-        node.meta["requires_grad"] = False
-        return node
+        return placeholder(self.graph, self.taken, wish, tensor)
 
 
-def _by_identity(named: Any) -> list[tuple[tuple[str, ...], Tensor]]:
+def placeholder(graph: fx.Graph, taken: set[str], wish: str, tensor: Tensor) -> fx.Node:
+    """A new placeholder like `tensor`, named as nearly like `wish` as the names taken allow."""
+    base = re.sub(r"\W", "_", wish).lower()
+    name, number = base, 1
+    while name in taken:
+        name, number = f"{base}_{number}", number + 1
+    taken.add(name)
+    node = graph.create_node("placeholder", name, name=name)
+    if node.name != name:  # a Python keyword or builtin: fx chose another name, the argument follows it
+        node.target = node.name
+        taken.add(node.name)
+    node.meta = {"val": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), "module": ""}
+    node.meta["requires_grad"] = False
+    return node
+
+
+def by_identity(named: Iterable[tuple[str, Tensor]]) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Each tensor once, with all its names."""
     groups: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in named:
         groups.setdefault(id(tensor), ([], tensor))[0].append(name)
