@@ -11,9 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost_models.efficiency import load_efficiency
+from autopar.cost_models.gradient_exchange.network import network_of
+from autopar.cost_models.gradient_exchange.recommend import Choice, recommend
+from autopar.cost_models.gradient_exchange.transformer_gradients import transformer_gradients
+from autopar.cost_models.links import axis_links
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.errors import ArgumentError, AutoparError
+from autopar.report.exchange_table import exchange_table
 from autopar.simulate_rows import read_csv, read_row
 
 RESULTS = ("step_seconds", "mfu", "tokens_per_second", "bubble_seconds", "exposed_data_seconds", "allocated_gb", "fits")
@@ -41,6 +46,8 @@ def simulate(
     overlap_data: Annotated[bool, typer.Option("--overlap-data", help="gradients beside backward")] = False,
     overlap_tensor: Annotated[str, typer.Option(help="tensor parallel beside compute: none, backward, all")] = "none",
     network_bandwidth: Annotated[float | None, typer.Option(help="measured bytes/s a device, slowest links")] = None,
+    exchange: Annotated[bool, typer.Option("--exchange", help="compare ways to exchange gradients")] = False,
+    spare_machines: Annotated[int, typer.Option(help="with --exchange: free for parameter servers")] = 0,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="rows of such configurations instead")] = None,
     out: Annotated[Path | None, typer.Option(help="with --csv: write the rows with their results here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -49,6 +56,8 @@ def simulate(
     if csv_file is not None:
         if model is not None or cluster is not None:
             raise ArgumentError("--csv names models and clusters in its rows; leave MODEL and --cluster out")
+        if exchange:
+            raise ArgumentError("--exchange compares systems for one configuration; leave --csv out")
         _simulate_csv(csv_file, out, as_json)
         return
     if out is not None:
@@ -63,11 +72,16 @@ def simulate(
         "attention": attention, "fusion": fusion, "schedule": schedule, "overlap_data": overlap_data,
         "overlap_tensor": overlap_tensor, "network_bandwidth": network_bandwidth,
     }  # fmt: skip
-    answer = simulate_row({key: str(value) for key, value in given.items() if value is not None}, "simulate")
+    row = {key: str(value) for key, value in given.items() if value is not None}
+    answer = simulate_row(row, "simulate")
+    choices = exchange_choices(row, "simulate", spare_machines) if exchange else ()
     if as_json:
-        print(json.dumps(answer, indent=1), flush=True)
-    else:
-        _print(answer, Console(width=120))
+        shown = {"exchange": [asdict(choice) for choice in choices]} if exchange else {}
+        print(json.dumps(answer | shown, indent=1), flush=True)
+        return
+    _print(answer, console := Console(width=120))
+    if choices:
+        console.print(exchange_table(choices), highlight=False)
 
 
 def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
@@ -102,6 +116,21 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
         "memory_gb": {name: nbytes / 1e9 for name, nbytes in memory.kinds},
         "config": asdict(config),
     }
+
+
+def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -> tuple[Choice, ...]:
+    """Every exchange system for the gradients of one configuration, fastest first.
+
+    Raises:
+        AutoparError: if the row asks for what does not fit, its message led by `where`.
+    """
+    shape, config, cluster = read_row(row, where)
+    try:
+        model = transformer_gradients(shape, config, cluster, load_efficiency(cluster.device.name))
+        links = axis_links(cluster, config.mesh_shape, (1, 2))  # data and context parallel ranks hold equal weights
+        return recommend(model, network_of(cluster, config.tp), spare_machines=spare_machines, links=links)
+    except AutoparError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _simulate_csv(path: Path, out: Path | None, as_json: bool) -> None:

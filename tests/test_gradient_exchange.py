@@ -1,4 +1,4 @@
-"""Exchange systems: simulated = closed form, merge = brute force; and the survey's measurements, if they are at hand."""
+"""Exchange systems: simulated = closed form, merge = brute force; and the survey's measurements, if at hand."""
 
 import math
 import random

@@ -8,6 +8,8 @@ With P ranks on n machines of g, S bytes, a hop of a seconds, b the slower of li
                     2 (n - 1) a + 2 (n - 1)/n S / b_link between them; both kinds of link work at once on
                     different messages                                     (Horovod's two-level all-reduce)
 
+    library         the collective model's answer for the message
+
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck, Träff
 2009, "Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan".
 """
@@ -16,7 +18,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.gradient_exchange.network import Network
+from autopar.cost_models.links import Links
 from autopar.cost_models.timeline import TaskList
 
 
@@ -79,6 +83,26 @@ class HierarchicalAllReduce:
         scattered = build.add(stream, inner[0] + nbytes * inner[1], after, priority)
         reduced = build.add(stream + 1, outer[0] + nbytes * outer[1], [scattered], priority)
         return [build.add(stream, inner[0] + nbytes * inner[1], [reduced], priority)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryAllReduce:
+    """What the collective model expects of the library: for each message the cheapest algorithm on these links."""
+
+    links: Links
+    name: str = "all-reduce"
+    streams: tuple[str, ...] = ("all-reduce",)
+
+    def line(self) -> tuple[float, float]:
+        """The smallest message's seconds, and those a byte of the largest that gradients are merged to."""
+        largest = 2.0**30
+        alpha = collective_seconds("all_reduce", 1.0, self.links)[0]
+        return alpha, (collective_seconds("all_reduce", largest, self.links)[0] - alpha) / largest
+
+    def send(
+        self, build: TaskList, stream: int, nbytes: float, after: Sequence[int], priority: float, offset: float
+    ) -> list[int]:
+        return [build.add(stream, collective_seconds("all_reduce", nbytes, self.links)[0], after, priority)]
 
 
 def _bandwidth(network: Network) -> float:

@@ -58,17 +58,27 @@ class Network:
         return self.node_bandwidth / (1 + self.crowding * max(self.nodes - 2, 0))
 
 
-def network_of(cluster: Cluster) -> Network:
-    """The network of a cluster: its slowest level joins the machines, its fastest the devices of one."""
+def network_of(cluster: Cluster, split: int = 1) -> Network:
+    """The network between the replicas of a model of which each takes `split` devices of one machine.
+
+    The cluster's slowest level joins the machines, its fastest the devices of one. Every `split`-th device exchanges
+    with its like, so a machine's link serves `split` exchanges at once.
+
+    Raises:
+        ArgumentError: if replicas do not fit machines.
+    """
     inner, outer = cluster.levels[-1], cluster.levels[0]
-    devices = inner.size
-    nodes = cluster.num_devices // devices
-    share = 1 if nodes == 1 else devices  # links of a machine's devices, side by side
+    if inner.size % split:
+        raise ArgumentError(
+            f"replicas of {split} devices do not fit machines of {inner.size} in cluster {cluster.name}; use a divisor"
+        )
+    devices = inner.size // split
+    nodes = cluster.num_devices // inner.size
     return Network(
         name=cluster.name,
         nodes=nodes,
         devices=devices,
-        node_bandwidth=outer.bandwidth_per_device * share,
+        node_bandwidth=outer.bandwidth_per_device * devices,
         local_bandwidth=inner.bandwidth_per_device,
         hop_seconds=max(outer.alpha, inner.alpha),
     )

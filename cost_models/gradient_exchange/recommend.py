@@ -7,7 +7,12 @@ network: the answer is the first of the list.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.all_reduce import HierarchicalAllReduce, RingAllReduce, TreeAllReduce
+from autopar.cost_models.gradient_exchange.all_reduce import (
+    HierarchicalAllReduce,
+    LibraryAllReduce,
+    RingAllReduce,
+    TreeAllReduce,
+)
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
 from autopar.cost_models.gradient_exchange.contract import Architecture, Schedule
@@ -18,6 +23,7 @@ from autopar.cost_models.gradient_exchange.model import ExchangeModel
 from autopar.cost_models.gradient_exchange.network import Network
 from autopar.cost_models.gradient_exchange.parameter_server import ParameterServer
 from autopar.cost_models.gradient_exchange.wait_free import WaitFree
+from autopar.cost_models.links import Links
 from autopar.errors import ArgumentError
 
 
@@ -32,10 +38,16 @@ class Choice:
     speedup: float
 
 
-def architectures(network: Network, spare_machines: int = 0) -> Iterator[Architecture]:
-    """Those that apply: servers of their own take `spare_machines`, two levels take two."""
-    yield RingAllReduce(network=network)
-    yield TreeAllReduce(network=network)
+def architectures(network: Network, spare_machines: int = 0, links: Links | None = None) -> Iterator[Architecture]:
+    """Those that apply: servers of their own take `spare_machines`, two levels take two.
+
+    With `links`, all-to-all is what the collective model expects of the library on them.
+    """
+    if links is not None:
+        yield LibraryAllReduce(links=links)
+    else:
+        yield RingAllReduce(network=network)
+        yield TreeAllReduce(network=network)
     if network.nodes > 1:
         if network.devices > 1:
             yield HierarchicalAllReduce(network=network)
@@ -50,7 +62,12 @@ def schedules() -> tuple[Schedule, ...]:
 
 
 def recommend(
-    model: ExchangeModel, network: Network, *, spare_machines: int = 0, only: Iterable[str] = ()
+    model: ExchangeModel,
+    network: Network,
+    *,
+    spare_machines: int = 0,
+    links: Links | None = None,
+    only: Iterable[str] = (),
 ) -> tuple[Choice, ...]:
     """Every system that applies, fastest first; with `only`, those whose schedule has one of these names.
 
@@ -64,7 +81,7 @@ def recommend(
     if unknown := [name for name in wanted if name not in known]:
         raise ArgumentError(f"exchange schedule {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     choices = []
-    for architecture in architectures(network, spare_machines):
+    for architecture in architectures(network, spare_machines, links):
         for name in wanted:
             step = exchange(model, architecture, known[name])
             choices.append(
