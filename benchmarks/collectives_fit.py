@@ -177,7 +177,8 @@ def forms_seconds(forms: Sequence[Form], batch: Batch) -> npt.NDArray[np.float64
     """The cheapest of the forms, of those of the batch's algorithm if its source fixed one."""
     chosen = [form for form in forms if batch.variant in ("", form.algorithm)]
     assert chosen, f"no form of {batch.kind} is {batch.variant}"
-    return np.min([form.alpha_seconds + batch.nbytes * form.seconds_per_byte for form in chosen], axis=0)
+    seconds = np.stack([form.alpha_seconds + batch.nbytes * form.seconds_per_byte for form in chosen])
+    return np.asarray(seconds.min(axis=0), dtype=np.float64)
 
 
 def links_of(levels: tuple[LinkLevel, ...]) -> Links:
