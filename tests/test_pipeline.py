@@ -5,6 +5,7 @@ import random
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -17,6 +18,7 @@ from autopar.cost_models.pipeline import (
     uniform_work,
 )
 from autopar.cost_models.schedules import SCHEDULES, Action, PipelineOrder, make_order, parse_order
+from autopar.cost_models.step_time import pipeline_seconds
 from autopar.cost_models.timeline import busy_seconds, critical_path_seconds, simulate
 from autopar.cost_models.trace import chrome_trace
 from autopar.cost_models.zero_bubble import Passes, automatic_order, span
@@ -57,6 +59,35 @@ def test_makespans_are_the_closed_forms(p: int, m: int, v: int, f: float, i: flo
     chunk = {"F": f, "B": i + w}  # of one of v stages
     assert makespan("interleaved-1f1b", p, m, v, chunk) == (m * v + p - 1) * (f + i + w)
     assert makespan("zb-h1", p, odd, 1, split) == odd * (f + i + w) + (p - 1) * (f + i - w)
+
+
+@pytest.mark.parametrize(("p", "m", "v", "f", "i", "w"), cases(10))
+def test_the_step_model_has_the_same_closed_forms(p: int, m: int, v: int, f: float, i: float, w: float) -> None:
+    """`step_time.pipeline_seconds`: equal stages under every schedule, uneven ones under GPipe; 1F1B never below."""
+
+    def formula(forward: list[float], backward: list[float], schedule: str, stages: int = 1) -> float:
+        one = np.ones(p)
+        return pipeline_seconds(np.array(forward), np.array(backward), w * one, one, m, schedule, stages)
+
+    def simulated(name: str, forward: list[float], backward: list[float]) -> float:
+        order = make_order(name, p, m)
+        work = [
+            StageWork(actions={"F": (Segment(0, a),), "B": (Segment(0, b),)})
+            for a, b in zip(forward, backward, strict=True)
+        ]
+        return simulate(make_pipeline(order, work).tasks).makespan
+
+    equal = [f] * p, [i + w] * p
+    assert formula(*equal, "1f1b") == simulated("1f1b", *equal)
+    assert formula(*equal, "gpipe") == simulated("gpipe", *equal)
+    assert formula(*equal, "1f1b", v) == pytest.approx(
+        makespan("interleaved-1f1b", p, m, v, {"F": f / v, "B": (i + w) / v})
+    )
+    assert formula(*equal, "zb-1p") == makespan("zb-h1", p, m, 1, {"F": f, "I": i, "W": w})
+    rng = random.Random(p * m)
+    uneven = [rng.uniform(1, 2) for _ in range(p)], [rng.uniform(1, 3) for _ in range(p)]
+    assert formula(*uneven, "gpipe") == pytest.approx(simulated("gpipe", *uneven), rel=1e-12)
+    assert formula(*uneven, "1f1b") >= simulated("1f1b", *uneven) - 1e-9
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, 2 * p - 1 + extra) for p in range(1, 8) for extra in (0, 1, 5)])
