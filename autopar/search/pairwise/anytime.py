@@ -1,0 +1,236 @@
+"""Which choice is the best that can be found in so many seconds, or so many sweeps over forests?
+
+Rounds. The first ones anneal from afresh (soft, forced to fit, hard) at several temperatures, for what is hot differs
+from graph to graph by orders of magnitude; later ones anneal longer around the temperature that did best, or reheat the
+best choice within the limit. With a budget in seconds, regions are also solved exactly in between (`regions`).
+A run with a budget in sweeps depends on nothing but the seed.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from autopar.errors import ArgumentError, InfeasibleError
+from autopar.search.pairwise.anneal import COOLED, Best, force, harden, keep, soften
+from autopar.search.pairwise.compiled import State, seeded, uniform
+from autopar.search.pairwise.forests import sweep, work_for
+from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate
+
+_HEATS = (2.0, 16.0, 0.25)  # times the cost a node above its least
+_TRIAL = 0.06  # of the budget: each of the first rounds
+_SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
+_SCALES = np.array([1.0, 0.3, 0.0])
+_AFRESH = 0.25  # of what is left: each of the later rounds from afresh; reheating takes as much again
+_REHEATS = 4
+_CHUNK_SECONDS = 0.05
+_LEAST_ROUND = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """A choice that fits; its cost; how many sweeps were made and how many choices of regions improved."""
+
+    choice: Ints
+    cost: float
+    sweeps: int
+    regions: int
+
+
+class _Over(Exception):
+    """The budget is spent."""
+
+
+class Search:
+    """A search under way; `search` is how it is used."""
+
+    def __init__(
+        self,
+        problem: Pairwise,
+        *,
+        seed: int,
+        stop: float,
+        sweeps: int | None,
+        start: Ints | None,
+        prices: Floats | None,
+        on_progress: Callable[[float], None] | None,
+    ) -> None:
+        self.problem, self.graph = problem, graph_of(problem)
+        self.work = work_for(self.graph)
+        self.state: State = seeded(seed)
+        self.best = Best(np.zeros(problem.num_nodes, np.int64), np.full(1, np.inf), np.full(1, np.inf))
+        self.stop, self.budget, self.done, self.regions = stop, sweeps, 0, 0
+        times = len(self.graph.base)
+        self.prices = np.zeros(times) if prices is None or not times else np.maximum(prices, 0.0)
+        self.learnt = self.prices
+        self.start = np.zeros(problem.num_nodes, np.int64) if start is None else start.copy()
+        self.on_progress = on_progress
+        self._rate = 0.0
+        self._told = np.inf
+        keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Before sweeps are timed."""
+        choice, prices = self.start.copy(), self.prices.copy()
+        common = (self.graph, self.work, self.best, choice, prices)
+        soften(*common, 0.0, 1.0, 1.0, 0, 0, self.state)
+        force(*common, 0.0, 1.0, False, 0, self.state)
+        harden(*common, _SCALES, 1.0, 1.0, 0, 0, self.state)
+
+    def left(self) -> float:
+        """Sweeps that may still be made."""
+        if self.budget is not None:
+            return float(self.budget - self.done)
+        return max(self.stop - monotonic(), 0.0) * self._rate
+
+    def chunked(self, sweeps: int, run: Callable[[int, int], bool]) -> bool:
+        """run(first, count) in pieces short enough to look at the clock in between, until one says that it is done."""
+        first = 0
+        while first < sweeps:
+            began = monotonic()
+            if self.budget is None and began >= self.stop:
+                raise _Over
+            count = max(1, min(sweeps - first, int(self._rate * _CHUNK_SECONDS) if self.budget is None else 16))
+            if self.budget is not None:
+                count = min(count, self.budget - self.done)
+                if count <= 0:
+                    raise _Over
+            finished = run(first, count)
+            first += count
+            self.done += count
+            pace = count / max(monotonic() - began, 1e-6)
+            self._rate = pace if self._rate == 0.0 else 0.8 * self._rate + 0.2 * pace
+            if self.on_progress is not None and self.best.cost[0] < self._told:
+                self._told = float(self.best.cost[0])
+                self.on_progress(self._told)
+            if finished:
+                return True
+        return False
+
+    def explore(self) -> float:
+        """A few sweeps without noise; returns the cost a node above its least, what temperatures are measured in."""
+        before = np.concatenate([np.zeros(1), np.cumsum(self.prices)])
+
+        def run(first: int, count: int) -> bool:
+            for _ in range(count):
+                sweep(self.graph, self.work, self.start, before, 0.0, False, 0.0, self.state)
+            return False
+
+        self.chunked(10, run)
+        keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
+        problem = self.problem
+        low = np.minimum.reduceat(problem.cost, problem.first_option[:-1]).sum()
+        if problem.num_edges:
+            low += np.minimum.reduceat(problem.pair_cost, problem.first_pair[:-1]).sum()
+        above = cost_of(self.graph, self.start) % self.graph.wall - low
+        spread = above if 0.0 < above < np.inf else self.graph.wall / 1000.0
+        return max(float(spread) / problem.num_nodes, 1e-9)
+
+    def run(self) -> None:
+        """Rounds until the budget is spent."""
+        unit = self.explore()
+        trial = max(int(_TRIAL * self.left()), _LEAST_ROUND)
+        reached = [self.fresh(unit * heat, trial) for heat in _HEATS]
+        heat = _HEATS[int(np.argmin(reached))]
+        while True:
+            afresh = max(int(_AFRESH * self.left()), _LEAST_ROUND)
+            self.fresh(unit * heat * 4.0 ** (uniform(self.state) - 0.5), afresh)
+            for _ in range(_REHEATS):
+                if self.best.cost[0] < np.inf:
+                    hot = unit * heat * 10.0 ** (-2.5 * uniform(self.state))
+                    self.reheat(hot, max(afresh // _REHEATS, _LEAST_ROUND))
+
+    def fresh(self, hot: float, sweeps: int) -> float:
+        """Anneal from the start; returns the best cost of this round."""
+        graph, work = self.graph, self.work
+        choice, prices = self.start.copy(), self.prices.copy()
+        round_best = Best(self.best.choice.copy(), np.full(1, np.inf), self.best.peak)
+        floor = self._floor(hot)
+        soft = max(int(sweeps * _SHARES[0]), 1)
+        cooling = COOLED ** (1.0 / soft)
+
+        def soft_run(first: int, count: int) -> bool:
+            soften(graph, work, round_best, choice, prices, floor, hot, cooling, first, count, self.state)
+            return self._merge(round_best)
+
+        def force_run(hard: bool) -> Callable[[int, int], bool]:
+            def run(_: int, count: int) -> bool:
+                fits = force(graph, work, round_best, choice, prices, floor, hot, hard, count, self.state)
+                self._merge(round_best)
+                return fits
+
+            return run
+
+        self.chunked(soft, soft_run)
+        forcing = max(int(sweeps * _SHARES[1]), 50)
+        if not self.chunked(forcing, force_run(False)) and not self.chunked(forcing, force_run(True)):
+            return float(round_best.cost[0])
+        hard = max(sweeps - soft, 1)
+        self._harden(choice, prices, hot * COOLED * 10.0, hard, round_best)
+        if round_best.cost[0] <= self.best.cost[0]:
+            self.learnt = prices
+        return float(round_best.cost[0])
+
+    def reheat(self, hot: float, sweeps: int) -> None:
+        """Anneal from the best, within the limit."""
+        self._harden(self.best.choice.copy(), self.learnt, hot, sweeps, self.best)
+
+    def _harden(self, choice: Ints, prices: Floats, hot: float, sweeps: int, best: Best) -> None:
+        cooling = COOLED ** (1.0 / sweeps)
+
+        def run(first: int, count: int) -> bool:
+            harden(self.graph, self.work, best, choice, prices, _SCALES, hot, cooling, first, count, self.state)
+            return self._merge(best)
+
+        self.chunked(sweeps, run)
+
+    def _floor(self, hot: float) -> float:
+        """The first price of a byte: what moves a node whose options differ by the limit against a little noise."""
+        return 1e-3 * hot / max(self.graph.limit, 1.0) if self.graph.limit < np.inf else 0.0
+
+    def _merge(self, other: Best) -> bool:
+        if other.cost[0] < self.best.cost[0]:
+            self.best.cost[0] = other.cost[0]
+            self.best.choice[:] = other.choice
+        return False
+
+
+def search(
+    problem: Pairwise,
+    *,
+    seconds: float | None = None,
+    sweeps: int | None = None,
+    seed: int = 0,
+    start: Ints | None = None,
+    prices: Floats | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Found:
+    """Search for so many seconds or sweeps (one of them); an interrupt ends the search with the best so far.
+
+    `start` need not fit, `prices` are a byte's at every time, such as a dual bound ends with; `on_progress` hears of
+    every better cost. InfeasibleError, with the least peak seen, if nothing that fits was found.
+    """
+    if (seconds is None) == (sweeps is None):
+        raise ArgumentError(f"a search takes a budget in seconds or in sweeps; got seconds={seconds}, sweeps={sweeps}")
+    stop = np.inf if seconds is None else monotonic() + seconds
+    under_way = Search(
+        problem, seed=seed, stop=stop, sweeps=sweeps, start=start, prices=prices, on_progress=on_progress
+    )
+    with suppress(_Over, KeyboardInterrupt):
+        under_way.run()
+    best = under_way.best
+    if best.cost[0] == np.inf:
+        peak = float(best.peak[0])
+        seen = f"the least peak seen is {peak:.0f} bytes" if peak < np.inf else "none seen had only allowed pairs"
+        raise InfeasibleError(
+            f"no choice within {problem.limit:.0f} bytes found in {under_way.done} sweeps; {seen}: "
+            "search longer or raise the limit",
+            least_nbytes=None,
+        )
+    return Found(
+        choice=best.choice, cost=evaluate(problem, best.choice), sweeps=under_way.done, regions=under_way.regions
+    )

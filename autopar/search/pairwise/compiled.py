@@ -1,0 +1,49 @@
+"""How is a kernel of this folder compiled: by Numba, cached on disk, without the interpreter's lock, `/` as in NumPy.
+
+Kernels are iterative (recursive ones with a cache crashed) and use no generator of their own: whoever calls passes a
+`state`, one uint64, so that a seed decides everything (splitmix64: Steele, Lea, Flood, OOPSLA 2014).
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+State = NDArray[np.uint64]
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """A kernel of whole loops."""
+    return cast(Callable[P, R], numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def seeded(seed: int) -> State:
+    """The state that a seed stands for."""
+    return np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % 2**64], np.uint64)
+
+
+@compiled
+def draw(state: State) -> np.uint64:
+    """64 random bits; moves `state` on."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@compiled
+def below(state: State, bound: int) -> int:
+    """A random whole number in [0, bound), bound < 2**31."""
+    return int(np.int64(((draw(state) >> np.uint64(33)) * np.uint64(bound)) >> np.uint64(31)))
+
+
+@compiled
+def uniform(state: State) -> float:
+    """A random number in (0, 1)."""
+    return float((np.float64(draw(state) >> np.uint64(12)) + 0.5) * (1.0 / 4503599627370496.0))
