@@ -38,6 +38,7 @@ def plan(
     loss_fn: Callable[..., Any] | None = None,
     memory_gb: float | None = None,
     baseline: str | None = None,
+    solver: str = "auto",
     relative_gap: float = RELATIVE_GAP,
     with_baselines: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -56,6 +57,8 @@ def plan(
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
         baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one.
+        solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
+            three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
         with_baselines: price the named baselines too.
         progress: told what is being done.
@@ -71,6 +74,7 @@ def plan(
         check_choice("precision", precision, DTYPES)
     if baseline is not None:
         check_choice("baseline", baseline, baselines())
+    check_choice("solver", solver, solvers())
     if memory_gb is not None and not memory_gb > 0:
         raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -86,7 +90,7 @@ def plan(
     )
     tell("capturing the model")
     captured, call = captured_model(model, call, config.precision, loss_fn)
-    found = search_plan(captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell)
+    found = search_plan(captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver)
     return model_plan(
         found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
     )
@@ -101,6 +105,7 @@ def search_plan(
     relative_gap: float,
     with_baselines: bool,
     tell: Callable[[str], None],
+    solver: str = "auto",
 ) -> Plan:
     """The best plan of a captured model, or a baseline's."""
     if baseline is not None:
@@ -111,7 +116,14 @@ def search_plan(
     from autopar.search.planner import make_plan
 
     return make_plan(
-        captured, machine, mesh, config, relative_gap=relative_gap, with_baselines=with_baselines, progress=tell
+        captured,
+        machine,
+        mesh,
+        config,
+        relative_gap=relative_gap,
+        with_baselines=with_baselines,
+        solver=solver,
+        progress=tell,
     )
 
 
@@ -120,6 +132,13 @@ def baselines() -> tuple[str, ...]:
     from autopar.search.baselines import BASELINES
 
     return tuple(BASELINES)
+
+
+def solvers() -> tuple[str, ...]:
+    """Names of the solvers."""
+    from autopar.search.planner import SOLVERS
+
+    return SOLVERS
 
 
 def distribute(

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from autopar.calibrate_command import calibrate
 from autopar.errors import ArgumentError, AutoparError
 from autopar.simulate_command import simulate
 
@@ -37,9 +38,11 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object and no
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses instead of the best plan")]
+Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 
 app.command()(simulate)
+app.command()(calibrate)
 
 
 @app.command()
@@ -53,6 +56,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
+    solver: Solver = "auto",
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too")] = None,
     set_: Set = None,
@@ -76,6 +80,7 @@ def plan(
             optimizer=optimizer,
             memory_gb=memory_gb,
             baseline=baseline,
+            solver=solver,
             with_baselines=not no_baselines,
             progress=lambda text: status.update(text),
         )

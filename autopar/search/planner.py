@@ -1,8 +1,9 @@
 """Which plan is best on a mesh, and how good can any be? Build, solve, extract, price; then the named baselines.
 
 The certificate: the solver's proved lower bound on the seconds of any plan in the space searched (`search.build` says
-in one sentence what that is). Baselines are solved in parts of the same space, so none is cheaper than the plan beyond
-the gap asked for; if one is cheaper within it, it is taken.
+in one sentence what that is); the double recursion proves nothing and carries the bound of the work alone. Baselines
+are solved in parts of the same space, so none is cheaper than a proved plan beyond the gap asked for; if one is
+cheaper, it is taken.
 """
 
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError, MeshError
+from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
 from autopar.plan import Estimate, Plan, TrainConfig
@@ -23,9 +24,14 @@ from autopar.search.highs_log import Progress
 from autopar.search.ilp import solve
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
+from autopar.search.recursion.double_recursion import double_recursion
+from autopar.search.recursion.to_plan import plan_of
+from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.strategy_graph import Solution
+from autopar.search.work_bound import work_bound
 
 GB = 1e9
+SOLVERS = ("auto", "ilp", "double-recursive")
 
 
 def make_plan(
@@ -38,14 +44,17 @@ def make_plan(
     seconds: float | None = None,
     with_baselines: bool = True,
     fold: bool = True,
+    solver: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan of `captured` on `mesh`, with its estimate, bound and baselines.
 
     relative_gap: stop when the plan is proved to be within this of the best. seconds: stop solving then, with the best
-    plan so far and its true gap. fold: equal blocks decide alike. progress: told what is being done.
+    plan so far and its true gap. fold: equal blocks decide alike. solver: one of `SOLVERS`; `auto` is ilp on up to
+    three axes, double-recursive on more, where tables over all axes grow beyond use. progress: told what is being done.
 
     Raises:
+        ArgumentError: if the solver is unknown.
         MeshError: if the mesh and the cluster differ in size.
         InfeasibleError: if no plan meets the memory limit; says the least that would do.
     """
@@ -54,25 +63,24 @@ def make_plan(
             f"mesh {mesh} has {mesh.size} ranks, cluster {cluster.name} has {cluster.num_devices} devices; "
             "choose a mesh whose sizes multiply to the number of devices"
         )
+    if solver not in SOLVERS:
+        raise ArgumentError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
     tell = progress or (lambda _: None)
-    began = time.perf_counter()
     limit = memory_limit(cluster, config)
     program = make_program(captured)
     pricer = Pricer(mesh=mesh, cluster=cluster, config=config)
-    tell("building the strategy graph")
-    problem = build(program, pricer, limit=limit, fold=fold)
-    built = time.perf_counter()
-
-    def show(state: Progress) -> None:
-        tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
-
-    solution = _solve(problem, limit, relative_gap, seconds, show)
-    solved = time.perf_counter()
-    plan = extract(problem, solution, cluster, config, "ilp")
+    few_axes = mesh.num_axes <= SEARCHED_AXES
+    if solver == "double-recursive" or (solver == "auto" and not few_axes):
+        plan, bound, facts = _recursive(program, pricer, limit, fold, tell)
+    else:
+        plan, bound, facts = _exact(program, pricer, limit, relative_gap, seconds, fold, tell)
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))
     compared: dict[str, float | str] = {}
     if with_baselines and mesh.size > 1:
         for name in BASELINES:
+            if not few_axes:
+                compared[name] = f"not priced on more than {SEARCHED_AXES} axes"
+                continue
             tell(f"pricing the baseline {name}")
             other = _baseline(name, program, pricer, limit)
             compared[name] = other if isinstance(other, str) else other.estimate.step_seconds
@@ -82,18 +90,56 @@ def make_plan(
         Estimate(
             seconds=plan.estimate.seconds,
             memory=plan.estimate.memory,
-            bound=min(solution.bound, plan.estimate.step_seconds),
+            bound=min(bound, plan.estimate.step_seconds),
             baselines=compared,
-            solver={
-                **_sizes(problem),
-                "status": solution.status,
-                "build_seconds": built - began,
-                "solve_seconds": solved - built,
-                "memory_limit": limit,
-                "without_rule": _without_rule(program),
-            },
+            solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
         )
     )
+
+
+Found = tuple[Plan, float, dict[str, Any]]
+"""A plan without its estimate, a lower bound in seconds, and what there is to say of the search."""
+
+
+def _exact(
+    program: Program,
+    pricer: Pricer,
+    limit: float,
+    relative_gap: float,
+    seconds: float | None,
+    fold: bool,
+    tell: Callable[[str], None],
+) -> Found:
+    began = time.perf_counter()
+    tell("building the strategy graph")
+    problem = build(program, pricer, limit=limit, fold=fold)
+    built = time.perf_counter()
+
+    def show(state: Progress) -> None:
+        tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
+
+    solution = _solve(problem, limit, relative_gap, seconds, show)
+    solved = time.perf_counter()
+    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
+    facts = {
+        **_sizes(problem),
+        "status": solution.status,
+        "build_seconds": built - began,
+        "solve_seconds": solved - built,
+    }
+    return plan, solution.bound, facts
+
+
+def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell: Callable[[str], None]) -> Found:
+    began = time.perf_counter()
+    tell("splitting the mesh recursively")
+    decider = double_recursion(program, pricer, limit=limit, fold=fold)
+    facts = {
+        "nodes": len(decider.neighbours.clusters),
+        "status": "found without a search for the best; the bound is that of the work alone",
+        "solve_seconds": time.perf_counter() - began,
+    }
+    return plan_of(decider, program), work_bound(program, pricer), facts
 
 
 def _solve(

@@ -1,0 +1,102 @@
+"""How many bytes are live at every moment under a folded decision, and what is a byte of each kind worth?
+
+One row a kind of bytes (what a cluster keeps, what a tensor's layouts keep, a parameter's storage, ...), one column a
+moment: how often it is live then, over all instances. Bytes times rows are the usage; rows times a price on moments are
+the price of a byte of each kind. As in the strategy graph nothing is counted less than by `evaluate`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.placement import REPLICATE, Layout
+from autopar.search.moments import Moments
+from autopar.search.recursion.neighbours import Neighbours, Travel
+from autopar.search.strategy_graph import Floats
+
+Key = tuple[str, int]
+"""(kind, number of the cluster or tensor). Kinds: kept, forward, backward of clusters; saved, stored, gradient, keep,
+use of tensors (the last two: copies of a parameter by their lifetime)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ledger:
+    """`number[key]` is a row of `rows`; `base`: bytes that nothing decides."""
+
+    number: Mapping[Key, int]
+    rows: Floats
+    base: float
+
+    def usage(self, nbytes: Mapping[Key, float]) -> Floats:
+        """Bytes at every moment."""
+        vector = np.zeros(len(self.rows))
+        for key, value in nbytes.items():
+            if key in self.number:
+                vector[self.number[key]] += value
+        return np.asarray(self.base + vector @ self.rows)
+
+    def worth(self, price: Floats) -> dict[Key, float]:
+        """Seconds a byte of each kind, for prices in seconds a byte at every moment."""
+        values = self.rows @ price
+        return {key: float(values[i]) for key, i in self.number.items()}
+
+
+def make_ledger(neighbours: Neighbours) -> Ledger:
+    """The rows of a program."""
+    moments = Moments(num_ops=len(neighbours.program.ops))
+    rows: dict[Key, Floats] = {}
+
+    def row(kind: str, number: int) -> Floats:
+        return rows.setdefault((kind, number), moments.nothing())
+
+    for number, cluster in enumerate(neighbours.clusters):
+        keeping, forward, backward = row("kept", number), row("forward", number), row("backward", number)
+        for positions in cluster.instances:
+            keeping[moments.kept(min(positions), min(positions))] += 1
+            forward[[moments.forward(p) for p in positions]] = 1
+            backward[[moments.backward(p) for p in positions]] = 1
+    for travel in neighbours.travels:
+        if travel.tensor.kind == "op":
+            _saved(row("saved", travel.number), travel, neighbours, moments)
+        else:
+            row("stored", travel.number)[moments.always()] += len(travel.names)
+        if travel.is_parameter:
+            _parameter(rows, travel, neighbours, moments)
+    whole = Layout((REPLICATE,) * neighbours.pricer.mesh.num_axes)
+    unread = (
+        t
+        for name, t in neighbours.program.tensors.items()
+        if t.producer is None and t.kind != "parameter" and not neighbours.program.readers[name]
+    )
+    return Ledger(
+        number={key: i for i, key in enumerate(rows)},
+        rows=np.array(list(rows.values())).reshape(len(rows), moments.count),
+        base=float(sum(neighbours.pricer.local_nbytes(t, whole) for t in unread)),
+    )
+
+
+def _saved(row: Floats, travel: Travel, neighbours: Neighbours, moments: Moments) -> None:
+    for i, name in enumerate(travel.names):
+        made = neighbours.program.tensors[name].producer
+        assert made is not None
+        savers = [p for use in travel.uses if use.savers for p in use.positions[i]]
+        savers += [made] if travel.keeps_given else []
+        if savers:
+            row[moments.kept(made, min(savers))] += 1
+
+
+def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, moments: Moments) -> None:
+    ops = neighbours.program.ops
+    number = travel.number
+    for kind in ("gradient", "keep", "use"):
+        rows[kind, number] = moments.nothing()
+    for i in range(len(travel.names)):
+        positions = [p for use in travel.uses for p in use.positions[i]]
+        savers = [p for use in travel.uses if use.savers for p in use.positions[i]]
+        last = [p for p in positions if ops[p].has_backward]
+        if travel.tensor.requires_grad and last:
+            rows["gradient", number][moments.gradient(max(last))] += 1
+        for lifetime in ("keep", "use"):
+            for interval in moments.copies(lifetime, positions, savers) if positions else ():
+                rows[lifetime, number][interval] += 1

@@ -1,0 +1,112 @@
+"""A decision of the double recursion as a plan, and as a choice of the strategy graph's options."""
+
+from typing import Any
+
+import numpy as np
+
+from autopar.placement import REPLICATE, Layout
+from autopar.plan import Plan
+from autopar.redistribution import route
+from autopar.search.build import Problem
+from autopar.search.parameters import ParameterSpace
+from autopar.search.program import Program
+from autopar.search.recursion.decide import Decider
+from autopar.search.recursion.neighbours import Travel
+from autopar.search.recursion.ways import SEARCHED_AXES, Path
+from autopar.search.strategy_graph import Ints
+
+ORIGIN = "double-recursive"
+
+
+def plan_of(decider: Decider, program: Program) -> Plan:
+    """The plan, every instance of a cluster as its first; ways that redistribution takes by itself are left out."""
+    neighbours, decision = decider.neighbours, decider.decision
+    pricer = neighbours.pricer
+    choices: dict[str, tuple[str, ...]] = {}
+    whole = Layout((REPLICATE,) * pricer.mesh.num_axes)
+    layouts = {name: whole for name, tensor in program.tensors.items() if tensor.producer is None}
+    lifetimes: dict[str, str] = {}
+    routes: dict[str, tuple[tuple[Layout, ...], ...]] = {}
+    for cluster, option in zip(neighbours.clusters, decision.options, strict=True):
+        for positions in cluster.instances:
+            choices.update((program.ops[p].name, n) for p, n in zip(positions, option.names, strict=True))
+    for travel in neighbours.travels:
+        given = decider.given(travel)
+        wanted = [w for w in decider.wants(travel) if w is not None]
+        paths = decider.homes.ways.paths(given, wanted, travel.tensor, travel.backward)
+        if travel.maker is None:
+            layouts.update(dict.fromkeys(travel.names, given))
+        if travel.is_parameter:
+            lifetimes.update(dict.fromkeys(travel.names, _lifetime(decider, travel, list(paths.values()))))
+        unusual = [
+            path for layout, path in paths.items() if path and not _is_usual(path, given, layout, travel, decider)
+        ]
+        if unusual:
+            taken = tuple((given, *(step.target for step in path)) for path in unusual)
+            routes.update(dict.fromkeys(travel.names, taken))
+    return Plan(
+        model=program.captured.name,
+        fingerprint=program.captured.fingerprint,
+        mesh=pricer.mesh,
+        cluster=pricer.cluster.name,
+        config=pricer.config,
+        choices=choices,
+        layouts=layouts,
+        lifetimes=lifetimes,
+        routes=routes,
+        origin=ORIGIN,
+    )
+
+
+def _lifetime(decider: Decider, travel: Travel, paths: list[Path]) -> str:
+    if not any(step.forward == "all_gather" for path in paths for step in path):
+        return "always"
+    return "use" if decider.decision.homes[travel.number].lifetime == "use" else "microbatch"
+
+
+def _is_usual(path: Path, given: Layout, wanted: Layout, travel: Travel, decider: Decider) -> bool:
+    """Whether `redistribution.route` takes the same steps; on many axes it is not asked, its search takes too long."""
+    mesh, tensor = decider.neighbours.pricer.mesh, travel.tensor
+    if mesh.num_axes > SEARCHED_AXES:
+        return False
+    return path == route(given, wanted, tensor.shape, tensor.element_size, mesh, tensor.requires_grad)
+
+
+def choice_of(decider: Decider, problem: Problem) -> Ints | None:
+    """The decision as one option a node of the strategy graph of the same clusters; None if that has left some out."""
+    choice = np.zeros(len(problem.nodes), dtype=np.int64)
+    for node, options in problem.options.items():
+        decided = decider.decision.options[node].names
+        found = next((i for i, option in enumerate(options) if option.names == decided), None)
+        if found is None:
+            return None
+        choice[node] = found
+    travels = {t.names: t for t in decider.neighbours.travels}
+    for node, (names, layouts) in problem.inputs.items():
+        handed = decider.given(travels[names])
+        choice[node] = layouts.index(handed) if handed in layouts else 0
+    for node, (names, space) in problem.parameters.items():
+        option = _option_like(space, decider, travels[names])
+        if option is None:
+            return None
+        choice[node] = option
+    return choice
+
+
+def _option_like(space: ParameterSpace, decider: Decider, travel: Travel) -> int | None:
+    """The same storage and lifetime, or the cheapest option that reaches all uses (dominated ones are left out)."""
+    home = decider.decision.homes[travel.number]
+    uses = {w for w in decider.wants(travel) if w is not None}
+    reached: dict[int, dict[Layout, float]] = {}
+    for way in space.ways:
+        reached.setdefault(way.option, {})[way.use] = way.seconds
+    able = {option: sum(ways[u] for u in uses) for option, ways in reached.items() if uses <= set(ways)}
+    if not uses:
+        able = dict.fromkeys(range(len(space.options)), 0.0)
+
+    def rank(option: int) -> Any:
+        storage, lifetime = space.options[option]
+        same = (storage == home.storage) + (lifetime == home.lifetime and storage == home.storage)
+        return -same, able[option] + space.seconds[option]
+
+    return min(able, key=rank) if able else None
