@@ -19,6 +19,7 @@ from autopar.search.pairwise.compiled import State, seeded, uniform
 from autopar.search.pairwise.forests import sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate
+from autopar.search.pairwise.regions import Size, improve, region
 
 _HEATS = (2.0, 16.0, 0.25)  # times the cost a node above its least
 _TRIAL = 0.06  # of the budget: each of the first rounds
@@ -26,6 +27,8 @@ _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
 _AFRESH = 0.25  # of what is left: each of the later rounds from afresh; reheating takes as much again
 _REHEATS = 4
+_POLISH = 0.25  # of what is left then: regions
+_REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.1
 _CHUNK_SECONDS = 0.05
 _LEAST_ROUND = 20
 
@@ -68,6 +71,7 @@ class Search:
         self.learnt = self.prices
         self.start = np.zeros(problem.num_nodes, np.int64) if start is None else start.copy()
         self.on_progress = on_progress
+        self.size = Size()
         self._rate = 0.0
         self._told = np.inf
         keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
@@ -104,9 +108,7 @@ class Search:
             self.done += count
             pace = count / max(monotonic() - began, 1e-6)
             self._rate = pace if self._rate == 0.0 else 0.8 * self._rate + 0.2 * pace
-            if self.on_progress is not None and self.best.cost[0] < self._told:
-                self._told = float(self.best.cost[0])
-                self.on_progress(self._told)
+            self._tell()
             if finished:
                 return True
         return False
@@ -143,6 +145,8 @@ class Search:
                 if self.best.cost[0] < np.inf:
                     hot = unit * heat * 10.0 ** (-2.5 * uniform(self.state))
                     self.reheat(hot, max(afresh // _REHEATS, _LEAST_ROUND))
+            if self.budget is None:
+                self.polish(_POLISH * (self.stop - monotonic()))
 
     def fresh(self, hot: float, sweeps: int) -> float:
         """Anneal from the start; returns the best cost of this round."""
@@ -178,6 +182,27 @@ class Search:
     def reheat(self, hot: float, sweeps: int) -> None:
         """Anneal from the best, within the limit."""
         self._harden(self.best.choice.copy(), self.learnt, hot, sweeps, self.best)
+
+    def polish(self, seconds: float) -> None:
+        """Solve regions of the best exactly, one after the other."""
+        stop = monotonic() + seconds
+        while self.best.cost[0] < np.inf and monotonic() < stop:
+            began = monotonic()
+            allowed = min(_REGION_SECONDS, 0.5 * (self.stop - began))
+            if allowed < _LEAST_REGION_SECONDS:
+                return
+            inside = region(self.problem, self.graph, self.best.choice, int(self.size.nodes), self.state)
+            choice = improve(self.problem, self.best.choice, inside, seconds=allowed)
+            self.size.adapt(monotonic() - began, allowed, self.problem.num_nodes)
+            if choice is not self.best.choice:
+                self.regions += 1
+                keep(self.graph, choice, usage_of(self.graph, choice), self.best)
+                self._tell()
+
+    def _tell(self) -> None:
+        if self.on_progress is not None and self.best.cost[0] < self._told:
+            self._told = float(self.best.cost[0])
+            self.on_progress(self._told)
 
     def _harden(self, choice: Ints, prices: Floats, hot: float, sweeps: int, best: Best) -> None:
         cooling = COOLED ** (1.0 / sweeps)

@@ -1,0 +1,210 @@
+"""What is the best choice in a part of the graph while the rest stays as it is? Found exactly, part after part.
+
+A region is some tens of nodes: those around a node, or those that take memory at one time and what is around them, so
+that memory can change hands. What stays fixed turns into option costs and base bytes; what is left is reduced, bounded
+by messages below what the region costs now, and what that does not close is a mixed program over the options and pairs
+that may still do better.
+"""
+
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.search.pairwise.bound import DualBound
+from autopar.search.pairwise.compiled import State, below, compiled, draw
+from autopar.search.pairwise.graph import Graph
+from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits, usage
+from autopar.search.pairwise.reduce.pipeline import reduce
+from autopar.search.pairwise.transport import Transport
+
+Flags = NDArray[np.bool_]
+
+_PASSES = 60
+_UNITS = 1e3
+_ROUNDS = 30
+_SMALLEST, _GROWTH, _SHRINK = 8, 1.15, 0.7
+
+
+@dataclass(slots=True)
+class Size:
+    """How many nodes a region has: more while they are solved in a fraction of the time allowed, fewer when not."""
+
+    nodes: float = 30.0
+
+    def adapt(self, spent: float, allowed: float, most: int) -> None:
+        """After a region that took `spent` of `allowed` seconds."""
+        if spent < 0.3 * allowed:
+            self.nodes = min(self.nodes * _GROWTH, float(most))
+        elif spent > 0.8 * allowed:
+            self.nodes = max(self.nodes * _SHRINK, float(_SMALLEST))
+
+
+@compiled
+def grow(graph: Graph, seeds: Ints, size: int, state: State, inside: Flags) -> None:
+    """Mark `size` nodes: the seeds, then neighbours of marked nodes, drawn at random; a new seed where none is left."""
+    nodes = len(inside)
+    front = np.empty(nodes, np.int64)
+    reached = np.zeros(nodes, np.bool_)
+    inside[:] = False
+    width = marked = 0
+    for u in seeds:
+        if not reached[u]:
+            reached[u] = True
+            front[width] = u
+            width += 1
+    while marked < min(size, nodes):
+        if width == 0:
+            u = below(state, nodes)
+            if reached[u]:
+                continue
+            reached[u] = True
+        else:
+            # Mostly the oldest: compact regions have few fixed neighbours for their size.
+            k = 0 if draw(state) & np.uint64(3) else below(state, width)
+            u = front[k]
+            for i in range(k, width - 1):
+                front[i] = front[i + 1]
+            width -= 1
+        inside[u] = True
+        marked += 1
+        for h in range(graph.first_half[u], graph.first_half[u + 1]):
+            v = graph.other[h]
+            if not reached[v]:
+                reached[v] = True
+                front[width] = v
+                width += 1
+
+
+def region(problem: Pairwise, graph: Graph, choice: Ints, size: int, state: State) -> Flags:
+    """A random region: around a node, or around nodes with memory to trade at a time that is nearly full."""
+    inside = np.zeros(problem.num_nodes, np.bool_)
+    seeds = np.array([below(state, problem.num_nodes)], np.int64)
+    if len(graph.base) and below(state, 2):
+        taken = usage(problem, choice)
+        full = np.flatnonzero(taken >= 0.9 * taken.max())
+        time = full[below(state, len(full))]
+        alive = problem.member_node[(problem.begin <= time) & (time < problem.end)]
+        if len(alive):
+            several = max(size // (1 + below(state, 8)), 1)
+            seeds = np.array([alive[below(state, len(alive))] for _ in range(several)], np.int64)
+    grow(graph, seeds, size, state, inside)
+    return inside
+
+
+def induced(problem: Pairwise, choice: Ints, inside: Flags) -> Pairwise:
+    """The problem on the nodes inside, in their order, with the others at their choice.
+
+    evaluate(induced, part) differs from the whole's cost by a constant, and the bytes at every time are the same.
+    """
+    num = problem.num_options()
+    nodes = np.flatnonzero(inside)
+    number = np.cumsum(inside) - 1
+    first_option = _starts(num[nodes])
+    cost = problem.cost[_ranges(problem.first_option[nodes], num[nodes])]
+    a, b = problem.edge_a, problem.edge_b
+    for at_a, near, far in ((True, a, b), (False, b, a)):
+        cut = np.flatnonzero(inside[near] & ~inside[far])
+        width, stays = num[near[cut]], choice[far[cut]]
+        option = _ranges(np.zeros(len(cut), np.int64), width)
+        columns = np.repeat(num[b[cut]], width)
+        fixed = np.repeat(stays, width)
+        pair = option * columns + fixed if at_a else fixed * columns + option
+        paid = problem.pair_cost[np.repeat(problem.first_pair[cut], width) + pair]
+        np.add.at(cost, np.repeat(first_option[number[near[cut]]], width) + option, paid)
+    inner = np.flatnonzero(inside[a] & inside[b])
+    size = problem.first_pair[inner + 1] - problem.first_pair[inner]
+    member = inside[problem.member_node]
+    kept = np.flatnonzero(member)
+    width = num[problem.member_node[kept]]
+    outside = problem.usage[problem.first_usage[:-1] + choice[problem.member_node]] * ~member
+    return Pairwise(
+        first_option=first_option,
+        cost=cost,
+        edge_a=number[a[inner]],
+        edge_b=number[b[inner]],
+        first_pair=_starts(size),
+        pair_cost=problem.pair_cost[_ranges(problem.first_pair[inner], size)],
+        member_node=number[problem.member_node[kept]],
+        begin=problem.begin[kept],
+        end=problem.end[kept],
+        first_usage=_starts(width),
+        usage=problem.usage[_ranges(problem.first_usage[kept], width)],
+        base=_with(problem, outside),
+        limit=problem.limit,
+    )
+
+
+def improve(problem: Pairwise, choice: Ints, inside: Flags, *, seconds: float) -> Ints:
+    """A choice that is no worse and differs inside only; the best such one if time allows. `choice` must fit."""
+    stop = monotonic() + seconds
+    part = induced(problem, choice, inside)
+    stood = evaluate(part, choice[inside])
+    try:
+        reduced = reduce(part, seconds=seconds)
+    except InfeasibleError:
+        return choice
+    if not reduced.problem.num_nodes:
+        return _put(problem, choice, inside, reduced.lift(np.zeros(0, np.int64)))
+    dual = DualBound(reduced.problem, upper=stood - reduced.offset)
+    dual.ascend(passes=_PASSES, seconds=max(stop - monotonic(), 0.01) / 3.0)
+    if dual.closed:
+        return choice
+    better = _solve(dual, stop)
+    return choice if better is None else _put(problem, choice, inside, reduced.lift(better))
+
+
+def _solve(dual: DualBound, stop: float) -> Ints | None:
+    """The best choice below the dual's `upper`, None if there is none or time is up."""
+    problem, floors = dual.problem, dual.floors()
+    if dual.closed:
+        return None
+    unit = max((dual.upper - dual.bound) / _UNITS, 1e-10 * abs(dual.upper)) or 1.0
+    transport = Transport(problem, dual.remainder(), floors.option < dual.upper, floors.pair < dual.upper, unit)
+    if not np.logical_or.reduceat(transport.open_option, problem.first_option[:-1]).all():
+        return None
+    relaxed = True
+    for _ in range(_ROUNDS):
+        left = stop - monotonic()
+        if left <= 0.0:
+            return None
+        answer = transport.model.solve(relaxed=relaxed, seconds=left)
+        if answer.values is None:
+            return None
+        if relaxed:
+            missing = transport.violated(transport.usage_of(answer.values), by=1e-6)
+            relaxed = bool(len(missing))
+        else:
+            choice = transport.choice(answer.values)
+            if fits(problem, choice):
+                return choice
+            missing = transport.violated(usage(problem, choice), by=0.0)
+            if not len(missing):
+                transport.forbid(choice)
+        transport.add_times(missing)
+    return None
+
+
+def _put(problem: Pairwise, choice: Ints, inside: Flags, part: Ints) -> Ints:
+    """The choice with another one inside, if that is better and fits."""
+    other = choice.copy()
+    other[inside] = part
+    return other if evaluate(problem, other) < evaluate(problem, choice) and fits(problem, other) else choice
+
+
+def _with(problem: Pairwise, taken: NDArray[np.float64]) -> NDArray[np.float64]:
+    change = np.zeros(problem.num_times + 1)
+    np.add.at(change, problem.begin, taken)
+    np.subtract.at(change, problem.end, taken)
+    return np.asarray(problem.base + np.cumsum(change[:-1]), np.float64)
+
+
+def _starts(sizes: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _ranges(first: Ints, sizes: Ints) -> Ints:
+    """first[0], first[0] + 1, ... (sizes[0] of them), first[1], ..."""
+    return np.repeat(first - _starts(sizes)[:-1], sizes) + np.arange(sizes.sum(), dtype=np.int64)
