@@ -14,7 +14,7 @@ MOST_CHOICES = 2_000
 def random_pairwise(seed: int) -> Pairwise:
     """Trees, cycles, forests and dense graphs; hubs; functional, additive and forbidding edges; none to three members a
     node; memory that is slack, tight, infeasible or unlimited; a base; zero costs, ties, and costs over ten decades.
-    One in three is stubborn: little in it is easy.
+    One in three is stubborn: little in it is easy; in one in three most edges are functions.
 
     Costs and usages are integers, so that sums are exact and `==` may be asked of them.
     """
@@ -33,7 +33,8 @@ def random_pairwise(seed: int) -> Pairwise:
         drawn[rng.random(size) < forbidden] = np.inf
         return drawn
 
-    kinds = ["any"] if stubborn else ["any", "any", "functional", "additive", "constant"]
+    mixed = ["any", "any", "functional", "additive", "constant"]
+    kinds = ["any"] if stubborn else ["functional", "functional", "any"] if seed % 3 == 1 else mixed
     ends = _edges(rng, num_nodes, rng.choice(["cycle", "sparse", "dense"] if stubborn else SHAPES))
     matrices = [_matrix(rng, rng.choice(kinds), num_options[a], num_options[b], costs) for a, b in ends]
     first_option = _starts(num_options)

@@ -21,7 +21,7 @@ from autopar.search.pairwise.reduce.pipeline import Reduced, Reduction, reduce
 from autopar.search.pairwise.reduce.tighten import tighten
 from tests.pairwise_graphs import brute_force, every_choice, random_pairwise
 
-NUM_GRAPHS = 2_100
+NUM_GRAPHS = 2_001
 CHECKED_CHOICES = 8
 
 
