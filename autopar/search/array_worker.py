@@ -1,0 +1,80 @@
+"""How is a mixed program stopped on time? HiGHS runs in a process of its own, which is killed when it overruns.
+
+HiGHS looks at its time limit between steps only, some of which take long, and MathOpt's interrupter does not reach it.
+A worker reads pickled requests from standard input and answers on standard output, so that a second solve pays no
+second start (0.5 s of imports).
+"""
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+from time import monotonic
+from typing import IO, Any
+
+from autopar.search.array_model import Answer, ArrayModel
+
+_LEAD = 0.9  # of the time left: HiGHS's own limit, so that what it found is not lost
+
+
+class Worker:
+    """A context: `with Worker() as worker: worker.solve(model, seconds=10)`; the process ends with the block."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def solve(self, model: ArrayModel, *, seconds: float, **options: Any) -> Answer | None:
+        """`model.solve(**options)`, None where it has not come to an end in so many seconds."""
+        stop = monotonic() + seconds
+        process = self._process = self._process or _start()
+        assert process.stdin is not None and process.stdout is not None
+        _write(process.stdin, (model, stop, options))
+        answered = select.select([process.stdout], [], [], max(stop - monotonic(), 0.0))[0]
+        if not answered:
+            self._end()
+            return None
+        answer: Answer = pickle.load(process.stdout)
+        return answer
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+            self._process = None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "autopar.search.array_worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def _write(stream: IO[bytes], value: object) -> None:
+    pickle.dump(value, stream, pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def _serve() -> None:
+    """Answer until the requests end; HiGHS's own messages do not reach standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            model, stop, options = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _write(answers, model.solve(seconds=_LEAD * max(stop - monotonic(), 0.0), **options))
+
+
+if __name__ == "__main__":
+    _serve()
