@@ -22,7 +22,7 @@ from typing import Any
 from autopar.device import Device
 from autopar.errors import ClusterError
 from autopar.link import LinkLevel
-from autopar.link_file import level_toml, preset_links, read_level
+from autopar.link_file import level_toml, preset_networks, read_level
 from autopar.toml_tables import check_keys, figure_line, figures, quote, text
 
 TOML_FORM = """\
@@ -96,11 +96,11 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
     if isinstance(text_or_path, Path) or name.endswith(".toml") or Path(name).is_file():
         return _from_file(Path(text_or_path))
     match = PRESET.fullmatch(name.strip().lower())
-    if match is None or match["device"] not in preset_devices() or match["network"] not in (None, *preset_links()):
+    if match is None or match["device"] not in preset_devices() or match["network"] not in (None, *preset_networks()):
         raise ClusterError(
             f"cluster {name!r} is neither a preset nor a TOML file. A preset is NODESxDEVICESxNAME or DEVICESxNAME "
             f"(64x8xh100, 8xh100) with NAME one of {', '.join(preset_devices())}; behind several nodes may stand "
-            f"@NETWORK (8x4xrtx2080ti@10gbe), one of {', '.join(preset_links())}; "
+            f"@NETWORK (8x4xrtx2080ti@10gbe), one of {', '.join(preset_networks())}; "
             f"a TOML file looks like this:\n{TOML_FORM}"
         )
     return _from_preset(name.strip().lower(), match)

@@ -14,6 +14,7 @@ An interconnect file is such a table without a size; `shared_by_node = true` say
 import math
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -33,6 +34,12 @@ def preset_links() -> tuple[str, ...]:
     """Names of the interconnects that a cluster may name."""
     folder = resources.files("autopar.cost_models") / "interconnects"
     return tuple(sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")))
+
+
+@cache
+def preset_networks() -> tuple[str, ...]:
+    """Those that join nodes."""
+    return tuple(name for name in preset_links() if link_table(name, name)["scope"] == "network")
 
 
 def link_table(name: str, where: str) -> dict[str, Any]:
@@ -126,9 +133,7 @@ def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
 def _line_toml(line: Line, where: str, sources: Mapping[str, str]) -> list[str]:
     out = [f"{key} = {quote(getattr(line, key))}" for key in _LINE_WORDS if getattr(line, key)]
     out += [
-        figure_line(key, getattr(line, key), None)
-        for key, plain in _LINE_RANGE.items()
-        if getattr(line, key) != plain
+        figure_line(key, getattr(line, key), None) for key, plain in _LINE_RANGE.items() if getattr(line, key) != plain
     ]
     values = {field: getattr(line, field) for field in _LINE_FIGURES}
     own = {field: sources[f"{where}.{field}"] for field in values if f"{where}.{field}" in sources}

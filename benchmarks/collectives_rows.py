@@ -15,11 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.cost_models.collectives import KINDS
+from autopar.errors import ArgumentError
+
 LEAST_BYTES = 65536
 STANDARD_RATES = tuple(gigabits / 8 * 1e9 for gigabits in (1, 10, 25, 40, 50, 100, 200, 400, 800))
 COLUMNS = {"collective", "hardware", "nodes", "gpus_per_node", "size_bytes", "time_us", "interconnect", "software"}
 
-KINDS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
+TELLING = {"collective", "size_bytes"}
+
+NAMES = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
 
 # Hardware -> (GPU generation, bytes/s of its NVLink one way). GH200's and H200's GPUs are H100's, with other memory.
 # Where the hardware is not stated, NVLink of A100 is assumed, and a generation of its own.
@@ -78,19 +83,31 @@ class Measurement:
             "all_to_all": (n - self.per_node) / n,
             "broadcast": 1 / self.per_node,
             "reduce": 1 / self.per_node,
+            "scatter": outside / self.per_node,
+            "gather": outside / self.per_node,
             "send_recv": 1.0,
         }
         return parts[self.kind] * self.nbytes
 
 
 def read_measurements(folder: Path) -> list[Measurement]:
-    """Rows of every file of the folder that has the columns of such a listing."""
+    """Rows of every file of the folder that is such a listing.
+
+    Raises:
+        ArgumentError: if one lacks a column, or a row has what is no number or no collective.
+    """
     found = []
     for file in sorted(folder.glob("*.csv")):
         with file.open(newline="", encoding="utf-8") as stream:
             table = csv.DictReader(stream)
-            if set(table.fieldnames or ()) >= COLUMNS:
-                found += [m for row in table if (m := _measurement(row, file.stem)) is not None]
+            columns = set(table.fieldnames or ())
+            if not columns >= TELLING:
+                continue
+            if missing := sorted(COLUMNS - columns):
+                raise ArgumentError(
+                    f"{file}: a listing of collectives needs the columns {', '.join(missing)}; add them"
+                )
+            found += [m for row in table if (m := _measurement(row, file)) is not None]
     return found
 
 
@@ -124,23 +141,32 @@ def contradictory(measurements: list[Measurement]) -> set[str]:
     return found
 
 
-def _measurement(row: Mapping[str, str], file: str) -> Measurement | None:
+def _measurement(row: Mapping[str, str], file: Path) -> Measurement | None:
     if not row["size_bytes"] or not row["time_us"] or row.get("wrong_elements", "") not in ("", "0"):
         return None
-    nbytes, seconds = float(row["size_bytes"]), float(row["time_us"]) * 1e-6
-    if seconds <= 0:
-        return None
+    kind = NAMES.get(row["collective"], row["collective"])
+    try:
+        nodes, per_node = int(row["nodes"]), int(row["gpus_per_node"])
+        nbytes, seconds = float(row["size_bytes"]), float(row["time_us"]) * 1e-6
+    except ValueError as error:
+        raise ArgumentError(f"{file}, row {row['id']}: {error}; correct the number") from error
+    if kind not in KINDS:
+        raise ArgumentError(f"{file}, row {row['id']}: collective {kind!r} is none of {', '.join(KINDS)}")
+    if not (nodes > 0 < per_node and nbytes >= 0 < seconds):
+        raise ArgumentError(
+            f"{file}, row {row['id']}: {nodes} nodes of {per_node} GPUs, {nbytes:g} bytes in {seconds:g} s cannot be"
+        )
     hardware = "" if row["hardware"].startswith("not ") else row["hardware"]
     generation, node_rate = next((g for word, g in GENERATIONS.items() if word in hardware), ("unknown", 3e11))
-    source = row.get("source", file)
+    source = row.get("source", file.stem)
     return Measurement(
         id=row["id"],
         cluster=_cluster(row, source),
         generation=generation,
         harness="all_reduce_bench" if "all_reduce_bench" in row["software"] else "nccl-tests",
-        kind=KINDS.get(row["collective"], row["collective"]),
-        nodes=int(row["nodes"]),
-        per_node=int(row["gpus_per_node"]),
+        kind=kind,
+        nodes=nodes,
+        per_node=per_node,
         nbytes=nbytes,
         seconds=seconds,
         variant=_variant(row.get("algo", "")),

@@ -3,8 +3,8 @@
     python -m benchmarks.interconnects [--references DIR]
 
 A link that rows of the references describe has their fit. Another has its published bandwidth, and the fractions and
-latencies of its kind's fit (networks: of the Hopper clusters with a known line rate together) or NCCL's own; each figure
-says which.
+latencies of its kind's fit (networks: of the Hopper clusters with a known line rate together) or NCCL's own; each
+figure says which.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from autopar.cost_models.algorithms import LIBRARIES as ALGORITHMS_OF
 from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError
 from autopar.link import Line, LinkLevel
-from autopar.link_file import preset_links, read_level
+from autopar.link_file import preset_links, preset_networks, read_level
 
 NODE_NAMES = sorted(set(preset_devices()) - {"cpu"})
 
@@ -81,6 +81,15 @@ def test_a_network_is_named_behind_the_nodes() -> None:
     assert cluster.levels[1] == load_cluster("4xa100").levels[0]
     assert load_cluster("2x4xcpu@10gbe").library == "gloo"
     assert load_cluster("8x8xh100@infiniband-ndr").levels == load_cluster("8x8xh100").levels
+
+
+@pytest.mark.parametrize("network", preset_networks())
+def test_every_device_may_stand_on_every_network(network: str) -> None:
+    for device in preset_devices():
+        cluster = load_cluster(f"16x4x{device}@{network}")
+        across, inside = cluster.levels
+        assert (across.name, across.size, inside.size) == (network, 16, 4)
+        assert inside == load_cluster(f"4x{device}").levels[0]
 
 
 def test_the_library_of_a_cluster_is_one_whose_algorithms_are_known() -> None:
@@ -207,13 +216,15 @@ def test_the_form_shown_in_messages_is_a_valid_file(tmp_path: Path) -> None:
     assert cluster.device == load_cluster("8xh100").device
 
 
-@pytest.mark.parametrize("text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100", "2x8xh100@11gbe"])
+@pytest.mark.parametrize(
+    "text", ["h100", "8xh101", "0x", "8xh100x8", "", "2x2x2xh100", "2x8xh100@11gbe", "2x8xh100@nvlink4"]
+)
 def test_an_unknown_text_is_answered_with_the_presets_and_the_form(text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         load_cluster(text)
     message = str(caught.value)
     assert repr(text) in message
-    assert all(name in message for name in preset_devices() + preset_links())
+    assert all(name in message for name in preset_devices() + preset_networks())
     assert TOML_FORM in message
 
 

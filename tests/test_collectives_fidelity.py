@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from autopar.errors import ArgumentError
 from autopar.link import LinkLevel
 from benchmarks.collectives_fidelity import REFERENCES, table
 from benchmarks.collectives_fit import NETWORK, NODE, SWITCH, fit_network, fit_node
 from benchmarks.collectives_rows import (
-    KINDS,
     LEAST_BYTES,
     contradictory,
     network_rates,
@@ -42,14 +42,14 @@ def test_half_of_all_rows_are_within_a_tenth_in_sample_and_by_the_shipped_consta
 def test_a_cluster_that_the_fit_never_saw_is_within_a_quarter() -> None:
     errors = {name: row["left out median"] for name, row in error_table().items() if row["left out median"] is not None}
     assert errors["all"] <= 0.25
-    assert sum(error <= 0.25 for error in errors.values()) >= len(errors) - 1  # the one whose line rate nobody states
+    assert max(errors.values()) <= 0.30, "no cluster carries the others"
 
 
 @measured
 def test_contradictory_rows_are_known_and_no_rate_is_exceeded() -> None:
     measurements = read_measurements(REFERENCES)
     assert 8 <= len(contradictory(measurements)) <= 30
-    assert min(m.nbytes for m in measurements) > LEAST_BYTES
+    assert all(m.is_scored == (m.nbytes > LEAST_BYTES) for m in measurements)
     rates = network_rates(measurements)
     assert rates.items() >= stated_rates(measurements).items()
     for m in measurements:
@@ -117,9 +117,31 @@ def test_names_of_nccl_tests_are_translated(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.csv").write_text(head + "\n".join(rows) + "\n")
     (tmp_path / "other.csv").write_text("id,seconds\n1,2\n")
-    first, second = read_measurements(tmp_path)
-    assert (first.kind, second.kind) == tuple(KINDS.values())
+    first, second, small = read_measurements(tmp_path)
+    assert [m.is_scored for m in (first, second, small)] == [True, True, False]
+    assert (first.kind, second.kind) == ("all_to_all", "send_recv")
     assert first.network_rate == 5e10
     assert first.seconds == pytest.approx(1e-4)
     assert first.generation == "Hopper"
     assert first.cluster == second.cluster == "H100, y"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("a,gossip,H100,1,8,NVLink,nccl-tests,1000000,100", "row a: collective 'gossip' is none of all_reduce"),
+        ("a,all_reduce,H100,one,8,NVLink,nccl-tests,1000000,100", "row a: .*'one'.* correct the number"),
+        ("a,all_reduce,H100,1,8,NVLink,nccl-tests,1000000,-3", "row a: 1 nodes of 8 GPUs, .* cannot be"),
+    ],
+)
+def test_a_faulty_row_is_named(row: str, message: str, tmp_path: Path) -> None:
+    head = "id,collective,hardware,nodes,gpus_per_node,interconnect,software,size_bytes,time_us"
+    (tmp_path / "rows.csv").write_text(f"{head}\n{row}\n")
+    with pytest.raises(ArgumentError, match=message):
+        read_measurements(tmp_path)
+
+
+def test_a_listing_without_a_needed_column_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,collective,size_bytes\na,all_reduce,8\n")
+    with pytest.raises(ArgumentError, match=r"rows.csv: a listing .* needs the columns gpus_per_node, hardware"):
+        read_measurements(tmp_path)
