@@ -15,18 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.survey_fit import (
-    METHODS,
-    MODELS,
-    NETWORKS,
-    PROFILED,
-    REFERENCES,
-    Constants,
-    fit,
-    predict,
-    profile,
-    read_rows,
-)
+from benchmarks.survey_fit import METHODS, PROFILED, REFERENCES, Constants, fit, predict, profile, read_rows
 
 Table = list[dict[str, Any]]
 
@@ -39,8 +28,9 @@ def predictions(references: Path) -> tuple[Constants, Table]:
     table = []
     for row in rows:
         seconds = predict(row, constants)
-        profiled = predict(row, constants, overhead[row.model]) if row.method == PROFILED else seconds
+        profiled = predict(row, constants, overhead.get(row.model, 0.0)) if row.method == PROFILED else seconds
         keys = {"id": row.id, "model": row.model, "network": row.network, "method": row.method, "gpus": row.gpus}
+        keys["nodes"] = row.gpus // row.gpus_per_node
         values = {"single": row.single_seconds, "measured": row.seconds, "predicted": seconds, "profiled": profiled}
         table.append(keys | values)
     return constants, table
@@ -58,7 +48,7 @@ def mean_errors(table: Table) -> dict[str, float]:
 
 def profiled_error(table: Table) -> float:
     """Of the profiled method on more than one machine: the rows that the profile has not seen."""
-    return float(np.mean([abs(error(r, "profiled")) for r in table if r["method"] == PROFILED and r["gpus"] > 4]))
+    return float(np.mean([abs(error(r, "profiled")) for r in table if r["method"] == PROFILED and r["nodes"] > 1]))
 
 
 def choices(table: Table, key: str = "predicted") -> Table:
@@ -77,14 +67,19 @@ def choices(table: Table, key: str = "predicted") -> Table:
 
 
 def headlines(table: Table) -> Table:
-    """The best speedup over one GPU of each model on 4 and on 32, measured and predicted."""
+    """The best speedup over one GPU of each model on the fewest and on the most, measured and predicted."""
     out = []
-    for model in MODELS:
-        for gpus in (4, 32):
+    for model in _kinds(table, "model"):
+        sizes = _kinds(table, "gpus")
+        for gpus in (min(sizes), max(sizes)):
             rows = [row for row in table if (row["model"], row["gpus"]) == (model, gpus)]
             best = {key: max(gpus * row["single"] / row[key] for row in rows) for key in ("measured", "profiled")}
             out.append({"model": model, "gpus": gpus, "measured": best["measured"], "predicted": best["profiled"]})
     return out
+
+
+def _kinds(table: Table, column: str) -> list[Any]:
+    return list(dict.fromkeys(row[column] for row in table))
 
 
 def main() -> None:
@@ -119,7 +114,7 @@ def print_constants(constants: Constants) -> None:
     print(f"packing for servers {constants.pack_seconds:.3g} s, hop {constants.hop_seconds:.3g} s")
     for model, seconds in constants.update_seconds.items():
         print(f"added to a step of {model} {seconds:.3g} s")
-    for name in NETWORKS:
+    for name in constants.node_bandwidth:
         print(
             f"{name}: {constants.node_bandwidth[name]:.3g} B/s, crowding {constants.crowding[name]:.2g}, server "
             f"{constants.server_bandwidth[name]:.3g} B/s"
@@ -130,12 +125,12 @@ def print_errors(table: Table) -> None:
     print(f"\n{'method':18} {'mean error':>10}   error on 4, 8, 16, 32 GPUs, %")
     for method, mean in mean_errors(table).items():
         print(f"{method:18} {100 * mean:9.1f}%")
-        for model in MODELS:
-            for name in NETWORKS:
+        for model in _kinds(table, "model"):
+            for name in _kinds(table, "network"):
                 mine = [r for r in table if (r["method"], r["model"], r["network"]) == (method, model, name)]
                 errors = "".join(f"{100 * error(r):7.1f}" for r in sorted(mine, key=lambda r: int(r["gpus"])))
                 print(f"    {model:10} {name:20}{errors}")
-    print(f"{PROFILED}, profiled on 4 GPUs, on more: {100 * profiled_error(table):.1f}%")
+    print(f"{PROFILED}, profiled on one machine, on more: {100 * profiled_error(table):.1f}%")
 
 
 if __name__ == "__main__":

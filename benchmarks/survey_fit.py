@@ -9,6 +9,7 @@ merges, which its authors wrote into their code (`alpha_beta.csv`).
 
 import csv
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,13 @@ from autopar.cost_models.gradient_exchange.merged_gradients import MergedGradien
 from autopar.cost_models.gradient_exchange.network import Network
 from autopar.cost_models.gradient_exchange.parameter_server import ParameterServer
 from autopar.cost_models.gradient_exchange.wait_free import WaitFree
+from autopar.errors import ArgumentError
 from benchmarks import survey_models
 
 REFERENCES = Path(__file__).parents[2] / "shared" / "references"
 BSP = ("BSP-A2A", "BSP-PS")
 METHODS = (*BSP, "WFBP-A2A", "WFBP-PS", "MG-WFBP", "ByteScheduler-A2A", "ByteScheduler-PS")
-NETWORKS = ("10GbE with TCP/IP", "100GbE with TCP/IP", "100GbIB with RDMA")
-MODELS = ("ResNet-50", "BERT-Base")
-GPUS_PER_NODE = 4
+PCIE_BANDWIDTH = 15.75e9  # 16 lanes of PCIe 3.0: no device of the survey reaches more
 PROFILED = "ByteScheduler-A2A"
 
 
@@ -43,9 +43,11 @@ class Row:
 
     id: str
     model: str
+    sizes: survey_models.Bert | int
     network: str
     method: str
     gpus: int
+    gpus_per_node: int
     single_seconds: float
     seconds: float
 
@@ -66,37 +68,58 @@ class Constants:
     update_seconds: dict[str, float]
     pack_seconds: float
     hop_seconds: float
-    believed: dict[tuple[str, int], tuple[float, float]]
+    believed: dict[tuple[bool, int], tuple[float, float]]
 
-    def network(self, name: str, gpus: int) -> Network:
+    def network(self, row: Row) -> Network:
         return Network(
-            name=name,
-            nodes=gpus // GPUS_PER_NODE,
-            devices=GPUS_PER_NODE,
-            node_bandwidth=self.node_bandwidth[name],
+            name=row.network,
+            nodes=max(row.gpus // row.gpus_per_node, 1),
+            devices=min(row.gpus, row.gpus_per_node),
+            node_bandwidth=self.node_bandwidth[row.network],
             local_bandwidth=self.local_bandwidth,
             hop_seconds=self.hop_seconds,
-            crowding=self.crowding[name],
-            server_bandwidth=self.server_bandwidth[name],
+            crowding=self.crowding[row.network],
+            server_bandwidth=self.server_bandwidth[row.network],
             staging_bandwidth=self.staging_bandwidth,
         )
 
 
 def read_rows(references: Path) -> list[Row]:
-    with (references / "ddl_survey.csv").open(newline="", encoding="utf-8") as file:
-        return [
-            Row(
-                id=row["id"],
-                model=row["model"],
-                network=row["connection"],
-                method=row["method"],
-                gpus=int(row["gpus"]),
-                single_seconds=float(row["batch_per_gpu"]) / float(row["single_gpu_samples_per_s"]),
-                seconds=float(row["batch_per_gpu"]) * int(row["gpus"]) / float(row["samples_per_s"]),
-            )
-            for row in csv.DictReader(file)
-            if row["method"] in METHODS
-        ]
+    """The rows of the survey's methods.
+
+    Raises:
+        ArgumentError: if the file lacks a column, or a row its sizes; its message names the line.
+    """
+    path = references / "ddl_survey.csv"
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                if row["method"] in METHODS:
+                    rows.append(_row(row))
+            except (KeyError, ValueError, TypeError) as error:
+                raise ArgumentError(f"{path}, line {line}: {error!r}; see the columns of the survey's file") from error
+    return rows
+
+
+def _row(row: dict[str, str]) -> Row:
+    batch = int(row["batch_per_gpu"])
+    sizes: survey_models.Bert | int = batch
+    if row["model"] != "ResNet-50":
+        names = {"layers": "layers", "hidden": "hidden", "heads": "heads", "inner": "ffn"}
+        names |= {"vocabulary": "vocab", "tokens": "seq"}
+        sizes = survey_models.Bert(sentences=batch, **{key: int(row[column]) for key, column in names.items()})
+    return Row(
+        id=row["id"],
+        model=row["model"],
+        sizes=sizes,
+        network=row["connection"],
+        method=row["method"],
+        gpus=int(row["gpus"]),
+        gpus_per_node=int(row["gpus_per_node"]),
+        single_seconds=batch / float(row["single_gpu_samples_per_s"]),
+        seconds=batch * int(row["gpus"]) / float(row["samples_per_s"]),
+    )
 
 
 def read_hop_seconds(references: Path) -> float:
@@ -109,26 +132,36 @@ def read_hop_seconds(references: Path) -> float:
     return float(value) * 1e-6
 
 
-def read_believed(references: Path) -> dict[tuple[str, int], tuple[float, float]]:
-    """Alpha and beta in MG-WFBP's code, by network and number of GPUs; its `rdma` table serves both fast networks."""
-    tables: dict[str, tuple[str, ...]] = {"used for the non-RDMA runs, named 10Gbps": NETWORKS[:1]}
-    tables["used for the RDMA (100 Gb/s IB) runs, named 56Gbps"] = NETWORKS[1:]
+def read_believed(references: Path) -> dict[tuple[bool, int], tuple[float, float]]:
+    """Alpha and beta in MG-WFBP's code, by whether the network is 10GbE and number of GPUs: fast networks share one."""
+    tables = {"used for the non-RDMA runs, named 10Gbps": True}
+    tables["used for the RDMA (100 Gb/s IB) runs, named 56Gbps"] = False
     with (references / "alpha_beta.csv").open(newline="", encoding="utf-8") as file:
         return {
-            (network, int(row["workers"])): (float(row["alpha_s"]), float(row["beta_s_per_byte"]))
+            (tables[row["network"]], int(row["workers"])): (float(row["alpha_s"]), float(row["beta_s_per_byte"]))
             for row in csv.DictReader(file)
-            for network in tables.get(row["network"], ())
+            if row["network"] in tables
         }
 
 
-def system(
-    method: str, constants: Constants, network: str, gpus: int, overhead_seconds: float = 0.0
-) -> tuple[Architecture, Schedule]:
+def line_rate(network: str) -> float:
+    """Bytes/s that a network's name promises.
+
+    Raises:
+        ArgumentError: if it promises none.
+    """
+    match = re.match(r"(\d+)Gb", network)
+    if match is None:
+        raise ArgumentError(f"network {network!r} does not begin with its line rate, as 10GbE or 100GbIB does")
+    return float(match[1]) * 1e9 / 8
+
+
+def system(row: Row, constants: Constants, overhead_seconds: float = 0.0) -> tuple[Architecture, Schedule]:
     """The survey's method: Horovod with NCCL's ring for all-to-all, BytePS with a server a machine otherwise.
 
     `overhead_seconds`: of ByteScheduler on all-to-all.
     """
-    link = constants.network(network, gpus)
+    link = constants.network(row)
     servers = ParameterServer(network=link, servers=link.nodes)
     ring = RingAllReduce(network=link)
     systems: dict[str, tuple[Architecture, Schedule]] = {
@@ -136,49 +169,65 @@ def system(
         "BSP-PS": (servers, BulkSynchronous(overhead_seconds=constants.pack_seconds)),
         "WFBP-A2A": (ring, WaitFree()),
         "WFBP-PS": (servers, WaitFree()),
-        "MG-WFBP": (ring, MergedGradients(believed=constants.believed.get((network, gpus)))),
+        "MG-WFBP": (
+            ring,
+            MergedGradients(believed=constants.believed.get((row.network.startswith("10GbE"), row.gpus))),
+        ),
         "ByteScheduler-A2A": (ring, ByteScheduler(overhead_seconds=overhead_seconds)),
         "ByteScheduler-PS": (
             servers,
             ByteScheduler(partition_nbytes=servers.part_nbytes, credit_nbytes=0.0, overlaps_forward=False),
         ),
     }
-    return systems[method]
+    return systems[row.method]
 
 
 def predict(row: Row, constants: Constants, overhead_seconds: float = 0.0) -> float:
     """Seconds of the step of `row`."""
-    model = survey_models.model(row.model, row.single_seconds, constants.update_seconds[row.model])
+    update = constants.update_seconds[row.model]
+    model = survey_models.model(row.model, row.sizes, row.single_seconds, update)
     if row.method in BSP:
         model = survey_models.undivided(model)
-    return exchange(model, *system(row.method, constants, row.network, row.gpus, overhead_seconds)).seconds
+    return exchange(model, *system(row, constants, overhead_seconds)).seconds
 
 
 def profile(rows: Iterable[Row], constants: Constants) -> dict[str, float]:
     """What ByteScheduler's own threads add to each model's step, seen on one machine, where no network takes part."""
-    mine = [row for row in rows if row.method == PROFILED and row.gpus == GPUS_PER_NODE]
-    return {
-        model: float(np.median([row.seconds - predict(row, constants) for row in mine if row.model == model]))
-        for model in MODELS
-    }
+    added: dict[str, list[float]] = {}
+    for row in rows:
+        if row.method == PROFILED and row.gpus <= row.gpus_per_node:
+            added.setdefault(row.model, []).append(row.seconds - predict(row, constants))
+    return {model: float(np.median(seconds)) for model, seconds in added.items()}
 
 
 def fit(rows: Iterable[Row], references: Path) -> Constants:
     """Constants from the BSP rows among `rows`. Robust: one contradictory network does not bend the others."""
     rows = [row for row in rows if row.method in BSP]
+    models, networks = (tuple(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("model", "network"))
     hop_seconds, believed = read_hop_seconds(references), read_believed(references)
-    count = len(NETWORKS)
+    rates = np.array([line_rate(network) for network in networks])
+    # start, least and most of each: no link is faster than its name says, no device than its slot
+    one = np.ones(len(networks))
+    ranges = [
+        (np.array([7e9, 7e9, 0.02]), np.array([1e9, 1e9, 1e-4]), np.array([PCIE_BANDWIDTH, PCIE_BANDWIDTH, 0.1])),
+        (np.full(len(models), 0.02), np.full(len(models), 1e-5), np.full(len(models), 1.0)),
+        (0.5 * rates, 0.05 * rates, rates),
+        (0.01 * one, 1e-4 * one, 0.3 * one),
+        (0.4 * rates, 0.05 * rates, rates),
+    ]
+    start, low, high = (np.log(np.concatenate(column)) for column in zip(*ranges, strict=True))
+    ends = np.cumsum([len(column[0]) for column in ranges])[:-1]
 
     def unpack(x: npt.NDArray[np.float64]) -> Constants:
-        values = np.exp(x).tolist()
+        shared, update, bandwidth, crowding, server = (part.tolist() for part in np.split(np.exp(x), ends))
         return Constants(
-            local_bandwidth=values[0],
-            staging_bandwidth=values[1],
-            pack_seconds=values[2],
-            update_seconds=dict(zip(MODELS, values[3:5], strict=True)),
-            node_bandwidth=dict(zip(NETWORKS, values[5 : 5 + count], strict=True)),
-            crowding=dict(zip(NETWORKS, values[5 + count : 5 + 2 * count], strict=True)),
-            server_bandwidth=dict(zip(NETWORKS, values[5 + 2 * count :], strict=True)),
+            local_bandwidth=shared[0],
+            staging_bandwidth=shared[1],
+            pack_seconds=shared[2],
+            update_seconds=dict(zip(models, update, strict=True)),
+            node_bandwidth=dict(zip(networks, bandwidth, strict=True)),
+            crowding=dict(zip(networks, crowding, strict=True)),
+            server_bandwidth=dict(zip(networks, server, strict=True)),
             hop_seconds=hop_seconds,
             believed=believed,
         )
@@ -187,11 +236,5 @@ def fit(rows: Iterable[Row], references: Path) -> Constants:
         constants = unpack(x)
         return np.array([math.log(predict(row, constants) / row.seconds) for row in rows])
 
-    start = [7e9, 7e9, 0.02, 1e-3, 0.05, *[1.2e9, 3e9, 7e9], *[0.01] * count, *[0.7e9, 1.5e9, 4e9]]
-    low = [1e9, 1e9, 1e-4, 1e-5, 1e-5, *[1e8] * count, *[1e-4] * count, *[1e8] * count]
-    # no link is faster than its name says, and no device than a x16 slot of PCIe 3.0
-    high = [15.75e9, 15.75e9, 0.1, 0.1, 0.1, *[1.25e9, 12.5e9, 12.5e9], *[0.3] * count, *[1.25e9, 12.5e9, 12.5e9]]
-    bounds = np.log(low), np.log(high)
-    return unpack(
-        least_squares(errors, np.log(start), bounds=bounds, loss="soft_l1", f_scale=0.03, xtol=1e-4, ftol=1e-4).x
-    )
+    found = least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.03, xtol=1e-4, ftol=1e-4)
+    return unpack(found.x)

@@ -1,12 +1,13 @@
 """What did the survey train? The gradients of its two models in the order of backward, with each layer's part of time.
 
-Shapes: ResNet-50, He et al. 2015, Table 1 (stride in the 3x3 convolution, as torchvision has it), 64 images of 224 x
-224; BERT-Base for pre-training, Devlin et al. 2018, with the vocabulary padded to 30,528 and 64 sentences of 64 tokens
+Shapes: ResNet-50, He et al. 2015, Table 1 (stride in the 3x3 convolution, as torchvision has it), images of 224 x 224;
+BERT for pre-training, Devlin et al. 2018, sizes as in the row, the vocabulary padded to 30,528, 64 tokens a sentence
 (github.com/HKBU-HPML/ddl-benchmarks). The decoder's weight is the word embedding's, so its gradient is complete only at
 the end of backward. Time is measured as a whole; a layer's part of it is its roofline time on the GPU of the
 repository's profiles (V100-PCIE, data sheet: 14 Tflop/s fp32, 900 GB/s), backward twice the forward.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 from autopar.cost_models.gradient_exchange.model import ExchangeModel, Gradient
@@ -15,10 +16,26 @@ PEAK_FLOPS, MEMORY_BANDWIDTH = 14e12, 900e9
 Layer = tuple[str, int, float, float]  # name, parameters, flops and bytes moved of its forward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bert:
+    """Sizes of a BERT; `sentences` of `tokens` a device."""
+
+    sentences: int
+    tokens: int
+    layers: int
+    hidden: int
+    heads: int
+    inner: int
+    vocabulary: int
+
+
 @cache
-def model(name: str, step_seconds: float, update_seconds: float) -> ExchangeModel:
-    """The model whose step on one device takes `step_seconds`, and `update_seconds` more when distributed."""
-    layers = resnet50() if name == "ResNet-50" else bert_base()
+def model(name: str, sizes: Bert | int, step_seconds: float, update_seconds: float) -> ExchangeModel:
+    """The model whose step on one device takes `step_seconds`, and `update_seconds` more when distributed.
+
+    `sizes`: of a BERT, or the images a device of a ResNet-50.
+    """
+    layers = resnet50(sizes) if isinstance(sizes, int) else bert(sizes)
     weight = [flops / PEAK_FLOPS + moved / MEMORY_BANDWIDTH for _, _, flops, moved in layers]
     unit = step_seconds / sum(weight) / 3
     gradients = [
@@ -35,7 +52,7 @@ def undivided(model: ExchangeModel) -> ExchangeModel:
     return ExchangeModel(name=model.name, gradients=(whole,), update_seconds=model.update_seconds)
 
 
-def resnet50(images: int = 64) -> list[Layer]:
+def resnet50(images: int) -> list[Layer]:
     """Layers in the order of forward."""
     layers: list[Layer] = []
 
@@ -66,10 +83,10 @@ def resnet50(images: int = 64) -> list[Layer]:
     return layers
 
 
-def bert_base(sentences: int = 64, tokens: int = 64, vocabulary: int = 30528) -> list[Layer]:
+def bert(sizes: Bert) -> list[Layer]:
     """Layers in the order of forward."""
-    hidden, inner, heads = 768, 3072, 12
-    rows = sentences * tokens
+    hidden, inner, heads, tokens = sizes.hidden, sizes.inner, sizes.heads, sizes.tokens
+    vocabulary, rows = sizes.vocabulary, sizes.sentences * sizes.tokens
     layers: list[Layer] = []
 
     def linear(name: str, inputs: int, outputs: int, moved: float = 0.0, flops: float = 0.0) -> None:
@@ -85,7 +102,7 @@ def bert_base(sentences: int = 64, tokens: int = 64, vocabulary: int = 30528) ->
     layers.append(("positions", 512 * hidden, 0.0, 8.0 * rows * hidden))
     layers.append(("types", 2 * hidden, 0.0, 8.0 * rows * hidden))
     normalisation("embedding.norm")
-    for block in range(12):
+    for block in range(sizes.layers):
         for name in ("query", "key", "value"):
             linear(f"{block}.{name}", hidden, hidden, 4 * 4.0 * rows * hidden)
         scores = 4.0 * rows * tokens * heads

@@ -3,6 +3,7 @@
 import math
 import random
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from autopar.cost_models.gradient_exchange.wait_free import WaitFree
 from autopar.cost_models.timeline import busy_seconds
 from autopar.cost_models.trace import chrome_trace
 from autopar.errors import ArgumentError
-from benchmarks import survey, survey_models
+from benchmarks import survey, survey_fit, survey_models
 
 
 def network(nodes: int = 4, devices: int = 4, node_bandwidth: float = 1e9, hop: float = 2e-5) -> Network:
@@ -293,10 +294,26 @@ def test_bad_input() -> None:
         recommend(model, network(), spare_machines=-1)
 
 
+def test_rows_of_the_survey_that_cannot_be_read(tmp_path: Path) -> None:
+    header = "id,model,batch_per_gpu,connection,method,gpus,gpus_per_node,single_gpu_samples_per_s,samples_per_s"
+    good = "a,ResNet-50,64,10GbE,BSP-PS,8,4,253,1000"
+    file = tmp_path / "ddl_survey.csv"
+    file.write_text(f"{header}\n{good}\n")
+    assert survey_fit.read_rows(tmp_path)[0].seconds == pytest.approx(64 * 8 / 1000)
+    for bad in (good.replace("253", "fast"), good.replace("ResNet-50", "BERT-Base")):
+        file.write_text(f"{header}\n{good}\n{bad}\n")
+        with pytest.raises(ArgumentError, match="line 3"):
+            survey_fit.read_rows(tmp_path)
+    assert survey_fit.line_rate("100GbIB with RDMA") == 12.5e9
+    with pytest.raises(ArgumentError, match="does not begin with its line rate"):
+        survey_fit.line_rate("Myrinet")
+
+
 def test_models_of_the_survey_have_their_bytes() -> None:
     """25,557,032 parameters of ResNet-50 and 110,111,042 of BERT-Base, as torchvision and transformers count them."""
-    for name, parameters, tensors in [("ResNet-50", 25_557_032, 161), ("BERT-Base", 110_111_042, 206)]:
-        model = survey_models.model(name, 0.25, 0.0)
+    base = survey_models.Bert(sentences=64, tokens=64, layers=12, hidden=768, heads=12, inner=3072, vocabulary=30528)
+    for sizes, parameters, tensors in [(64, 25_557_032, 161), (base, 110_111_042, 206)]:
+        model = survey_models.model("model", sizes, 0.25, 0.0)
         assert (model.nbytes.sum(), len(model.gradients)) == (4 * parameters, tensors)
         assert model.compute_seconds == pytest.approx(0.25)
         assert model.forward_seconds == pytest.approx(0.25 / 3)
