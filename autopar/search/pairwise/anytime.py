@@ -28,7 +28,7 @@ _SCALES = np.array([1.0, 0.3, 0.0])
 _AFRESH = 0.25  # of what is left: each of the later rounds from afresh; reheating takes as much again
 _REHEATS = 4
 _POLISH = 0.25  # of what is left then: regions
-_REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.1
+_REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.2
 _CHUNK_SECONDS = 0.05
 _LEAST_ROUND = 20
 
@@ -188,7 +188,7 @@ class Search:
         stop = monotonic() + seconds
         while self.best.cost[0] < np.inf and monotonic() < stop:
             began = monotonic()
-            allowed = min(_REGION_SECONDS, 0.5 * (self.stop - began))
+            allowed = min(_REGION_SECONDS, 0.25 * (self.stop - began))
             if allowed < _LEAST_REGION_SECONDS:
                 return
             inside = region(self.problem, self.graph, self.best.choice, int(self.size.nodes), self.state)
