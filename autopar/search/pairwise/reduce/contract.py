@@ -94,8 +94,6 @@ def _absorb(graph: Graph, h: int) -> bool:
     a, b = graph.half[h, NODE], graph.half[h ^ 1, NODE]
     size, old_size = graph.node[a, OPTIONS], graph.node[b, OPTIONS]
     pairs, usages = 0, 0
-    if not has_room(graph, 0, 0, HEAD + 2 * size + 1):
-        return False
     function = _function(graph, h)
     same = size == old_size and bool(np.all(function == np.arange(size)))
     onto = same or (size == old_size and _reaches_all(function))
@@ -106,12 +104,14 @@ def _absorb(graph: Graph, h: int) -> bool:
             g = graph.half[g, NEXT]
         if size > old_size:
             usages = size * graph.node[b, MEMBERS]
-        if not has_room(graph, pairs, usages, HEAD + 2 * size + 1):
-            return False
+    if not has_room(graph, pairs, usages, HEAD + 2 * size + 1):
+        return False
     record(graph, b, a, NONE, function)
-    remove_edge(graph, h // 2)
+    first, own, other = graph.edge[h // 2, AT], graph.half[h, STRIDE], graph.half[h ^ 1, STRIDE]
     for i in range(size):
-        graph.cost[graph.node[a, COST_AT] + i] += graph.cost[graph.node[b, COST_AT] + function[i]]
+        pair = graph.pair[first + i * own + function[i] * other]
+        graph.cost[graph.node[a, COST_AT] + i] += graph.cost[graph.node[b, COST_AT] + function[i]] + pair
+    remove_edge(graph, h // 2)
     while graph.node[b, FIRST_HALF] != NONE:
         _take_edge(graph, graph.node[b, FIRST_HALF], a, function, same, onto)
     m = graph.node[b, FIRST_MEMBER]
@@ -134,18 +134,14 @@ def _absorb(graph: Graph, h: int) -> bool:
 
 @compiled
 def _function(graph: Graph, h: int) -> Ints:
-    """The partner of every option of h's node, whose costs take in those of the pairs."""
+    """The partner of every option of h's node; the first where there is none."""
     n, columns = graph.half[h, NODE], graph.node[graph.half[h ^ 1, NODE], OPTIONS]
     function = np.zeros(graph.node[n, OPTIONS], np.int64)
     for i in range(len(function)):
         row = graph.edge[h // 2, AT] + i * graph.half[h, STRIDE]
-        best = np.inf
         for j in range(columns):
-            value = graph.pair[row + j * graph.half[h ^ 1, STRIDE]]
-            if value < np.inf:
-                best = value
+            if graph.pair[row + j * graph.half[h ^ 1, STRIDE]] < np.inf:
                 function[i] = j
-        graph.cost[graph.node[n, COST_AT] + i] += best
     return function
 
 

@@ -88,14 +88,14 @@ def to_problem(graph: Graph, limit: float) -> tuple[Pairwise, Ints]:
     position[nodes] = np.arange(len(nodes))
     num_options = graph.node[nodes, OPTIONS]
     edge_a, edge_b = position[graph.half[2 * edges, NODE]], position[graph.half[2 * edges + 1, NODE]]
-    first_pair = _starts(num_options[edge_a] * num_options[edge_b])
-    members, owner = _members_of(graph, nodes)
+    first_pair = starts(num_options[edge_a] * num_options[edge_b])
+    members, owner = members_of(graph, nodes)
     in_time = np.lexsort((graph.member[members, END], graph.member[members, BEGIN], owner))
     members, owner = members[in_time], owner[in_time]
-    first_usage = _starts(num_options[owner])
+    first_usage = starts(num_options[owner])
     base = np.cumsum(graph.base)[:-1]
     problem = Pairwise(
-        first_option=_starts(num_options),
+        first_option=starts(num_options),
         cost=graph.cost[ranges(graph.node[nodes, COST_AT], num_options)],
         edge_a=edge_a,
         edge_b=edge_b,
@@ -131,13 +131,13 @@ def _roomier(pool: Pool, extra: int) -> Pool:
     return np.concatenate([pool, np.zeros(extra, pool.dtype)]) if extra else pool.copy()
 
 
-def _starts(sizes: Ints) -> Ints:
+def starts(sizes: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def ranges(starts: Ints, sizes: Ints) -> Ints:
-    """start, start + 1, ... start + size - 1 of each, one after the other."""
-    return np.repeat(starts - _starts(sizes)[:-1], sizes) + np.arange(int(sizes.sum()))
+def ranges(begins: Ints, sizes: Ints) -> Ints:
+    """begin, begin + 1, ... begin + size - 1 of each, one after the other."""
+    return np.repeat(begins - starts(sizes)[:-1], sizes) + np.arange(int(sizes.sum()))
 
 
 @compiled
@@ -233,7 +233,7 @@ def has_room(graph: Graph, pairs: int, usages: int, logs: int) -> bool:
 
 
 @compiled
-def _members_of(graph: Graph, nodes: Ints) -> tuple[Ints, Ints]:
+def members_of(graph: Graph, nodes: Ints) -> tuple[Ints, Ints]:
     """Members of the nodes, node by node, and the position of each one's node."""
     total = 0
     for n in nodes:

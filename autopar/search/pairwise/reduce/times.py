@@ -12,15 +12,17 @@ from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,
     BEGIN,
+    CHANGES,
+    CLOCK,
     END,
-    FIRST_MEMBER,
-    MEMBER_NEXT,
     MEMBERS,
-    NONE,
     OPTIONS,
+    STAMP,
     USAGE_AT,
     Graph,
-    touch,
+    members_of,
+    ranges,
+    starts,
 )
 
 
@@ -28,8 +30,12 @@ def drop_times(graph: Graph, limit: float) -> Graph:
     base = np.cumsum(graph.base)[:-1]
     kept = np.flatnonzero(base + _most(graph) > limit)
     graph = _keep(graph, base, kept)
-    live_at, gone_at = _changes(graph, len(kept))
-    return _keep(graph, base[kept], _maximal(base[kept], live_at, gone_at))
+    members, _ = members_of(graph, np.flatnonzero(graph.node[:, ALIVE]))
+    begin, end = graph.member[members, BEGIN], graph.member[members, END]
+    begins, ends = np.zeros(len(kept) + 1, np.bool_), np.zeros(len(kept) + 1, np.bool_)
+    begins[begin[begin < end]] = True
+    ends[end[begin < end]] = True
+    return _keep(graph, base[kept], _maximal(base[kept], begins, ends))
 
 
 def _keep(graph: Graph, base: Floats, kept: Ints) -> Graph:
@@ -37,37 +43,23 @@ def _keep(graph: Graph, base: Floats, kept: Ints) -> Graph:
         return graph
     graph.member[:, BEGIN] = np.searchsorted(kept, graph.member[:, BEGIN])
     graph.member[:, END] = np.searchsorted(kept, graph.member[:, END])
-    _touch_members(graph)
+    graph.node[graph.node[:, MEMBERS] > 0, STAMP] = graph.counts[CLOCK]
+    graph.counts[CHANGES] += 1
     return graph._replace(base=np.diff(base[kept], prepend=0.0, append=0.0))
 
 
-@compiled
 def _most(graph: Graph) -> Floats:
     """Of all members together, at every time."""
     change = np.zeros(len(graph.base))
-    for n in range(len(graph.node)):
-        m = graph.node[n, FIRST_MEMBER] if graph.node[n, ALIVE] else NONE
-        while m != NONE:
-            first = graph.member[m, USAGE_AT]
-            most = graph.usage[first : first + graph.node[n, OPTIONS]].max()
-            change[graph.member[m, BEGIN]] += most
-            change[graph.member[m, END]] -= most
-            m = graph.member[m, MEMBER_NEXT]
+    nodes = np.flatnonzero(graph.node[:, ALIVE])
+    members, owner = members_of(graph, nodes)
+    if len(members):
+        sizes = graph.node[nodes[owner], OPTIONS]
+        usage = graph.usage[ranges(graph.member[members, USAGE_AT], sizes)]
+        most = np.maximum.reduceat(usage, starts(sizes)[:-1])
+        np.add.at(change, graph.member[members, BEGIN], most)
+        np.subtract.at(change, graph.member[members, END], most)
     return np.cumsum(change)[:-1]
-
-
-@compiled
-def _changes(graph: Graph, num_times: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether some member begins, and whether some ends, at a time."""
-    begins, ends = np.zeros(num_times + 1, np.bool_), np.zeros(num_times + 1, np.bool_)
-    for n in range(len(graph.node)):
-        m = graph.node[n, FIRST_MEMBER] if graph.node[n, ALIVE] else NONE
-        while m != NONE:
-            if graph.member[m, BEGIN] < graph.member[m, END]:
-                begins[graph.member[m, BEGIN]] = True
-                ends[graph.member[m, END]] = True
-            m = graph.member[m, MEMBER_NEXT]
-    return begins, ends
 
 
 @compiled
@@ -87,10 +79,3 @@ def _maximal(base: Floats, begins: NDArray[np.bool_], ends: NDArray[np.bool_]) -
         top += 1
         more, less = False, False
     return stack[:top]
-
-
-@compiled
-def _touch_members(graph: Graph) -> None:
-    for n in range(len(graph.node)):
-        if graph.node[n, ALIVE] and graph.node[n, MEMBERS] > 0:
-            touch(graph, n)
