@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autopar.cost_models.efficiency import RANGES, Efficiency
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_work import StepWork
-from benchmarks.fidelity_fit import STARTS, TYPES, case_work, fit, predicted_seconds
+from benchmarks.fidelity_fit import MEASURED, NUM_SMS, STARTS, TYPES, case_work, fit, predicted_seconds
 from benchmarks.layer_rows import layer_cases
-from benchmarks.reference_rows import NOT_FITTED, Case, groups, read_folder
+from benchmarks.reference_rows import Case, groups, read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB_A_GB = 2**30 / 1e9  # an "80 GB" card has 80 GiB; the hardware files read the figure as 10^9
@@ -82,7 +82,7 @@ def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[s
     for gpu_type, start in STARTS.items():
         timed, works, extra = _material(folder, cases, gpu_type, start)
         for source in dict.fromkeys(case.source for case in timed):
-            others = [k for k, c in enumerate(timed) if c.source not in (source, *NOT_FITTED)]
+            others = [k for k, c in enumerate(timed) if c.source != source]
             more = [(case, work) for case, work in extra if case.source != source]
             value = fit(
                 start,
@@ -102,12 +102,9 @@ def fit_all(folder: Path, cases: list[Case]) -> None:
     """Fit each GPU type on all its sources and write the package's files."""
     for gpu_type, start in STARTS.items():
         timed, works, extra = _material(folder, cases, gpu_type, start)
-        used = [k for k, case in enumerate(timed) if case.source not in NOT_FITTED]
-        value = fit(
-            start, [timed[k] for k in used] + [c for c, _ in extra], [works[k] for k in used] + [w for _, w in extra]
-        )
-        rows = ", ".join(sorted({timed[k].source for k in used}))
-        for gpu in (gpu for gpu, kind in TYPES.items() if kind == gpu_type and "-" not in gpu):
+        value = fit(start, timed + [case for case, _ in extra], works + [work for _, work in extra])
+        rows = ", ".join(sorted({case.source for case in timed}))
+        for gpu in (gpu for gpu, kind in TYPES.items() if kind == gpu_type):
             path = ROOT / "cost_models" / "rates" / f"{gpu}.toml"
             path.write_text(_toml(value, gpu, rows), encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
@@ -123,11 +120,13 @@ def _material(
 
 def _toml(value: Efficiency, gpu: str, rows: str) -> str:
     lines = [f"# {gpu}: parts of nominal rates that training reaches. Written by benchmarks/fidelity.py --fit", ""]
-    lines.append(f'num_sms = {{ value = {value.num_sms}, source = "NVIDIA datasheet, SXM" }}')
+    num_sms = NUM_SMS.get(gpu, value.num_sms)
+    lines.append(f'num_sms = {{ value = {num_sms}, source = "NVIDIA data sheet and architecture white paper" }}')
     start = STARTS[TYPES[gpu]]
     for key in RANGES:
         moved = abs(getattr(value, key) - getattr(start, key)) > 1e-3 * max(abs(getattr(start, key)), 1e-9)
         source = f"least squares on log step time of {rows}" if moved else "assumed: no measured step shows it"
+        source = MEASURED[TYPES[gpu]].get(key, source)
         lines.append(f'{key} = {{ value = {getattr(value, key):.4g}, source = "{source}" }}')
     return "\n".join(lines) + "\n"
 

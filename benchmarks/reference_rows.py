@@ -55,8 +55,6 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
         {"zero": 3, "overlap_data": True, "fusion": "norm", "in_place_loss": False},
     ),
 }
-# Predicted, but kept out of fits: its time is that of gathers a step model with one bandwidth does not see.
-NOT_FITTED = ("SC'21, DeepSpeed",)
 GPT = {"linear_bias": True, "qkv_bias": True, "norm_vectors": 2, "dropout": True, "tied": True}
 LLAMA = {"gated": True}
 

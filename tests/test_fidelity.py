@@ -1,6 +1,5 @@
 """The published measurements: what rows are understood to say, and that predictions stay as near as the docs state."""
 
-import math
 import statistics
 from functools import cache
 from pathlib import Path
@@ -16,24 +15,25 @@ from benchmarks.fidelity import (
     step_time_rows,
 )
 from benchmarks.fidelity_fit import STARTS, case_work, predicted_seconds
-from benchmarks.reference_rows import NOT_FITTED, Case, Reading, groups, read_folder
+from benchmarks.reference_rows import Case, Reading, groups, read_folder
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "references"
 # As docs/cost_models.md prints them, rounded up: (leave one source out, with one multiplier a stack)
 SEEN = {
     "BLOOM": (0.07, 0.06),
-    "LLaMA layouts": (0.095, 0.065),
+    "LLaMA layouts": (0.085, 0.065),
     "SC'21": (0.08, 0.03),
+    "SC'21, DeepSpeed": (0.11, 0.12),
     "Korthikanti": (0.06, 0.04),
     "Megatron-LM README A100": (0.05, 0.01),
-    "MegaScale": (0.08, 0.05),
+    "MegaScale": (0.06, 0.05),
     "Zero-bubble": (0.06, 0.05),
-    "torchtitan A100 performance": (0.08, 0.03),
+    "torchtitan A100 performance": (0.07, 0.03),
     "Megatron-LM README": (0.15, 0.08),
     "torchtitan H100 llama3": (0.11, 0.08),
     "torchtitan H100 asyncTP": (0.11, 0.08),
     "torchtitan H200 llama3-8b": (0.06, 0.02),
-    "torchtitan H100 performance": (0.16, 0.02),
+    "torchtitan H100 performance": (0.15, 0.02),
 }
 
 
@@ -77,7 +77,7 @@ def test_rows_that_say_too_little_or_contradict_themselves_are_left_out_and_coun
 def test_step_time_by_source() -> None:
     scored, _ = outcome()
     rows = {r["source"]: r for r in step_time_rows(scored)}
-    assert set(rows) == {*SEEN, *NOT_FITTED}
+    assert set(rows) == set(SEEN)
     for source, (plain, corrected) in SEEN.items():
         assert rows[source]["error"] <= plain, source
         assert rows[source]["with_multiplier"] <= corrected, source
@@ -90,7 +90,7 @@ def test_no_fitted_constant_leaves_its_physical_range_and_no_fit_saw_its_source(
         for key, (low, high) in RANGES.items():
             assert low <= getattr(value, key) <= high
     full = load_efficiency("a100")
-    assert all(math.dist([v.gemm, v.memory], [full.gemm, full.memory]) > 0 for v in constants.values())
+    assert all(value.gemm != full.gemm for value in constants.values())
 
 
 def test_the_fastest_layout_is_found() -> None:
