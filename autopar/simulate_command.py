@@ -17,6 +17,9 @@ from autopar.cost_models.gradient_exchange.transformer_gradients import transfor
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
+from autopar.cost_models.step_timeline import step_pipeline
+from autopar.cost_models.timeline import simulate as run_timeline
+from autopar.cost_models.trace import chrome_trace
 from autopar.errors import ArgumentError, AutoparError
 from autopar.report.exchange_table import exchange_table
 from autopar.simulate_rows import read_csv, read_row
@@ -48,6 +51,7 @@ def simulate(
     network_bandwidth: Annotated[float | None, typer.Option(help="measured bytes/s a device, slowest links")] = None,
     exchange: Annotated[bool, typer.Option("--exchange", help="compare ways to exchange gradients")] = False,
     spare_machines: Annotated[int, typer.Option(help="with --exchange: free for parameter servers")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="write the step's timeline for ui.perfetto.dev here")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="rows of such configurations instead")] = None,
     out: Annotated[Path | None, typer.Option(help="with --csv: write the rows with their results here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -56,8 +60,8 @@ def simulate(
     if csv_file is not None:
         if model is not None or cluster is not None:
             raise ArgumentError("--csv names models and clusters in its rows; leave MODEL and --cluster out")
-        if exchange:
-            raise ArgumentError("--exchange compares systems for one configuration; leave --csv out")
+        if exchange or trace is not None:
+            raise ArgumentError("--exchange and --trace are for one configuration; leave --csv out")
         _simulate_csv(csv_file, out, as_json)
         return
     if out is not None:
@@ -74,6 +78,8 @@ def simulate(
     }  # fmt: skip
     row = {key: str(value) for key, value in given.items() if value is not None}
     answer = simulate_row(row, "simulate")
+    if trace is not None:
+        answer["timeline_seconds"] = _write_trace(row, trace)
     choices = exchange_choices(row, "simulate", spare_machines) if exchange else ()
     if as_json:
         shown = {"exchange": [asdict(choice) for choice in choices]} if exchange else {}
@@ -116,6 +122,21 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
         "memory_gb": {name: nbytes / 1e9 for name, nbytes in memory.kinds},
         "config": asdict(config),
     }
+
+
+def _write_trace(row: dict[str, str], path: Path) -> float:
+    """Seconds of the step on the timeline, which is written to `path`."""
+    shape, config, cluster = read_row(row, "simulate")
+    pipeline = step_pipeline(shape, config, cluster, load_efficiency(cluster.device.name))
+    timeline = run_timeline(pipeline.tasks)
+    trace = chrome_trace(pipeline.tasks, timeline, names=pipeline.describe(), streams=pipeline.streams())
+    try:
+        path.write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"--trace {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from error
+    return timeline.makespan
 
 
 def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -> tuple[Choice, ...]:
