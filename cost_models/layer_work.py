@@ -38,8 +38,8 @@ class Kind(IntEnum):
 BLOCKING_LAUNCH_SECONDS = 25e-6  # assumed: an eager operation's dispatch, its launch and the return from it
 # Bytes an element cast to fp8: read for its maximum, read again, written in two layouts; fused, read and written once.
 # A scale for each row and column takes both twice, and its matrix products are assumed to run at 0.65 of the rate with
-# one scale a tensor: Llama-3-8B on 8 H100 then gains 6% over bf16 and 29% with one scale, where pytorch/torchtitan commit
-# 7a04053 measured 11% and 25%.
+# one scale a tensor: Llama-3-8B on 8 H100 then gains 6% over bf16 and 29% with one scale, where pytorch/torchtitan
+# commit 7a04053 measured 11% and 25%.
 FP8_CAST = {"all": 4, "norm": 6, "none": 6}
 ROWWISE_CAST = 2
 ROWWISE_RATE = 0.65
