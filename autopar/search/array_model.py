@@ -23,6 +23,7 @@ from ortools.math_opt import (
 )
 from ortools.math_opt.core.python import solver as core
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -111,11 +112,13 @@ class ArrayModel:
         relative_gap: float = 0.0,
         seconds: float | None = None,
         hint: Floats | None = None,
+        cutoff: float | None = None,
         on_message: Callable[[Sequence[str]], None] | None = None,
         solver: mathopt.SolverType = mathopt.SolverType.HIGHS,
     ) -> Answer:
         """Solve the linear relaxation (with reduced costs) or the mixed program; `hint` is a value for every column.
 
+        A program with no solution at most at the `cutoff` is infeasible (MathOpt's own cutoff is refused for HiGHS).
         HiGHS is by far the quickest on costs but may overrun its time limit; its presolve can hang and stays off.
         """
         limit = None if seconds is None else datetime.timedelta(seconds=max(seconds, 0.01))
@@ -124,6 +127,7 @@ class ArrayModel:
             relative_gap_tolerance=None if relaxed else relative_gap,
             absolute_gap_tolerance=None if relaxed else 0.0,
             presolve=mathopt.Emphasis.OFF if solver == mathopt.SolverType.HIGHS else None,
+            highs=highs_pb2.HighsOptionsProto(double_options={} if cutoff is None else {"objective_bound": cutoff}),
         )
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True

@@ -15,7 +15,9 @@ from typing import IO, Any
 
 from autopar.search.array_model import Answer, ArrayModel
 
-_LEAD = 0.9  # of the time left: HiGHS's own limit, so that what it found is not lost
+# Before the time is up HiGHS is to stop by itself, so that what it found is not lost.
+_LEAD = 0.1  # of the time left, but no more than
+_MOST_SECONDS = 5.0
 
 
 class Worker:
@@ -73,7 +75,8 @@ def _serve() -> None:
             model, stop, options = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        _write(answers, model.solve(seconds=_LEAD * max(stop - monotonic(), 0.0), **options))
+        left = max(stop - monotonic(), 0.0)
+        _write(answers, model.solve(seconds=left - min(_LEAD * left, _MOST_SECONDS), **options))
 
 
 if __name__ == "__main__":
