@@ -94,8 +94,8 @@ def force(
     hard: bool,
     sweeps: int,
     state: State,
-) -> bool:
-    """Raise prices until the choice fits and is allowed; False if that takes more sweeps.
+) -> int:
+    """Raise prices until the choice fits and is allowed; how many sweeps that took, `sweeps` if that was not enough.
 
     Soft sweeps find what is cheap. Hard ones never make a time worse that is over the limit, nor any other go over it;
     every other one is warm instead and bound by the highest peak alone, to get past what blocks the way down.
@@ -106,7 +106,7 @@ def force(
         usage = usage_of(graph, choice)
         peak = keep(graph, choice, usage, best)
         if peak <= graph.limit and cost_of(graph, choice) < graph.wall:
-            return True
+            return k
         for t in range(len(prices)):
             if usage[t] > graph.limit:
                 prices[t] = min((prices[t] + floor) * (1.0 + FORCE), most)
@@ -117,7 +117,7 @@ def force(
         if hard and k % 2 == 1:
             over, temperature = max(peak - graph.limit, 0.0), hot * COOLED ** uniform(state)
         sweep(graph, work, choice, before, temperature, hard, over, state)
-    return False
+    return sweeps
 
 
 @compiled

@@ -21,7 +21,7 @@ from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate
 from autopar.search.pairwise.regions import Size, improve, region
 
-_HEATS = (2.0, 16.0, 0.25)  # times the cost a node above its least
+_HEATS = (4.0, 32.0, 0.5)  # times the cost a node above its least
 _TRIAL = 0.06  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
@@ -91,8 +91,8 @@ class Search:
             return float(self.budget - self.done)
         return max(self.stop - monotonic(), 0.0) * self._rate
 
-    def chunked(self, sweeps: int, run: Callable[[int, int], bool]) -> bool:
-        """run(first, count) in pieces short enough to look at the clock in between, until one says that it is done."""
+    def chunked(self, sweeps: int, run: Callable[[int, int], int]) -> bool:
+        """run(first, count) in pieces short enough to look at the clock in between, until one needs fewer sweeps."""
         first = 0
         while first < sweeps:
             began = monotonic()
@@ -103,13 +103,14 @@ class Search:
                 count = min(count, self.budget - self.done)
                 if count <= 0:
                     raise _Over
-            finished = run(first, count)
+            made = run(first, count)
             first += count
-            self.done += count
-            pace = count / max(monotonic() - began, 1e-6)
-            self._rate = pace if self._rate == 0.0 else 0.8 * self._rate + 0.2 * pace
+            self.done += made
+            if made:
+                pace = made / max(monotonic() - began, 1e-6)
+                self._rate = pace if self._rate == 0.0 else 0.8 * self._rate + 0.2 * pace
             self._tell()
-            if finished:
+            if made < count:
                 return True
         return False
 
@@ -117,10 +118,10 @@ class Search:
         """A few sweeps without noise; returns the cost a node above its least, what temperatures are measured in."""
         before = np.concatenate([np.zeros(1), np.cumsum(self.prices)])
 
-        def run(first: int, count: int) -> bool:
+        def run(_: int, count: int) -> int:
             for _ in range(count):
                 sweep(self.graph, self.work, self.start, before, 0.0, False, 0.0, self.state)
-            return False
+            return count
 
         self.chunked(10, run)
         keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
@@ -137,10 +138,13 @@ class Search:
         unit = self.explore()
         trial = max(int(_TRIAL * self.left()), _LEAST_ROUND)
         reached = [self.fresh(unit * heat, trial) for heat in _HEATS]
-        heat = _HEATS[int(np.argmin(reached))]
+        heat, least = _HEATS[int(np.argmin(reached))], min(reached)
         while True:
             afresh = max(int(_AFRESH * self.left()), _LEAST_ROUND)
-            self.fresh(unit * heat * 4.0 ** (uniform(self.state) - 0.5), afresh)
+            tried = heat * 4.0 ** (2.0 * uniform(self.state) - 1.0)
+            cost = self.fresh(unit * tried, afresh)
+            if cost < least:
+                heat, least = tried, cost
             for _ in range(_REHEATS):
                 if self.best.cost[0] < np.inf:
                     hot = unit * heat * 10.0 ** (-2.5 * uniform(self.state))
@@ -157,15 +161,16 @@ class Search:
         soft = max(int(sweeps * _SHARES[0]), 1)
         cooling = COOLED ** (1.0 / soft)
 
-        def soft_run(first: int, count: int) -> bool:
+        def soft_run(first: int, count: int) -> int:
             soften(graph, work, round_best, choice, prices, floor, hot, cooling, first, count, self.state)
-            return self._merge(round_best)
+            self._merge(round_best)
+            return count
 
-        def force_run(hard: bool) -> Callable[[int, int], bool]:
-            def run(_: int, count: int) -> bool:
-                fits = force(graph, work, round_best, choice, prices, floor, hot, hard, count, self.state)
+        def force_run(hard: bool) -> Callable[[int, int], int]:
+            def run(_: int, count: int) -> int:
+                made = force(graph, work, round_best, choice, prices, floor, hot, hard, count, self.state)
                 self._merge(round_best)
-                return fits
+                return made
 
             return run
 
@@ -207,9 +212,10 @@ class Search:
     def _harden(self, choice: Ints, prices: Floats, hot: float, sweeps: int, best: Best) -> None:
         cooling = COOLED ** (1.0 / sweeps)
 
-        def run(first: int, count: int) -> bool:
+        def run(first: int, count: int) -> int:
             harden(self.graph, self.work, best, choice, prices, _SCALES, hot, cooling, first, count, self.state)
-            return self._merge(best)
+            self._merge(best)
+            return count
 
         self.chunked(sweeps, run)
 
@@ -217,11 +223,10 @@ class Search:
         """The first price of a byte: what moves a node whose options differ by the limit against a little noise."""
         return 1e-3 * hot / max(self.graph.limit, 1.0) if self.graph.limit < np.inf else 0.0
 
-    def _merge(self, other: Best) -> bool:
+    def _merge(self, other: Best) -> None:
         if other.cost[0] < self.best.cost[0]:
             self.best.cost[0] = other.cost[0]
             self.best.choice[:] = other.choice
-        return False
 
 
 def search(
