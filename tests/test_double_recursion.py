@@ -33,7 +33,7 @@ from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES, zoo
 
 TIED = ("gpt2", "bert", "t5", "whisper")
-MESHES = {0: ((4,), (2, 2, 2)), 1: ((2, 2), (2, 3))}
+MESHES = ((4,), (2, 2), (2, 2, 2), (2, 3))
 """Powers of two and six ranks; families take turns."""
 
 
@@ -43,26 +43,19 @@ def test_plans_equal_one_process(family: str) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, batch=12)
     captured = promote_casts(capture(model, (), kwargs))
     reference = one_process(captured, model, kwargs)
-    for shape in MESHES[FAMILIES.index(family) % 2]:
-        mesh = make_mesh(shape)
-        plan = make_plan(
-            captured,
-            machine(mesh.size),
-            mesh,
-            TrainConfig(precision="fp64"),
-            solver="double-recursive",
-            with_baselines=False,
-        )
-        loss_error, gradient_error, parameter = errors_of(reference, plan)
-        assert loss_error <= 1e-10, f"{mesh}: loss off by {loss_error}"
-        assert gradient_error <= 1e-8, f"{mesh}: gradient of {parameter} off by {gradient_error}"
-        assert any(c not in ("replicate", "invariant") for names in plan.choices.values() for c in names)
+    mesh = make_mesh(MESHES[FAMILIES.index(family) % 4])
+    config = TrainConfig(precision="fp64")
+    plan = make_plan(captured, machine(mesh.size), mesh, config, solver="double-recursive", with_baselines=False)
+    loss_error, gradient_error, parameter = errors_of(reference, plan)
+    assert loss_error <= 1e-10, f"loss off by {loss_error}"
+    assert gradient_error <= 1e-8, f"gradient of {parameter} off by {gradient_error}"
+    assert any(c not in ("replicate", "invariant") for names in plan.choices.values() for c in names)
 
 
 @pytest.mark.parametrize(
     ("family", "mesh"), [*((family, (4,)) for family in FAMILIES), ("llama", (2, 2)), ("vit", (2, 2))]
 )
-@pytest.mark.parametrize("bandwidth", [5e9, 5e8])
+@pytest.mark.parametrize("bandwidth", [5e8])
 def test_it_says_what_its_plan_costs_which_is_no_less_than_the_bound(
     family: str, mesh: tuple[int, ...], bandwidth: float
 ) -> None:

@@ -66,15 +66,19 @@ class Decider:
             self.settle(axes)
 
     def refine(self, parts: Sequence[Axes]) -> None:
-        """Passes over all parts and clusters until none pays."""
+        """A pass over all parts and clusters, then over those that a change has touched, until none pays."""
+        stale = set(range(len(self.neighbours.clusters)))
         for _ in range(PASSES):
-            changed = False
+            touched: set[int] = set()
             for axes in parts:
                 for cluster in self.by_weight():
-                    changed |= self._choose(cluster, axes)
+                    if cluster in stale and self._choose(cluster, axes):
+                        touched |= self.neighbours.adjacent[cluster]
+                        stale |= touched
                 self.settle(axes)
-            if not changed:
+            if not touched:
                 return
+            stale = touched
 
     def by_weight(self) -> list[int]:
         """Clusters, the heaviest first."""

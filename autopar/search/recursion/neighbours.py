@@ -72,6 +72,13 @@ class Neighbours:
                     found[cluster][travel.number] = travel
         return tuple(tuple(f.values()) for f in found)
 
+    @cached_property
+    def adjacent(self) -> tuple[frozenset[int], ...]:
+        """For each cluster itself and those that some tensor joins to it."""
+        ends = [{t.maker, *(use.cluster for use in t.uses)} for t in self.travels]
+        joined = [set().union({i}, *(ends[t.number] for t in travels)) for i, travels in enumerate(self.touching)]
+        return tuple(frozenset(c for c in cluster if c is not None) for cluster in joined)
+
     def output_wants(self, travel: Travel) -> Layout:
         """The layout that the graph's output asks for: the loss Invariant, new buffers whole."""
         whole = INVARIANT if travel.names[0] == self.program.loss else REPLICATE

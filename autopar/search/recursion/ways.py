@@ -131,9 +131,7 @@ class Ways:
                     local[after.dim] = chunk_size(local[after.dim], n)
                     whole = whole // n if isinstance(before, Shard) else whole
                 kinds = TABLE[type(before), type(after)]
-                costs = [
-                    self.pricer.message(k, tuple(group), whole)[0] if k in COLLECTIVES else 0.0 for k in kinds
-                ]
+                costs = [self.pricer.message(k, tuple(group), whole)[0] if k in COLLECTIVES else 0.0 for k in kinds]
                 forward, backward = forward + costs[0], backward + costs[1]
                 gathers += costs[0] if kinds[0] == "all_gather" else 0.0
         return Fare(forward=forward, backward=backward, gathers=gathers)
