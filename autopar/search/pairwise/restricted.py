@@ -103,8 +103,8 @@ def _solve(dual: DualBound, floors: Floors, threshold: float, worker: Worker, st
 
 def _answer(transport: Transport, relaxed: bool, cutoff: float, worker: Worker, stop: float) -> Answer | None:
     # A choice above the threshold proves nothing; to look for none is several times quicker.
-    options = {"relaxed": relaxed, "cutoff": None if relaxed else cutoff + _TOLERANCE * _UNITS}
+    most = None if relaxed else cutoff + _TOLERANCE * _UNITS
     if stop == np.inf:
-        return transport.model.solve(**options)
+        return transport.model.solve(relaxed=relaxed, cutoff=most)
     left = stop - monotonic()
-    return worker.solve(transport.model, seconds=left, **options) if left > 0.0 else None
+    return worker.solve(transport.model, seconds=left, relaxed=relaxed, cutoff=most) if left > 0.0 else None
