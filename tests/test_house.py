@@ -32,8 +32,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
-    ("search", "runtime", "capture", "models", "reference", "export", "report", "verification"),
-    ("api", "calls", "model_plan", "decorator", "verify_command", "simulate_rows", "simulate_command", "__init__"),
+    ("search", "runtime", "capture", "models", "reference", "export", "report", "verification", "calibration"),
+    (
+        *("api", "calls", "model_plan", "decorator", "verify_command", "calibrate_command", "simulate_rows"),
+        *("simulate_command", "__init__"),
+    ),
     ("cli",),
 )
 

@@ -1,0 +1,57 @@
+"""`autopar calibrate`: measure a cluster and write its file, or say how far an existing file is off."""
+
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+
+def calibrate(
+    out: Annotated[Path | None, typer.Option(help="the cluster file to write, for --cluster of autopar plan")] = None,
+    check: Annotated[Path | None, typer.Option(help="measure briefly and say how far off this file is")] = None,
+    tolerance: Annotated[float, typer.Option(help="with --check: largest median error of a collective")] = 0.25,
+    processes: Annotated[int | None, typer.Option(help="start so many Gloo processes here, without torchrun")] = None,
+    name: Annotated[str | None, typer.Option(help="of the cluster; by default the file's")] = None,
+    collectives: Annotated[str | None, typer.Option(help="all_reduce,all_gather,...; by default all six")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="of matrix products: fp32,bf16,fp64,fp16")] = None,
+    min_bytes: Annotated[int | None, typer.Option(help="smallest message")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
+    sizes: Annotated[int | None, typer.Option(help="message sizes between them, log-spaced")] = None,
+    rounds: Annotated[int | None, typer.Option(help="measurements of everything; medians count")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds after which a missing rank is an error")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Measure links and devices under torchrun (or with --processes 4), and write or check a cluster file."""
+    from autopar.calibration.command import Request, is_first_rank, run
+    from autopar.calibration.measure import BRIEF, Effort
+
+    given: dict[str, Any] = {
+        "kinds": None if collectives is None else tuple(collectives.split(",")),
+        "dtypes": None if dtypes is None else tuple(dtypes.split(",")),
+        "least_nbytes": min_bytes,
+        "most_nbytes": max_bytes,
+        "num_sizes": sizes,
+        "num_rounds": rounds,
+    }
+    effort = replace(BRIEF if check else Effort(), **{key: value for key, value in given.items() if value is not None})
+    request = Request(
+        out=out,
+        check=check,
+        tolerance=tolerance,
+        processes=processes,
+        name=name,
+        timeout_seconds=timeout,
+        effort=effort,
+    )
+    quiet = as_json or not is_first_rank()
+    with redirect_stdout(sys.stderr if quiet else sys.stdout):
+        result = run(request, Console(stderr=True, quiet=True) if quiet else Console(width=120))
+    if as_json and is_first_rank():
+        print(json.dumps(result, indent=1), flush=True)
+    if not result["passed"]:
+        raise typer.Exit(1)

@@ -1,0 +1,91 @@
+"""Which cluster do the measurements describe? Levels with lines for each collective, and a device."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.calibration.fit_device import fit_device
+from autopar.calibration.fit_lines import fit_lines
+from autopar.calibration.predict import predicted_collective
+from autopar.calibration.samples import CollectiveSample, Measurements, Origin
+from autopar.cluster import Cluster
+from autopar.link import LinkLevel
+
+
+def fit_cluster(measured: Measurements, name: str) -> Cluster:
+    """The cluster, each figure with its origin and its fit's errors as source.
+
+    Raises:
+        ClusterError: if there are not the operations that a device is fitted to.
+    """
+    origin = measured.origin
+    device, _ = fit_device(measured.work, origin)
+    sizes = origin.level_sizes
+    library = "nccl" if "nccl" in origin.backend else "gloo"
+    if origin.num_ranks == 1:
+        alone = LinkLevel(
+            name="none", size=1, alpha=0.0, bandwidth=1e12, scope="node", sources=(("alpha", "one rank"),)
+        )
+        return Cluster(name=name, device=device, levels=(alone,), library=library)
+    scopes = [_scope(level, origin) for level in range(len(sizes))]
+    kinds = list(dict.fromkeys(sample.kind for sample in measured.collectives))
+    inside = [[s for s in measured.collectives if s.level == level] for level in range(len(sizes))]
+    fitted = {
+        kind: fit_lines(
+            kind,
+            [
+                (size, scope, [s for s in own if s.kind == kind])
+                for size, scope, own in zip(sizes, scopes, inside, strict=True)
+            ],
+            library,
+        )
+        for kind in kinds
+    }
+    levels = []
+    for level, (size, scope) in enumerate(zip(sizes, scopes, strict=True)):
+        # What is not measured (reduce, scatter, gather) is priced with one line through all that is.
+        [general] = fit_lines("", [(size, scope, inside[level])], library)
+        levels.append(
+            LinkLevel(
+                name=f"{library}-{scope}",
+                size=size,
+                alpha=general[-1].alpha,
+                bandwidth=general[-1].bandwidth,
+                launch=general[-1].launch,
+                scope=scope,
+                lines=tuple(line for kind in kinds for line in fitted[kind][level]),
+            )
+        )
+    return _with_sources(Cluster(name=name, device=device, levels=tuple(levels), library=library), measured)
+
+
+def _scope(level: int, origin: Origin) -> str:
+    return "network" if level == 0 and len(origin.hosts) > 1 else "node"
+
+
+def _with_sources(cluster: Cluster, measured: Measurements) -> Cluster:
+    """The cluster with the errors of each collective, over all group sizes and levels, in the sources of its lines."""
+    levels = []
+    for number, level in enumerate(cluster.levels):
+        own = [s for s in measured.collectives if s.level == number]
+        sources = [
+            (field, f"{measured.origin}: all collectives together") for field in ("alpha", "bandwidth", "launch")
+        ]
+        for position, line in enumerate(level.lines):
+            within = [s for s in own if s.kind == line.kind and line.above <= s.nbytes <= line.up_to]
+            text = f"{measured.origin}: {_errors_text(cluster, within)}"
+            sources += [(f"lines.{position}.{field}", text) for field in ("alpha", "bandwidth", "launch")]
+        levels.append(dataclasses.replace(level, sources=tuple(sources)))
+    return dataclasses.replace(cluster, levels=tuple(levels))
+
+
+def _errors_text(cluster: Cluster, samples: Sequence[CollectiveSample]) -> str:
+    errors = [abs(predicted_collective(cluster, sample) / sample.seconds - 1) for sample in samples]
+    if not errors:
+        return "no measurement in this range"
+    groups = " and ".join(str(size) for size in sorted({sample.group_size for sample in samples}))
+    return (
+        f"median error {np.median(errors):.1%}, largest {max(errors):.1%} over {len(errors)} measurements in groups of "
+        f"{groups}"
+    )

@@ -1,0 +1,90 @@
+"""How long do operations take, forward and backward, while all ranks compute? Matrix products, elementwise, tiny ones.
+
+Ranks of one machine share its cores and its memory, so each is measured with all of them at work. Autograd's part is
+in the measured time, as it is in a training step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.calibration.samples import WorkSample
+from autopar.calibration.timing import Rounds, Tell
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# (rows, inner, columns): square, tall, wide and small, as layers, heads and their slices have them
+PRODUCTS = {
+    "cpu": (
+        (512, 256, 256), (128, 256, 256), (512, 256, 1024), (512, 1024, 256), (2048, 64, 256), (64, 64, 64),
+        (512, 512, 512),
+    ),
+    "cuda": (
+        (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 1024, 1024), (2048, 8192, 1024),
+        (512, 4096, 4096), (128, 128, 128), (8192, 8192, 8192),
+    ),
+}  # fmt: skip
+
+# elements of memory-bound operations, the least of them a launch and no more
+ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_777_216, 134_217_728)}
+
+
+class Work(NamedTuple):
+    name: str
+    dtype: str
+    flops: float
+    nbytes: float
+    call: Callable[[], object]
+
+
+class WorkRounds:
+    """Products in `dtypes` and memory-bound operations in fp32, round by round; all ranks call this together."""
+
+    def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
+        self.works = [_product(shape, name, device) for name in dtypes for shape in PRODUCTS[device.type]]
+        self.works += [
+            make(count, device) for count in ELEMENTS[device.type] for make in (_silu, _product_of_two, _softmax)
+        ]
+        self.rounds = Rounds([work.call for work in self.works], device, tell, "operations")
+
+    def run(self, tell: Tell) -> None:
+        self.rounds.run(tell)
+
+    def samples(self) -> tuple[WorkSample, ...]:
+        return tuple(
+            WorkSample(name=work.name, dtype=work.dtype, flops=work.flops, nbytes=work.nbytes, seconds=seconds)
+            for work, seconds in zip(self.works, self.rounds.medians(), strict=True)
+        )
+
+
+def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> Work:
+    rows, inner, columns = shape
+    x = torch.ones(rows, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    weight = torch.ones(columns, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    elements = rows * inner + inner * columns + rows * columns
+    call = _both_ways(lambda: F.linear(x, weight), (x, weight))
+    name = f"{rows} x {inner} x {columns}"
+    return Work(name, dtype, 2.0 * rows * inner * columns, elements * x.element_size(), call)
+
+
+def _silu(count: int, device: torch.device) -> Work:
+    x = torch.ones(count, device=device, requires_grad=True)
+    return Work(f"silu of {count}", "fp32", 0.0, 2.0 * 4 * count, _both_ways(lambda: F.silu(x), (x,)))
+
+
+def _product_of_two(count: int, device: torch.device) -> Work:
+    x, y = (torch.ones(count, device=device, requires_grad=True) for _ in range(2))
+    return Work(f"mul of {count}", "fp32", 0.0, 3.0 * 4 * count, _both_ways(lambda: x * y, (x, y)))
+
+
+def _softmax(count: int, device: torch.device) -> Work:
+    x = torch.ones(max(1, count // 128), min(128, count), device=device, requires_grad=True)
+    return Work(f"softmax of {count}", "fp32", 0.0, 2.0 * 4 * count, _both_ways(lambda: x.softmax(-1), (x,)))
+
+
+def _both_ways(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    gradient = torch.ones_like(forward())
+    return lambda: torch.autograd.grad(forward(), inputs, gradient)

@@ -1,0 +1,33 @@
+"""What does a cluster file say that a measurement should have given? Through the functions that planning uses."""
+
+from functools import lru_cache
+
+from autopar.calibration.measure_collectives import measuring_mesh
+from autopar.calibration.samples import CollectiveSample, WorkSample
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.compute import compute_seconds
+from autopar.cost_models.links import Links, axis_links
+
+
+def predicted_collective(cluster: Cluster, sample: CollectiveSample) -> float:
+    """Seconds of the collective in the group that was measured."""
+    return collective_seconds(sample.kind, sample.nbytes, _links(cluster, sample.level, sample.group_size))[0]
+
+
+@lru_cache(maxsize=256)
+def _links(cluster: Cluster, level: int | None, group_size: int) -> Links:
+    sizes = tuple(level.size for level in cluster.levels if level.size > 1)
+    mesh, places = measuring_mesh(sizes)
+    [axes] = {place.axes for place in places if (place.level, place.size) == (level, group_size)}
+    return axis_links(cluster, mesh.shape, tuple(mesh.names.index(name) for name in axes))
+
+
+def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
+    """Seconds of the operation, forward and backward.
+
+    Raises:
+        ArgumentError: if the device has no peak for the operation's dtype.
+    """
+    forward = compute_seconds(sample.flops, sample.nbytes, sample.dtype, cluster.device)
+    return forward + compute_seconds(2 * sample.flops, 2 * sample.nbytes, sample.dtype, cluster.device)

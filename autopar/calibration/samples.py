@@ -1,0 +1,66 @@
+"""What did a calibration see? Values only: seconds of collectives and of operations, and where they were measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """`seconds` of a collective of `nbytes` (counted as in `cost_models.collectives`) in groups of `group_size`.
+
+    level: 0 for groups of one rank a host, if there are several hosts, and one more for groups inside a host. None for
+    the group of all ranks of several hosts.
+    """
+
+    kind: str
+    level: int | None
+    group_size: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSample:
+    """`seconds` of one operation, forward and backward, while all ranks run it.
+
+    flops, nbytes: of its forward; backward has twice of both, as planning counts it.
+    """
+
+    name: str
+    dtype: str
+    flops: float
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where and with what it was measured."""
+
+    date: str
+    hosts: tuple[str, ...]
+    num_ranks: int
+    backend: str
+    torch: str
+    device: str
+    memory_bytes: int
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.num_ranks // len(self.hosts)
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Hosts, if there are several, and ranks of one host, if there are several."""
+        sizes = tuple(size for size in (len(self.hosts), self.ranks_per_host) if size > 1)
+        return sizes or (1,)
+
+    def __str__(self) -> str:
+        where = self.hosts[0] if len(self.hosts) == 1 else f"{len(self.hosts)} hosts, {self.hosts[0]} the first"
+        return f"autopar calibrate, {self.date}, {where}, torch {self.torch}, {self.backend}, {self.num_ranks} ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    origin: Origin
+    collectives: tuple[CollectiveSample, ...]
+    work: tuple[WorkSample, ...]

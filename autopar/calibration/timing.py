@@ -1,0 +1,88 @@
+"""How long does a call take when all ranks make it? Median over rounds of the slowest rank's seconds.
+
+Rounds go through all calls in turn, so that what else the machine does for a while falls on all of them and not on one.
+Quick calls are repeated within a round. A GPU's time is between events on its stream, a CPU's by its clock.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], object]
+Tell = Callable[[str], None]
+
+SAMPLE_SECONDS = 15e-3
+"""A quick call is repeated until a sample lasts about as long: ranks start at slightly different times."""
+
+MOST_REPEATS = 50
+
+
+class Rounds:
+    """Calls that all ranks make, as many of them and in the same order; making this warms them up."""
+
+    def __init__(self, calls: Sequence[Call], device: torch.device, tell: Tell, what: str) -> None:
+        self.calls, self.device, self.what = calls, device, what
+        self.seconds: list[list[float]] = []
+        first = []
+        for number, call in enumerate(calls):
+            tell(f"{what}: warming up {number + 1} of {len(calls)}")
+            first.append(_timed(call, 1, device))
+        # What is repeated, and how often, must be the same on all ranks, or collectives would not meet.
+        slowest = _slowest([first])[0]
+        again = [
+            min(_timed(calls[k], 1, device) for _ in range(2)) for k, s in enumerate(slowest) if s < SAMPLE_SECONDS
+        ]
+        quick = iter(_slowest([again])[0] if again else ())
+        self.repeats = [1 if s >= SAMPLE_SECONDS else _repeats(next(quick)) for s in slowest]
+
+    def run(self, tell: Tell) -> None:
+        """One more round, each in another order, so that no call always follows the same one."""
+        tell(f"{self.what}: round {len(self.seconds) + 1}")
+        seconds = [0.0] * len(self.calls)
+        first = len(self.seconds) * 7 % max(len(self.calls), 1)
+        for position in (*range(first, len(self.calls)), *range(first)):
+            seconds[position] = _timed(self.calls[position], self.repeats[position], self.device)
+        self.seconds.append(seconds)
+
+    def medians(self) -> list[float]:
+        """Seconds of each call; all ranks call this together."""
+        table = torch.tensor(_slowest(self.seconds), dtype=torch.float64)
+        medians: list[float] = table.quantile(0.5, dim=0).tolist()
+        return medians
+
+
+def _repeats(seconds: float) -> int:
+    return min(MOST_REPEATS, max(1, round(SAMPLE_SECONDS / max(seconds, 1e-9))))
+
+
+def _timed(call: Call, repeats: int, device: torch.device) -> float:
+    """Seconds of one of `repeats` calls on this rank, started together with the others."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        _meet()
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / repeats
+    _meet()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.zeros(1))  # of a CPU tensor: Gloo, whatever serves the GPUs
+
+
+def _slowest(rounds: list[list[float]]) -> list[list[float]]:
+    """Each entry's maximum over ranks."""
+    table = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    result: list[list[float]] = table.tolist()
+    return result
