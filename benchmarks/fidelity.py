@@ -3,9 +3,10 @@
     python benchmarks/fidelity.py [--references DIR] [--json]     tables of step time, layout choice, OOM, memory
     python benchmarks/fidelity.py --fit                           fit the constants that the package ships, all sources
 
-Step time is predicted by leave-one-source-out: the constants of a GPU type are fitted on every other source. The second
-column lets one multiplier a software stack correct it (the median of its own rows). Layout choice: in every group of
-layouts of one task, the measured time of the layout predicted fastest over that of the fastest.
+Step time is predicted by leave-one-source-out: the constants of a GPU type are fitted on every other source. A source
+that the package's constants were not fitted on is predicted with those. The second column lets one multiplier a
+software stack correct it (the median of its own rows). Layout choice: in every group of layouts of one task, the
+measured time of the layout predicted fastest over that of the fastest.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autopar.cost_models.efficiency import RANGES, Efficiency
+from autopar.cost_models.efficiency import RANGES, Efficiency, load_efficiency
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_work import StepWork
 from benchmarks.fidelity_fit import MEASURED, NUM_SMS, STARTS, TYPES, case_work, fit, predicted_seconds
@@ -32,6 +33,7 @@ from benchmarks.reference_rows import Case, groups, read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB_A_GB = 2**30 / 1e9  # an "80 GB" card has 80 GiB; the hardware files read the figure as 10^9
+FITTED = "least squares on log step time of "
 LIMITS = {"a100": (0.08, 0.05), "h100": (0.15, 0.08)}
 
 
@@ -82,13 +84,13 @@ def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[s
     for gpu_type, start in STARTS.items():
         timed, works, extra = _material(folder, cases, gpu_type, start)
         for source in dict.fromkeys(case.source for case in timed):
-            others = [k for k, c in enumerate(timed) if c.source != source]
-            more = [(case, work) for case, work in extra if case.source != source]
-            value = fit(
-                start,
-                [timed[k] for k in others] + [c for c, _ in more],
-                [works[k] for k in others] + [w for _, w in more],
-            )
+            if source not in fitted_sources(gpu_type):
+                value = load_efficiency(gpu_type)
+            else:
+                others = [k for k, c in enumerate(timed) if c.source != source]
+                more = [(case, work) for case, work in extra if case.source != source]
+                others_cases = [timed[k] for k in others] + [case for case, _ in more]
+                value = fit(start, others_cases, [works[k] for k in others] + [work for _, work in more])
             constants[f"{gpu_type} without {source}"] = value
             scored += [
                 Scored(case=case, predicted=predicted_seconds(work, value))
@@ -98,13 +100,19 @@ def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[s
     return scored, constants
 
 
+def fitted_sources(gpu_type: str) -> set[str]:
+    """Sources that the package's constants were fitted on; any other is predicted with those as they are."""
+    origins = dict(load_efficiency(gpu_type).sources).values()
+    return {name for origin in origins if origin.startswith(FITTED) for name in origin.removeprefix(FITTED).split("; ")}
+
+
 def fit_all(folder: Path, cases: list[Case]) -> None:
     """Fit each GPU type on all its sources and write the package's files."""
     for gpu_type, start in STARTS.items():
         timed, works, extra = _material(folder, cases, gpu_type, start)
         value = fit(start, timed + [case for case, _ in extra], works + [work for _, work in extra])
-        rows = ", ".join(sorted({case.source for case in timed}))
-        for gpu in (gpu for gpu, kind in TYPES.items() if kind == gpu_type):
+        rows = "; ".join(sorted({case.source for case in timed}))
+        for gpu in (gpu for gpu, kind in TYPES.items() if kind == gpu_type and (gpu in NUM_SMS or "-" not in gpu)):
             path = ROOT / "cost_models" / "rates" / f"{gpu}.toml"
             path.write_text(_toml(value, gpu, rows), encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
@@ -125,7 +133,7 @@ def _toml(value: Efficiency, gpu: str, rows: str) -> str:
     start = STARTS[TYPES[gpu]]
     for key in RANGES:
         moved = abs(getattr(value, key) - getattr(start, key)) > 1e-3 * max(abs(getattr(start, key)), 1e-9)
-        source = f"least squares on log step time of {rows}" if moved else "assumed: no measured step shows it"
+        source = f"{FITTED}{rows}" if moved else "assumed: no measured step shows it"
         source = MEASURED[TYPES[gpu]].get(key, source)
         lines.append(f'{key} = {{ value = {getattr(value, key):.4g}, source = "{source}" }}')
     return "\n".join(lines) + "\n"

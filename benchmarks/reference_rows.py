@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster, load_cluster
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.step_work import check_devices
+from autopar.cost_models.training_config import RECOMPUTE, TrainingConfig, check_fits
 from autopar.cost_models.transformer import TransformerShape, hardware_flops, model_flops
 from autopar.errors import AutoparError
 
@@ -108,6 +109,8 @@ def _read(row: Mapping[str, str], file: str, reading: Reading) -> None:
             return
         except AutoparError as error:
             reason = f"not a configuration: {str(error)[:80]}"
+        except ValueError as error:
+            reason = f"a cell that is no number: {str(error)[:60]}"
     reading.left_out.setdefault(reason, []).append(row["id"])
 
 
@@ -151,6 +154,8 @@ def _case(row: Mapping[str, str], file: str) -> Case:
     vocab = habits.pop("vocab", None)
     shape = _shape(row, vocab)
     config, choices = _config(row, habits)
+    check_fits(shape, config)
+    check_devices(config, cluster)
     flops_seconds = _seconds(row, source, shape, config)
     peak = (
         float(row["peak_mem"]) * {"GiB": 2**30}.get(row["peak_mem_unit"].split(" ")[0], 1e9)
@@ -200,7 +205,7 @@ def _shape(row: Mapping[str, str], vocab: int | None) -> TransformerShape:
     heads, hidden = int(row["heads"]), int(row["hidden"])
     llama = "llama" in row["model"].lower() or "qwen" in row["model"].lower() or "mistral" in row["model"].lower()
     text = row["vocab"]
-    size = vocab or (int(text.rstrip("k")) * (1000 if text.endswith("k") else 1) if text else 50304)
+    size = vocab or (int(text.rstrip("k").replace(",", "")) * (1000 if text.endswith("k") else 1) if text else 50304)
     return TransformerShape(
         name=row["model"],
         layers=int(row["layers"]),
@@ -254,10 +259,7 @@ def _config(row: Mapping[str, str], habits: dict[str, Any]) -> tuple[TrainingCon
     fields["precision"] = _precision(row)
     if row["recompute"] and "stated" not in row["recompute"]:
         fields["recompute"] = _recompute(row["recompute"])
-    if "ZeRO-3" in row["sharding"]:
-        fields |= {"zero": 3}
-    elif "ZeRO-0" in row["sharding"] or row["sharding"] == "none":
-        fields["zero"] = 0
+    fields |= _sharding(row["sharding"], habits)
     if "fp32 grad accumulation" in row["note"]:
         fields["main_grads"] = True
     fields |= _habits_of_method(method)
@@ -288,6 +290,15 @@ def _config(row: Mapping[str, str], habits: dict[str, Any]) -> tuple[TrainingCon
     return options[0], tuple(options)
 
 
+def _sharding(text: str, habits: Mapping[str, Any]) -> dict[str, Any]:
+    """What the sharding column says; a column left empty leaves the source's habit."""
+    stages = {"ZeRO-0": 0, "none": 0, "ZeRO-1": 1, "distributed optimizer": 1, "ZeRO-2": 2, "ZeRO-3": 3, "FSDP": 3}
+    for name, zero in stages.items():
+        if text == name or (name != "none" and name in text):
+            return {"zero": zero, "overlap_data": habits.get("overlap_data", zero == 3)}
+    return {}
+
+
 def _precision(row: Mapping[str, str]) -> str:
     text = row["precision"].lower()
     if "rowwise" in text:
@@ -302,7 +313,10 @@ def _recompute(text: str) -> str:
         return "op"
     if text.startswith("selective layer"):
         return "alternate"
-    return text.split(" ")[0].split(",")[0]
+    word = text.lower().split(" ")[0].strip(",;")
+    if word in RECOMPUTE:
+        return word
+    return "none" if word in ("no", "off", "false", "0") else "full"
 
 
 def _habits_of_method(method: str) -> dict[str, Any]:
@@ -330,6 +344,13 @@ def _seconds(row: Mapping[str, str], source: str, shape: TransformerShape, confi
     if row["step_time_s"]:
         return float(row["step_time_s"])
     tokens, gpus = config.global_batch * config.seq, int(row["gpus"])
+    for column, work in (
+        ("tokens_per_s", tokens),
+        ("tokens_per_s_per_gpu", tokens / gpus),
+        ("samples_per_s", config.global_batch),
+    ):
+        if row[column]:
+            return work / float(row[column])
     if row["tflops_per_gpu"]:
         hardware = row["tflops_kind"].startswith("hardware") or source == "SC'21"
         flops = (

@@ -1,5 +1,6 @@
 """The published measurements: what rows are understood to say, and that predictions stay as near as the docs state."""
 
+import csv
 import statistics
 from functools import cache
 from pathlib import Path
@@ -121,3 +122,35 @@ def test_shipped_constants_are_those_of_a_fit_on_every_source() -> None:
             case_work(one, STARTS["a100" if one.gpu == "a100" else "h100"]), load_efficiency(one.gpu)
         )
         assert seconds == pytest.approx(one.seconds, rel=0.12)
+
+
+def test_a_folder_of_other_sources_is_predicted_with_the_shipped_constants(tmp_path: Path) -> None:
+    """Rows that cannot be read are named with their reason; nothing of a new source reaches the constants."""
+    if not FOLDER.is_dir():
+        pytest.skip("no references beside the repository")
+    with (FOLDER / "torchtitan.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    base = next(r for r in rows if r["id"] == "titan-hist-L2-0") | {"source": "a new source", "note": ""}
+    changes = {
+        "good": {},
+        "by rate": {"step_time_s": "", "tokens_per_s_per_gpu": "2162"},
+        "gpu": {"hardware": "Gaudi 2"},
+        "number": {"layers": "forty"},
+        "degrees": {"tp": "2"},
+        "batch": {"global_batch": ""},
+    }
+    with (tmp_path / "new.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, list(base))
+        writer.writeheader()
+        writer.writerows([base | {"id": name} | change for name, change in changes.items()])
+    found = read_folder(tmp_path)
+    assert [c.id for c in found.cases] == ["good", "by rate"]
+    assert found.cases[0].seconds == pytest.approx(found.cases[1].seconds, rel=1e-3)
+    reasons = {ids[0]: reason for reason, ids in found.left_out.items()}
+    assert "'8x8xgaudi 2' is neither a preset" in reasons["gpu"]
+    assert "a cell that is no number" in reasons["number"]
+    assert "128 ranks, but cluster 8x8xa100 has 64" in reasons["degrees"]
+    assert reasons["batch"] == "global_batch not stated"
+    scored, constants = leave_one_out(tmp_path, found.cases)
+    assert list(constants.values()) == [load_efficiency("a100")]
+    assert len(scored) == 2
