@@ -15,19 +15,19 @@ import numpy as np
 
 from autopar.errors import ArgumentError, InfeasibleError
 from autopar.search.pairwise.anneal import COOLED, Best, force, harden, keep, soften
-from autopar.search.pairwise.compiled import State, seeded, uniform
+from autopar.search.pairwise.compiled import State, below, seeded, uniform
 from autopar.search.pairwise.forests import sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate
 from autopar.search.pairwise.regions import Size, improve, region
 
-_HEATS = (4.0, 32.0, 0.5)  # times the cost a node above its least
-_TRIAL = 0.06  # of the budget: each of the first rounds
+_HEAT = 4.0  # times the cost a node above its least: the first temperature
+_RUNG, _RUNGS = 8.0, 7  # from one temperature to the next, and how many are tried
+_TRIAL = 0.04  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
-_AFRESH = 0.25  # of what is left: each of the later rounds from afresh; reheating takes as much again
-_REHEATS = 4
-_POLISH = 0.25  # of what is left then: regions
+_AFRESH = 0.2  # of what is left: each of the later rounds from afresh
+_TURNS, _TURN = 8, 0.06  # after it, each of so much of what is left
 _REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.2
 _CHUNK_SECONDS = 0.05
 _LEAST_ROUND = 20
@@ -135,22 +135,42 @@ class Search:
 
     def run(self) -> None:
         """Rounds until the budget is spent."""
-        unit = self.explore()
-        trial = max(int(_TRIAL * self.left()), _LEAST_ROUND)
-        reached = [self.fresh(unit * heat, trial) for heat in _HEATS]
-        heat, least = _HEATS[int(np.argmin(reached))], min(reached)
+        hot, least = self._ladder(_HEAT * self.explore())
         while True:
-            afresh = max(int(_AFRESH * self.left()), _LEAST_ROUND)
-            tried = heat * 4.0 ** (2.0 * uniform(self.state) - 1.0)
-            cost = self.fresh(unit * tried, afresh)
+            tried = hot * 4.0 ** (2.0 * uniform(self.state) - 1.0)
+            cost = self.fresh(tried, max(int(_AFRESH * self.left()), _LEAST_ROUND))
             if cost < least:
-                heat, least = tried, cost
-            for _ in range(_REHEATS):
-                if self.best.cost[0] < np.inf:
-                    hot = unit * heat * 10.0 ** (-2.5 * uniform(self.state))
-                    self.reheat(hot, max(afresh // _REHEATS, _LEAST_ROUND))
-            if self.budget is None:
-                self.polish(_POLISH * (self.stop - monotonic()))
+                hot, least = tried, cost
+            if self.best.cost[0] < np.inf:
+                self._refine(hot)
+
+    def _ladder(self, hot: float) -> tuple[float, float]:
+        """Short rounds at temperatures a rung apart, up and down until they get worse; the best one and its cost."""
+        sweeps = max(int(_TRIAL * self.left()), _LEAST_ROUND)
+        reached = {rung: self.fresh(hot * _RUNG**rung, sweeps) for rung in (0, -1, 1)}
+        while len(reached) < _RUNGS:
+            best = min(reached, key=lambda rung: reached[rung])
+            rung = best - 1 if best == min(reached) else best + 1
+            if rung in reached:
+                break
+            reached[rung] = self.fresh(hot * _RUNG**rung, sweeps)
+        best = min(reached, key=lambda rung: reached[rung])
+        return hot * _RUNG**best, reached[best]
+
+    def _refine(self, hot: float) -> None:
+        """Turns of reheating or regions, mostly whichever gained more when it was last tried."""
+        gained = [np.inf, np.inf if self.budget is None else -1.0]
+        for _ in range(_TURNS):
+            regions = int(np.argmax(gained))
+            if self.budget is None and below(self.state, 4) == 0:
+                regions = 1 - regions
+            before = float(self.best.cost[0])
+            if regions:
+                self.polish(_TURN * (self.stop - monotonic()))
+            else:
+                warm = hot * 10.0 ** (-2.5 * uniform(self.state))
+                self.reheat(warm, max(int(_TURN * self.left()), _LEAST_ROUND))
+            gained[regions] = before - float(self.best.cost[0])
 
     def fresh(self, hot: float, sweeps: int) -> float:
         """Anneal from the start; returns the best cost of this round."""
