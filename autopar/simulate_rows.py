@@ -1,9 +1,9 @@
 """What is asked of a simulation? A mapping of names to texts, from options or a row of a CSV, read and checked.
 
-Columns: `model` (a name, or hf:config.json) or `layers, hidden, heads, vocab` with `kv_heads, ffn, gated`; `cluster`;
-the fields of `TrainingConfig`, of which `global_batch`, `micro_batch` and `seq` are needed; `network_bandwidth`,
-bytes/s a device over the slowest links, where that was measured. `microbatch` and `vpp` are read as `micro_batch` and
-`virtual_stages`. An empty cell is a column left out.
+Columns: `model` (a name, or hf:config.json) or `layers, hidden, heads, vocab` with `kv_heads, ffn, gated`; `cluster`,
+or `device` and `gpus` with `gpus_per_node` (8 unless said); the fields of `TrainingConfig`, of which `global_batch`,
+`micro_batch` and `seq` are needed; `network_bandwidth`, bytes/s a device over the slowest links, where that was
+measured. `microbatch` and `vpp` are read as `micro_batch` and `virtual_stages`. An empty cell is a column left out.
 """
 
 import csv
@@ -23,8 +23,9 @@ ALIASES = {"microbatch": "micro_batch", "vpp": "virtual_stages"}
 SIZES = ("layers", "hidden", "heads", "vocab")
 SHAPE_FIELDS = (*SIZES, "kv_heads", "head_dim", "ffn", "gated")
 CONFIG_FIELDS = {f.name: f.type for f in fields(TrainingConfig)}
-NEEDED = ("cluster", "global_batch", "micro_batch", "seq")
-KNOWN = {"model", "cluster", "network_bandwidth", *SHAPE_FIELDS, *CONFIG_FIELDS}
+NEEDED = ("global_batch", "micro_batch", "seq")
+MACHINE = ("device", "gpus")
+KNOWN = {"model", "cluster", *MACHINE, "gpus_per_node", "network_bandwidth", *SHAPE_FIELDS, *CONFIG_FIELDS}
 TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -43,12 +44,15 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
     given = {ALIASES.get(column, column) for column in columns}
     missing = [name for name in NEEDED if name not in given]
+    if "cluster" not in given and not given >= set(MACHINE):
+        missing.append("cluster")
     if "model" not in given:
         missing += [name for name in SIZES if name not in given]
     if missing:
         raise ArgumentError(
-            f"{path} has no column {', '.join(missing)}; it needs {', '.join(NEEDED)} and model (or "
-            f"{', '.join(SIZES)}), and knows {', '.join(sorted(KNOWN - set(NEEDED)))}"
+            f"{path} has no column {', '.join(missing)}; it needs {', '.join(NEEDED)}, cluster (or "
+            f"{', '.join(MACHINE)}) and model (or {', '.join(SIZES)}), "
+            f"and knows {', '.join(sorted(KNOWN - set(NEEDED)))}"
         )
     if not rows:
         raise ArgumentError(f"{path} has a header and no rows")
@@ -121,7 +125,7 @@ def _config(values: Mapping[str, str]) -> TrainingConfig:
 
 
 def _cluster(values: Mapping[str, str]) -> Cluster:
-    cluster = load_cluster(values["cluster"])
+    cluster = load_cluster(values["cluster"] if "cluster" in values else _preset(values))
     if "network_bandwidth" not in values:
         return cluster
     try:
@@ -134,6 +138,20 @@ def _cluster(values: Mapping[str, str]) -> Cluster:
         slowest, bandwidth=bandwidth * slowest.devices_per_link, line_rate=None, lines=(), in_network=None, sources=()
     )
     return replace(cluster, levels=(measured, *cluster.levels[1:]))
+
+
+def _preset(values: Mapping[str, str]) -> str:
+    """The preset of as many devices: whole nodes, or a part of one."""
+    for name in MACHINE:
+        if name not in values:
+            raise ArgumentError(f"cluster is empty, and so is {name}")
+    gpus = _whole(values, "gpus")
+    per_node = _whole(values, "gpus_per_node") if "gpus_per_node" in values else 8
+    if per_node < 1 or (gpus > per_node and gpus % per_node):
+        raise ArgumentError(f"gpus {gpus} are no whole number of nodes of {per_node}")
+    if gpus <= per_node:
+        return f"{gpus}x{values['device']}"
+    return f"{gpus // per_node}x{per_node}x{values['device']}"
 
 
 def _whole(values: Mapping[str, str], name: str) -> int:

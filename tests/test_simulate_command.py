@@ -102,6 +102,22 @@ def test_a_slower_network_was_measured(capsys: pytest.CaptureFixture[str]) -> No
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
+def test_a_machine_is_named_by_device_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = HEADER.replace("cluster", "device,gpus,gpus_per_node")
+    rows = [ROW.replace("8xh100", cells) for cells in ("h100,8,", "h100,8,4")]
+    code, out, _ = run(capsys, "simulate", "--csv", table(tmp_path, header, *rows), "--json")
+    assert code == 0
+    assert [row["cluster"] for row in json.loads(out)["rows"]] == ["8xh100", "2x4xh100"]
+    for cells, message in (
+        ("h100,12,8", "line 2: gpus 12 are no whole number of nodes of 8"),
+        ("g100,8,8", "line 2: cluster '8xg100' is neither a preset"),
+        (",8,8", "line 2: cluster is empty, and so is device"),
+    ):
+        bad = table(tmp_path, header, ROW.replace("8xh100", cells))
+        code, out, _ = run(capsys, "simulate", "--csv", bad, "--json")
+        assert code == 2 and message in json.loads(out)["error"]
+
+
 BAD = [
     (ROW.replace("8xh100", "8xh1000"), "ClusterError", "line 3: cluster '8xh1000' is neither a preset nor"),
     (ROW.replace("8xh100", "8xv100"), "ClusterError", "line 3: no training constants are known for device 'v100'"),
