@@ -69,9 +69,9 @@ def _with_sources(cluster: Cluster, measured: Measurements) -> Cluster:
     levels = []
     for number, level in enumerate(cluster.levels):
         own = [s for s in measured.collectives if s.level == number]
-        sources = [
-            (field, f"{measured.origin}: all collectives together") for field in ("alpha", "bandwidth", "launch")
-        ]
+        together = f"{measured.origin}: all collectives together"
+        sources = [("alpha", together), ("bandwidth", together)]
+        sources += [("launch", together)] if level.launch else []  # what is 0 is not written
         for position, line in enumerate(level.lines):
             within = [s for s in own if s.kind == line.kind and line.above <= s.nbytes <= line.up_to]
             text = f"{measured.origin}: {_errors_text(cluster, within)}"
