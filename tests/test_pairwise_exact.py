@@ -5,6 +5,7 @@ import signal
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from autopar.search.array_model import ArrayModel
 from autopar.search.array_worker import Worker
@@ -34,10 +35,11 @@ def check(problem: Pairwise) -> bool:
     return best is not None
 
 
-def test_exact_on_random_graphs() -> None:
-    feasible = [check(random_pairwise(seed)) for seed in range(2000)]
+@pytest.mark.parametrize("first", range(0, 2000, 250))
+def test_exact_on_random_graphs(first: int) -> None:
+    feasible = [check(random_pairwise(seed)) for seed in range(first, first + 250)]
     # Both kinds are there.
-    assert 100 < sum(feasible) < 1950
+    assert 10 < sum(feasible) < 245
 
 
 def test_a_known_cost_that_is_optimal_is_proved_and_one_that_is_not_is_beaten() -> None:
