@@ -27,7 +27,7 @@ _TRIAL = 0.04  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
 _AFRESH = 0.2  # of what is left: each of the later rounds from afresh
-_TURNS, _TURN = 8, 0.06  # after it, each of so much of what is left
+_TURNS, _TURN = 16, 0.05  # after it, each of so much of what is left
 _REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.2
 _CHUNK_SECONDS = 0.05
 _LEAST_ROUND = 20
@@ -168,7 +168,7 @@ class Search:
             if regions:
                 self.polish(_TURN * (self.stop - monotonic()))
             else:
-                warm = hot * 10.0 ** (-2.5 * uniform(self.state))
+                warm = hot * 10.0 ** (-4.0 * uniform(self.state))
                 self.reheat(warm, max(int(_TURN * self.left()), _LEAST_ROUND))
             gained[regions] = before - float(self.best.cost[0])
 
