@@ -178,7 +178,7 @@ def attention_core(shape: TransformerShape, config: TrainingConfig, device: Devi
 
 
 def head_work(shape: TransformerShape, config: TrainingConfig, device: Device, num_sms: int) -> PassWork:
-    """Final norm, vocabulary product and cross-entropy in float32 over logits split over tensor parallel ranks."""
+    """Final norm, vocabulary product and cross-entropy in float32 over the logits that a rank holds."""
     forward, backward, weight = no_work(), no_work(), no_work()
     peak = device.peak(dense_precision(config))
     m, n, k = config.tokens, shape.vocab / config.tp, shape.hidden
@@ -187,8 +187,10 @@ def head_work(shape: TransformerShape, config: TrainingConfig, device: Device, n
     backward[Kind.GEMM] = product_seconds(m, k, n, peak, device, num_sms, size)
     weight[Kind.GEMM] = product_seconds(k, n, m, peak, device, num_sms, size, sum_nbytes=_fused_sum(config))
     # cast to float32 (6), maximum (4), subtract and exponentiate (8), sum (4); backward scales (8) and casts (6)
-    forward[Kind.MEMORY] = 22 * m * n / device.memory_bandwidth
-    backward[Kind.MEMORY] = 14 * m * n / device.memory_bandwidth
+    gathered = config.gathered_logits and config.tp > 1
+    held = m * (shape.vocab if gathered else n)
+    forward[Kind.MEMORY] = (22 + (4 if gathered else 0)) * held / device.memory_bandwidth
+    backward[Kind.MEMORY] = 14 * held / device.memory_bandwidth
     forward[Kind.KERNEL], backward[Kind.KERNEL] = 8, 8
     return PassWork(forward=forward, backward=backward, weight=weight, recompute=no_work())
 

@@ -75,9 +75,9 @@ def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
             continue
         work = layer.times(layers) + _boundary(shape, config, cluster)
         if stage == 0:
-            work += embedding_work(shape, config, device)
+            work += embedding_work(shape, config, device) + _vocabulary_traffic(shape, config, cluster, head=False)
         if stage == config.pp - 1:
-            work += head_work(shape, config, device, num_sms)
+            work += head_work(shape, config, device, num_sms) + _vocabulary_traffic(shape, config, cluster, head=True)
         rows[key] = (1, work + _accumulate(stage_params(shape, config, stage), config, cluster))
     passes = [work for _, work in rows.values()]
     params = max(stage_params(shape, config, stage) for stage in (0, config.pp - 1))
@@ -184,6 +184,27 @@ def tensor_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluste
     part = {"full": 1.0, "alternate": 0.5, "op": 0.5}.get(config.recompute, 0.0)
     again = forward * part
     return PassWork(forward=forward, backward=backward, weight=no_work(), recompute=again)
+
+
+def _vocabulary_traffic(shape: TransformerShape, config: TrainingConfig, cluster: Cluster, *, head: bool) -> PassWork:
+    """What tensor parallel ranks exchange around an embedding or a head that is split over the vocabulary: the
+    embedding's rows are summed forward, the gradient of the head's input backward, gathered logits forward."""
+    forward, backward = no_work(), no_work()
+    if config.tp > 1:
+        links = axis_links(cluster, config.mesh_shape, (TP,))
+        activation = config.tokens * shape.hidden * param_nbytes(config)
+        summed = _seconds("reduce_scatter" if config.sequence_parallel else "all_reduce", activation, links)
+        gathered = _seconds("all_gather", activation, links) if config.sequence_parallel else 0.0
+        if head:
+            forward[Kind.TENSOR] += gathered
+            backward[Kind.TENSOR if config.overlap_tensor == "none" else Kind.TENSOR_OVERLAPPED] += summed
+        else:
+            forward[Kind.TENSOR] += summed
+            backward[Kind.TENSOR] += gathered
+        if head and config.gathered_logits:
+            logits = config.tokens * shape.vocab * param_nbytes(config)
+            forward[Kind.TENSOR] += _seconds("all_gather", logits, links)
+    return PassWork(forward=forward, backward=backward, weight=no_work(), recompute=no_work())
 
 
 def _boundary(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> PassWork:
