@@ -20,7 +20,8 @@ class Line:
     """`alpha` seconds a message and hop, `bandwidth` bytes/s of a link, `launch` seconds a call.
 
     protocol: its name in reports, "" where there is but one. algorithm, kind: of which collective algorithm and of
-    which collective it holds, "" of all. above, up_to: of which message sizes, in bytes as the collective counts them.
+    which collective it holds, "" of all. members: of groups with so many ranks side by side at the level, 0 of all.
+    above, up_to: of which message sizes, in bytes as the collective counts them.
     """
 
     alpha: float
@@ -29,6 +30,7 @@ class Line:
     protocol: str = ""
     algorithm: str = ""
     kind: str = ""
+    members: int = 0
     above: float = 0.0
     up_to: float = math.inf
 
@@ -37,6 +39,8 @@ class Line:
         require_positive(self.bandwidth, f"{what}: bandwidth")
         require_not_negative(self.alpha, f"{what}: alpha")
         require_not_negative(self.launch, f"{what}: launch")
+        if self.members < 0:
+            raise ClusterError(f"{what}: members {self.members} must be 0, for groups of any size, or more")
         if not 0 <= self.above < self.up_to:
             raise ClusterError(
                 f"{what}: above {self.above} and up_to {self.up_to} enclose no message size; above must be the smaller"
@@ -76,8 +80,8 @@ class LinkLevel:
         require_not_negative(self.launch, f"{where}: launch")
         if self.scope not in SCOPES:
             raise ClusterError(f"{where}: scope {self.scope!r} is none of {', '.join(SCOPES)}")
-        for algorithm, kind in {(line.algorithm, line.kind) for line in self.lines}:
-            own = [line for line in self.lines if (line.algorithm, line.kind) == (algorithm, kind)]
+        for algorithm, kind, members in {(line.algorithm, line.kind, line.members) for line in self.lines}:
+            own = [x for x in self.lines if (x.algorithm, x.kind, x.members) == (algorithm, kind, members)]
             _require_every_size(own, f"{where}: lines of {algorithm or 'any algorithm'}, {kind or 'any collective'}")
         if self.line_rate is None:
             return
@@ -97,16 +101,16 @@ class LinkLevel:
         general = Line(alpha=self.alpha, bandwidth=self.bandwidth, launch=self.launch)
         return (general, *self.lines, *(() if self.in_network is None else (self.in_network,)))
 
-    def lines_of(self, algorithm: str, kind: str) -> Mapping[str, Line]:
-        """Protocol -> line for an algorithm of a collective: of the lines that fit, those most specific.
+    def lines_of(self, algorithm: str, kind: str, members: int = 0) -> Mapping[str, Line]:
+        """Protocol -> line for an algorithm of a collective in groups of `members`: of those that fit, the mostspecial.
 
-        A line for the collective counts more than one for the algorithm. The general line, protocol "", is always
-        among those that fit least.
+        A line for the collective counts more than one for the size of the group, that more than one for the algorithm.
+        The general line, protocol "", is always among those that fit least.
         """
         fitting = [
-            (2 * bool(line.kind) + bool(line.algorithm), line)
+            (4 * bool(line.kind) + 2 * bool(line.members) + bool(line.algorithm), line)
             for line in (Line(alpha=self.alpha, bandwidth=self.bandwidth, launch=self.launch), *self.lines)
-            if line.algorithm in ("", algorithm) and line.kind in ("", kind)
+            if line.algorithm in ("", algorithm) and line.kind in ("", kind) and line.members in (0, members)
         ]
         best = max(score for score, _ in fitting)
         return {line.protocol: line for score, line in fitting if score == best}

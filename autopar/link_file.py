@@ -5,7 +5,7 @@
     line_rate, scope           what the link is built for, "node" or "network"
     devices_per_link           devices that share one link
     [[levels.lines]]           further lines: alpha, bandwidth, launch for a protocol, algorithm or collective;
-                               with above, up_to: for messages of such sizes
+                               with members: for groups of that size, with above, up_to: for such messages
     [levels.in_network]        alpha, bandwidth of reduction in the switches
 
 An interconnect file is such a table without a size; `shared_by_node = true` says that a machine has one such link.
@@ -25,7 +25,7 @@ from autopar.toml_tables import Sources, check_keys, figure_line, figures, figur
 _FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link")
 _PLAIN = {"launch": 0.0, "devices_per_link": 1}
 _LINE_FIGURES = ("alpha", "bandwidth", "launch")
-_LINE_RANGE = {"above": 0.0, "up_to": math.inf}
+_LINE_RANGE = {"members": 0, "above": 0.0, "up_to": math.inf}
 _LINE_WORDS = ("protocol", "algorithm", "kind")
 _OPTIONAL = {"launch", "line_rate", "devices_per_link", "scope", "lines", "in_network", "shared_by_node", "source"}
 
@@ -117,6 +117,8 @@ def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
     check_keys(table, {"alpha", "bandwidth"}, {"launch", "source", *_LINE_WORDS, *_LINE_RANGE}, where, form)
     values, sources = figures(table, _LINE_FIGURES, where, form)
     between, _ = figures(table, tuple(_LINE_RANGE), where, form)
+    if not isinstance(between.get("members", 0), int):
+        raise ClusterError(f"{where}: members {between['members']!r} must be a whole number")
     words = {key: text(table, key, where) for key in _LINE_WORDS if key in table}
     line = Line(
         alpha=values["alpha"],
@@ -125,7 +127,9 @@ def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
         protocol=words.get("protocol", ""),
         algorithm=words.get("algorithm", ""),
         kind=words.get("kind", ""),
-        **(_LINE_RANGE | between),
+        members=int(between.get("members", 0)),
+        above=between.get("above", 0.0),
+        up_to=between.get("up_to", math.inf),
     )
     return line, sources
 

@@ -186,7 +186,7 @@ def _lines(algorithm: str, kind: str, crossing: Crossing) -> dict[str, Line]:
     if algorithm == "in_network" or (algorithm == "in_network_tree" and level.scope == "node"):
         return {} if level.in_network is None else {"": level.in_network}
     # What NVLSTree sends between nodes is the tree's.
-    return dict(level.lines_of("tree" if algorithm == "in_network_tree" else algorithm, kind))
+    return dict(level.lines_of("tree" if algorithm == "in_network_tree" else algorithm, kind, crossing.members))
 
 
 def _hop(line: Line, crossing: Crossing) -> Hop:

@@ -16,6 +16,7 @@ from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import Measurements
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ArgumentError, MeshError
+from autopar.link import Line
 from autopar.report.units import nbytes_text, seconds_text
 
 
@@ -110,8 +111,8 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
         console.print(f"{level.name}, {level.size} members", style="bold", highlight=False)
         for line in level.lines:
             console.print(
-                f"    {line.kind:15} {line.protocol:16} launch {seconds_text(line.launch):>8}  alpha "
-                f"{seconds_text(line.alpha):>8}  bandwidth {nbytes_text(line.bandwidth)}/s",
+                f"    {line.kind:15} {_groups_text(line):12} {line.protocol:16} launch {seconds_text(line.launch):>8}  "
+                f"alpha {seconds_text(line.alpha):>8}  bandwidth {nbytes_text(line.bandwidth)}/s",
                 highlight=False,
                 markup=False,
             )
@@ -132,6 +133,10 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
         "errors": medians,
         "rows": [_row_json(row) for row in rows],
     }
+
+
+def _groups_text(line: Line) -> str:
+    return f"groups of {line.members}" if line.members else "any group"
 
 
 def _compare(request: Request, cluster: Cluster, measured: Measurements, console: Console) -> dict[str, Any]:

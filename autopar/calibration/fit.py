@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.calibration.fit_device import fit_device
-from autopar.calibration.fit_lines import fit_lines
+from autopar.calibration.fit_lines import fit_groups, fit_lines
 from autopar.calibration.predict import predicted_collective
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin
 from autopar.cluster import Cluster
-from autopar.link import LinkLevel
+from autopar.link import Line, LinkLevel
 
 
 def fit_cluster(measured: Measurements, name: str) -> Cluster:
@@ -31,17 +31,14 @@ def fit_cluster(measured: Measurements, name: str) -> Cluster:
     scopes = [_scope(level, origin) for level in range(len(sizes))]
     kinds = list(dict.fromkeys(sample.kind for sample in measured.collectives))
     inside = [[s for s in measured.collectives if s.level == level] for level in range(len(sizes))]
-    fitted = {
-        kind: fit_lines(
-            kind,
-            [
-                (size, scope, [s for s in own if s.kind == kind])
-                for size, scope, own in zip(sizes, scopes, inside, strict=True)
-            ],
-            library,
-        )
-        for kind in kinds
-    }
+    lines: list[list[Line]] = [[] for _ in sizes]
+    for kind in kinds:
+        sampled = [
+            (size, scope, [s for s in own if s.kind == kind])
+            for size, scope, own in zip(sizes, scopes, inside, strict=True)
+        ]
+        for found, one, general in zip(lines, sampled, fit_lines(kind, sampled, library), strict=True):
+            found += [*general, *fit_groups(kind, general, one, library)]
     levels = []
     for level, (size, scope) in enumerate(zip(sizes, scopes, strict=True)):
         # What is not measured (reduce, scatter, gather) is priced with one line through all that is.
@@ -54,7 +51,7 @@ def fit_cluster(measured: Measurements, name: str) -> Cluster:
                 bandwidth=general[-1].bandwidth,
                 launch=general[-1].launch,
                 scope=scope,
-                lines=tuple(line for kind in kinds for line in fitted[kind][level]),
+                lines=tuple(lines[level]),
             )
         )
     return _with_sources(Cluster(name=name, device=device, levels=tuple(levels), library=library), measured)
@@ -73,7 +70,11 @@ def _with_sources(cluster: Cluster, measured: Measurements) -> Cluster:
         sources = [("alpha", together), ("bandwidth", together)]
         sources += [("launch", together)] if level.launch else []  # what is 0 is not written
         for position, line in enumerate(level.lines):
-            within = [s for s in own if s.kind == line.kind and line.above <= s.nbytes <= line.up_to]
+            within = [
+                s
+                for s in own
+                if s.kind == line.kind and line.above <= s.nbytes <= line.up_to and line.members in (0, s.group_size)
+            ]
             text = f"{measured.origin}: {_errors_text(cluster, within)}"
             sources += [(f"lines.{position}.{field}", text) for field in ("alpha", "bandwidth", "launch")]
         levels.append(dataclasses.replace(level, sources=tuple(sources)))

@@ -19,16 +19,16 @@ from scipy.optimize import linprog
 
 from autopar.calibration.samples import CollectiveSample
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import Form, algorithms
+from autopar.cost_models.collectives import Form, algorithms, collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.device import Device
 from autopar.link import Line, LinkLevel
 from autopar.report.units import nbytes_text
 
-WORTH = 0.015
+WORTH = 0.02
 MOST_RANGES = 5
-LEAST_SIZES = 3
-"""Message sizes in a range: fewer than there are constants would fit noise."""
+LEAST_SIZES = 2
+"""Message sizes in a range; from one alone no slope follows."""
 LEAST_SECONDS_PER_BYTE = 1e-13
 """A line has a finite bandwidth, even where messages are too small to tell."""
 
@@ -38,8 +38,11 @@ Levels = Sequence[tuple[int, str, Sequence[CollectiveSample]]]
 """Of each level its size, its scope and the samples of groups inside it."""
 
 
-def fit_lines(kind: str, levels: Levels, library: str) -> list[tuple[Line, ...]]:
-    """Lines of every level, for a collective (or, kind "", for all that are sampled, with one set of constants)."""
+def fit_lines(kind: str, levels: Levels, library: str, members: int = 0) -> list[tuple[Line, ...]]:
+    """Lines of every level, for a collective (or, kind "", for all that are sampled, with one set of constants).
+
+    members: said of the lines; of the group size of all samples, or 0.
+    """
     sizes = sorted({sample.nbytes for _, _, samples in levels for sample in samples})
     total = sum(len(samples) for _, _, samples in levels)
 
@@ -72,12 +75,38 @@ def fit_lines(kind: str, levels: Levels, library: str) -> list[tuple[Line, ...]]
     cuts = [0.0, *(math.sqrt(sizes[start - 1] * sizes[start]) for start in starts[1:]), math.inf]
     ranges = [fitted(first, last)[0] for first, last in zip(starts, ends, strict=True)]
     return [
-        tuple(_line(kind, cuts[k], cuts[k + 1], constants[level]) for k, constants in enumerate(ranges))
+        tuple(_line(kind, members, cuts[k], cuts[k + 1], constants[level]) for k, constants in enumerate(ranges))
         for level in range(len(levels))
     ]
 
 
-def _line(kind: str, above: float, up_to: float, constants: Constants) -> Line:
+def fit_groups(
+    kind: str, lines: Sequence[Line], level: tuple[int, str, Sequence[CollectiveSample]], library: str
+) -> tuple[Line, ...]:
+    """Lines of single group sizes of one level, where they err less than `lines` do by more than `WORTH`.
+
+    More ranks than cores, or pairs with a link of their own: groups then differ by more than their numbers of hops.
+    """
+    size, scope, samples = level
+    found: list[Line] = []
+    for members in sorted({sample.group_size for sample in samples}):
+        own = [sample for sample in samples if sample.group_size == members]
+        [special] = fit_lines(kind, [(size, scope, own)], library, members)
+        errors = [float(np.mean(_errors(each, own, size, scope, library))) for each in (lines, special)]
+        if errors[0] - errors[1] > WORTH:
+            found += special
+    return tuple(found)
+
+
+def _errors(
+    lines: Sequence[Line], samples: Sequence[CollectiveSample], level_size: int, scope: str, library: str
+) -> list[float]:
+    unit = unit_cluster(level_size, scope, library, tuple(lines))
+    groups = {n: axis_links(unit, (level_size // n, n), (1,)) for n in {sample.group_size for sample in samples}}
+    return [abs(collective_seconds(s.kind, s.nbytes, groups[s.group_size])[0] / s.seconds - 1) for s in samples]
+
+
+def _line(kind: str, members: int, above: float, up_to: float, constants: Constants) -> Line:
     launch, alpha, per_byte = constants
     protocol = f"above {nbytes_text(above)}" if up_to == math.inf else f"to {nbytes_text(up_to)}"
     return Line(
@@ -85,6 +114,7 @@ def _line(kind: str, above: float, up_to: float, constants: Constants) -> Line:
         alpha=alpha,
         bandwidth=1 / per_byte,
         kind=kind,
+        members=members,
         protocol="" if (above, up_to) == (0.0, math.inf) else protocol,
         above=round(above),
         up_to=up_to if up_to == math.inf else round(up_to),
@@ -119,12 +149,16 @@ def _fit_range(
 @lru_cache(maxsize=1024)
 def unit_forms(kind: str, group_size: int, level_size: int, scope: str, library: str) -> tuple[Form, ...]:
     """Algorithms for groups of neighbours inside one level whose links have alpha 1 and bandwidth 1."""
-    level = LinkLevel(name="unit", size=level_size, alpha=1.0, bandwidth=1.0, scope=scope)
+    unit = unit_cluster(level_size, scope, library)
+    return algorithms(kind, axis_links(unit, (level_size // group_size, group_size), (1,)))
+
+
+def unit_cluster(level_size: int, scope: str, library: str, lines: tuple[Line, ...] = ()) -> Cluster:
+    level = LinkLevel(name="unit", size=level_size, alpha=1.0, bandwidth=1.0, scope=scope, lines=lines)
     device = Device(
         name="unit", peak_flops=(), memory_bytes=1, memory_bandwidth=1.0, launch_seconds=0.0, efficiency=1.0
     )
-    cluster = Cluster(name="unit", device=device, levels=(level,), library=library)
-    return algorithms(kind, axis_links(cluster, (level_size // group_size, group_size), (1,)))
+    return Cluster(name="unit", device=device, levels=(level,), library=library)
 
 
 def _program(seconds: npt.NDArray[np.float64], nbytes: npt.NDArray[np.float64], chosen: Sequence[Form]) -> Constants:
