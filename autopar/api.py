@@ -40,6 +40,8 @@ def plan(
     baseline: str | None = None,
     solver: str = "auto",
     relative_gap: float = RELATIVE_GAP,
+    seconds: float | None = None,
+    fold: bool = True,
     with_baselines: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlan:
@@ -60,6 +62,8 @@ def plan(
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
+        seconds: stop solving after these, with the best plan so far and its true gap.
+        fold: equal blocks decide alike; without it every layer decides for itself, and the plan says what folding costs.
         with_baselines: price the named baselines too.
         progress: told what is being done.
 
@@ -75,6 +79,8 @@ def plan(
     if baseline is not None:
         check_choice("baseline", baseline, baselines())
     check_choice("solver", solver, solvers())
+    if seconds is not None and not seconds > 0:
+        raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
     if memory_gb is not None and not memory_gb > 0:
         raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -90,7 +96,9 @@ def plan(
     )
     tell("capturing the model")
     captured, call = captured_model(model, call, config.precision, loss_fn)
-    found = search_plan(captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver)
+    found = search_plan(
+        captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
+    )
     return model_plan(
         found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
     )
@@ -106,6 +114,8 @@ def search_plan(
     with_baselines: bool,
     tell: Callable[[str], None],
     solver: str = "auto",
+    seconds: float | None = None,
+    fold: bool = True,
 ) -> Plan:
     """The best plan of a captured model, or a baseline's."""
     if baseline is not None:
@@ -121,7 +131,9 @@ def search_plan(
         mesh,
         config,
         relative_gap=relative_gap,
+        seconds=seconds,
         with_baselines=with_baselines,
+        fold=fold,
         solver=solver,
         progress=tell,
     )

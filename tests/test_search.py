@@ -9,6 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig, plan_from_json
+from autopar.report.plan_text import heading
 from autopar.search.baselines import BASELINES, baseline_plan
 from autopar.search.build import Problem, build
 from autopar.search.evaluate import evaluate_program
@@ -85,6 +86,17 @@ def test_folding_changes_neither_optimum_nor_the_count_of_ops_decided(family: st
     assert len(folded.graph.nodes) < len(whole.graph.nodes)
     assert cheap.seconds == pytest.approx(exact.seconds, rel=1e-6)
     assert set(plan.choices) == {op.name for op in program_of(family).ops}
+
+
+def test_unfolded_plans_say_what_folding_costs() -> None:
+    plan = make_plan(
+        captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig(), fold=False, with_baselines=False
+    )
+    folded = make_plan(captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig(), with_baselines=False)
+    assert plan.estimate.solver["nodes"] > folded.estimate.solver["nodes"]
+    assert plan.estimate.solver["folded_seconds"] == pytest.approx(folded.estimate.step_seconds, rel=5e-3)
+    assert plan.estimate.bound * (1 - 1e-9) <= plan.estimate.step_seconds <= plan.estimate.solver["folded_seconds"]
+    assert "equal layers deciding alike" in str(heading(plan, machine()))
 
 
 def test_coarse_clusters_search_a_part_of_the_space() -> None:

@@ -96,6 +96,11 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
             step += f", in the space searched none takes less than {bound} (gap {gap})"
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
+        if (folded := estimate.solver.get("folded_seconds")) is not None:
+            more = percent_text(folded / estimate.step_seconds - 1)
+            lines.append(
+                f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
+            )
     lines.append(
         f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
         "whole (gradients of R are summands)"
