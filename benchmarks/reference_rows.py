@@ -280,7 +280,10 @@ def _config(row: Mapping[str, str], habits: dict[str, Any]) -> tuple[TrainingCon
         return TrainingConfig(micro_batch=max(1, per_rank // pp), **fields), ()
     if row["source"].startswith("arXiv:2402.15627"):
         return TrainingConfig(micro_batch=1, **fields), ()
-    chunks = [v for v in (1, 2, 3, 4, 6) if int(row["layers"]) % (pp * v) == 0] if pp > 1 and not vpp else [None]
+    chunks: list[int | None] = [None]
+    if pp > 1 and not vpp and int(row["layers"]) % pp == 0:
+        each = int(row["layers"]) // pp
+        chunks = [v for v in range(1, each + 1) if each % v == 0]
     options = [
         TrainingConfig(micro_batch=size, **{**fields, **({"virtual_stages": v} if v else {})})
         for size in (1, 2, 4)

@@ -31,11 +31,11 @@ SEEN = {
     "MegaScale": (0.06, 0.05),
     "Zero-bubble": (0.06, 0.05),
     "torchtitan A100 performance": (0.07, 0.03),
-    "Megatron-LM README": (0.15, 0.08),
+    "Megatron-LM README": (0.12, 0.06),
     "torchtitan H100 llama3": (0.11, 0.08),
     "torchtitan H100 asyncTP": (0.11, 0.08),
     "torchtitan H200 llama3-8b": (0.06, 0.02),
-    "torchtitan H100 performance": (0.15, 0.02),
+    "torchtitan H100 performance": (0.13, 0.02),
 }
 
 
