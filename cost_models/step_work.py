@@ -27,7 +27,6 @@ from autopar.cost_models.links import Links, axis_links
 from autopar.cost_models.training_config import TrainingConfig, check_fits, stage_layers
 from autopar.cost_models.transformer import (
     TransformerShape,
-    attention_params,
     embedding_params,
     expert_params,
     layer_params,
@@ -42,8 +41,8 @@ class StepWork:
     """Stages that work alike are one row: `counts` of them; `forward`, `backward` (recompute and weight gradients in
     it) and `weight` are (rows, kinds), of one micro-batch.
 
-    `data_seconds`: gradient exchange and parameter gathers of the fullest stage, by the collective model, of which
-    `data_gather_seconds` are parameters gathered for use. `optimizer_seconds` at the nominal memory bandwidth.
+    `data_seconds`: gradient exchange and parameter gathers of the fullest stage by the collective model, of a step, or of
+    a micro-batch if `data_per_microbatch`. `optimizer_seconds` at the nominal memory bandwidth.
     """
 
     config: TrainingConfig
@@ -141,11 +140,6 @@ def param_nbytes(config: TrainingConfig) -> int:
 def grad_nbytes(config: TrainingConfig) -> int:
     """Bytes of a gradient as it is summed and sent."""
     return 4 if config.main_grads or config.precision == "fp32" else 2
-
-
-def attention_share(shape: TransformerShape) -> float:
-    """Part of a layer's parameters that no expert holds."""
-    return attention_params(shape) / layer_params(shape)
 
 
 def _seconds(kind: str, nbytes: float, links: Links) -> float:

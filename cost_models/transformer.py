@@ -42,7 +42,6 @@ class TransformerShape:
     qk_norm: bool = False
     positions: int = 0
     dropout: bool = False
-    embedding_norm: bool = False
     experts: int = 1
     experts_per_token: int = 1
 
@@ -88,7 +87,7 @@ def layer_params(shape: TransformerShape) -> int:
 
 def embedding_params(shape: TransformerShape) -> int:
     """Parameters in front of the first layer."""
-    return (shape.vocab + shape.positions + (shape.norm_vectors if shape.embedding_norm else 0)) * shape.hidden
+    return (shape.vocab + shape.positions) * shape.hidden
 
 
 def num_params(shape: TransformerShape) -> int:
