@@ -41,8 +41,8 @@ class StepWork:
     """Stages that work alike are one row: `counts` of them; `forward`, `backward` (recompute and weight gradients in
     it) and `weight` are (rows, kinds), of one micro-batch.
 
-    `data_seconds`: gradient exchange and parameter gathers of the fullest stage by the collective model, of a step, or of
-    a micro-batch if `data_per_microbatch`. `optimizer_seconds` at the nominal memory bandwidth.
+    `data_seconds`: gradient exchange and parameter gathers of the fullest stage by the collective model, of a step, or
+    of a micro-batch if `data_per_microbatch`. `optimizer_seconds` at the nominal memory bandwidth.
     """
 
     config: TrainingConfig
