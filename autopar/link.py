@@ -102,7 +102,7 @@ class LinkLevel:
         return (general, *self.lines, *(() if self.in_network is None else (self.in_network,)))
 
     def lines_of(self, algorithm: str, kind: str, members: int = 0) -> Mapping[str, Line]:
-        """Protocol -> line for an algorithm of a collective in groups of `members`: of those that fit, the mostspecial.
+        """Protocol -> line for an algorithm of a collective in groups of `members`: those that fit most specially.
 
         A line for the collective counts more than one for the size of the group, that more than one for the algorithm.
         The general line, protocol "", is always among those that fit least.

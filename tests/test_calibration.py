@@ -18,7 +18,7 @@ from autopar.calibration.file import calibration_toml, check_writable
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.fit_device import fit_device
 from autopar.calibration.fit_lines import fit_lines, unit_forms
-from autopar.calibration.measure import Effort, measure, origin_of
+from autopar.calibration.measure import Effort, device_name, measure, origin_of
 from autopar.calibration.measure_collectives import KINDS, measuring_mesh, sizes_between
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
@@ -212,6 +212,25 @@ def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
     assert made.estimate.seconds["all_reduce"] > collective_seconds("all_reduce", 4, axis_links(message, (4,), (0,)))[0]
 
 
+def test_groups_that_differ_by_more_than_hops_get_lines_of_their_own() -> None:
+    """Pairs ten times faster than the ring of four says: no alpha and launch explain both."""
+    samples = [
+        CollectiveSample(
+            kind="all_reduce", level=0, group_size=n, nbytes=nbytes, seconds=(1e-3 if n == 4 else 1e-4) + nbytes * 1e-9
+        )
+        for n in (2, 4)
+        for nbytes in SIZES
+    ]
+    cluster = fit_cluster(Measurements(origin=origin(), collectives=tuple(samples), work=WORK), "c")
+    assert {line.members for line in cluster.levels[0].lines} == {0, 2, 4}
+    rows = compared(cluster, Measurements(origin=origin(), collectives=tuple(samples), work=()))
+    assert max(abs(row.error) for row in rows) < 0.1
+    chosen = cluster.levels[0].lines_of("ring", "all_reduce", 2)
+    assert {line.members for line in chosen.values()} == {2}
+    assert {line.members for line in cluster.levels[0].lines_of("ring", "all_reduce", 3).values()} == {0}
+    assert {line.kind for line in cluster.levels[0].lines_of("ring", "reduce", 2).values()} == {""}
+
+
 def test_a_file_with_ranges_that_leave_a_gap_is_refused() -> None:
     with pytest.raises(ClusterError, match="no line holds for messages above 10 bytes"):
         LinkLevel(
@@ -238,6 +257,13 @@ def test_what_does_not_fit_is_said() -> None:
             Effort(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="measure some of both"):
         fit_device([sample for sample in WORK if sample.flops], origin())
+
+
+def test_a_gpu_is_known_by_its_preset() -> None:
+    assert device_name("NVIDIA H100 80GB HBM3") == "h100"
+    assert device_name("NVIDIA A100-SXM4-40GB") == "a100-40gb"
+    assert device_name("NVIDIA GeForce RTX 2080 Ti") == "rtx2080ti"
+    assert device_name("Something Else") == "Something Else"
 
 
 def test_requests_are_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from autopar.calibration.measure_collectives import KINDS, CollectiveRounds, siz
 from autopar.calibration.measure_work import DTYPES, WorkRounds
 from autopar.calibration.samples import Measurements, Origin
 from autopar.calibration.timing import Tell
+from autopar.cluster import preset_devices
 from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.runtime.agreement import agree
 from autopar.runtime.launch import device as own_device
@@ -118,7 +119,7 @@ def _origin(device: torch.device) -> Origin:
         date=datetime.date.today().isoformat(),
         backend="nccl" if device.type == "cuda" else "gloo",
         torch_version=torch.__version__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu",
         memory_bytes=_memory_nbytes(device, world // len(set(names))),
     )
 
@@ -148,6 +149,13 @@ def origin_of(
         device=device,
         memory_bytes=memory_bytes,
     )
+
+
+def device_name(reported: str) -> str:
+    """The preset device that CUDA's name for a GPU speaks of, or that name itself."""
+    words = reported.lower().replace(" ", "")
+    known = [name for name in preset_devices() if all(part in words for part in name.split("-"))]
+    return max(known, key=len, default=reported)
 
 
 def _memory_nbytes(device: torch.device, ranks_per_host: int) -> int:
