@@ -22,7 +22,7 @@ def calibrate(
     min_bytes: Annotated[int | None, typer.Option(help="smallest message")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
     sizes: Annotated[int | None, typer.Option(help="message sizes between them, log-spaced")] = None,
-    rounds: Annotated[int | None, typer.Option(help="measurements of everything; medians count")] = None,
+    rounds: Annotated[int | None, typer.Option(help="measurements of everything; the middle half counts")] = None,
     timeout: Annotated[float, typer.Option(help="seconds after which a missing rank is an error")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pickle
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +30,7 @@ from autopar.calibration.file import calibration_toml
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
 from autopar.calibration.processes import on_processes
+from autopar.calibration.timing import interquartile_mean
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import InfeasibleError
@@ -45,6 +45,7 @@ from benchmarks.calibration_steps import Seen, Work, measure_all, small_llama
 
 TOLERANCE = 0.2
 FOUR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ORDER = ("calibration", "fresh", "steps")
 BASELINES = ("ddp", "fsdp", "megatron")
 TIMEOUT_SECONDS = 3000.0
 CALIBRATION = Effort(kinds=FOUR, num_sizes=13, dtypes=("fp32",))
@@ -64,9 +65,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(stderr=arguments.json, width=120)
     quick: dict[str, Any] = QUICK if arguments.quick else {}
-    parts = ("calibration", "fresh", "steps")
-    rounds = arguments.rounds
-    turns = parts * rounds if arguments.interleaved else tuple(part for part in parts for _ in range(rounds))
+    # Steps are few, long and as noisy as anything: two of each plan a round.
+    parts, rounds = ("calibration", "steps", "fresh", "steps"), arguments.rounds
+    turns = parts * rounds if arguments.interleaved else tuple(sorted(parts * rounds, key=ORDER.index))
 
     model, kwargs = small_llama(hidden=256, layers=4, seq=128, batch=16, vocabulary=2048)
     captured = capture(model, (), kwargs, name="small llama")
@@ -138,17 +139,17 @@ def compared_steps(
     for label, plan in plans.items():
         estimate = evaluate(plan, captured, cluster)
         seconds = seen.steps[label]["step"]
-        median = statistics.median(seconds)
+        typical = interquartile_mean(seconds)
         steps.append(
             {
                 "plan": label,
                 "predicted": estimate.step_seconds,
-                "measured": median,
-                "error": estimate.step_seconds / median - 1,
+                "measured": typical,
+                "error": estimate.step_seconds / typical - 1,
                 "fastest": min(seconds),
                 "slowest": max(seconds),
                 "predicted_parts": {kind: part for kind, part in estimate.seconds.items() if part},
-                "measured_parts": {part: statistics.median(own) for part, own in seen.steps[label].items()},
+                "measured_parts": {part: interquartile_mean(own) for part, own in seen.steps[label].items()},
             }
         )
     return steps

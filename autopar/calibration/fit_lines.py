@@ -32,6 +32,8 @@ LEAST_SIZES = 2
 LEAST_SECONDS_PER_BYTE = 1e-13
 """A line has a finite bandwidth, even where messages are too small to tell."""
 
+Floats = npt.NDArray[np.float64]
+
 Constants = tuple[float, float, float]
 """launch, alpha, seconds a byte"""
 Levels = Sequence[tuple[int, str, Sequence[CollectiveSample]]]
@@ -131,19 +133,19 @@ def _fit_range(
     nbytes = np.array([float(sample.nbytes) for sample in samples])
     forms = [unit_forms(sample.kind, sample.group_size, level_size, scope, library) for sample in samples]
     chosen = [options[0] for options in forms]
-    best: tuple[float, Constants] = (math.inf, (0.0, 0.0, 0.0))
-    for _ in range(5):
-        constants = _program(seconds, nbytes, chosen)
+    # Errors relative to the measurement alone would favour what is too low; the second pass is between both.
+    scale = seconds
+    for number in range(6):
+        constants = _program(seconds, nbytes, chosen, scale)
         predicted = [
             [_seconds(form, size, constants) for form in options] for options, size in zip(forms, nbytes, strict=True)
         ]
-        errors = np.abs(np.array([min(options) for options in predicted]) / seconds - 1)
-        best = min(best, (float(errors.sum()), constants))
+        least = np.array([min(options) for options in predicted])
         cheapest = [options[int(np.argmin(own))] for options, own in zip(forms, predicted, strict=True)]
-        if cheapest == chosen:
+        if number and cheapest == chosen:
             break
-        chosen = cheapest
-    return best[1], best[0]
+        chosen, scale = cheapest, np.sqrt(seconds * np.maximum(least, 1e-3 * seconds))
+    return constants, float(np.abs(least / seconds - 1).sum())
 
 
 @lru_cache(maxsize=1024)
@@ -161,11 +163,12 @@ def unit_cluster(level_size: int, scope: str, library: str, lines: tuple[Line, .
     return Cluster(name="unit", device=device, levels=(level,), library=library)
 
 
-def _program(seconds: npt.NDArray[np.float64], nbytes: npt.NDArray[np.float64], chosen: Sequence[Form]) -> Constants:
+def _program(seconds: Floats, nbytes: Floats, chosen: Sequence[Form], scale: Floats) -> Constants:
+    """Constants with the least sum of |error| / scale."""
     count = len(seconds)
     alpha = np.array([form.alpha_seconds for form in chosen])
     beta = np.array([form.seconds_per_byte for form in chosen])
-    coefficients = np.stack([np.ones(count), alpha, beta * nbytes], axis=1) / seconds[:, None]
+    coefficients = np.stack([np.ones(count), alpha, beta * nbytes], axis=1) / scale[:, None]
     # Units that make each unknown's largest coefficient 1, or unknowns would drown in the solver's tolerances.
     units = 1 / np.maximum(coefficients.max(axis=0), 1e-300)
     relative = coefficients * units
@@ -174,7 +177,7 @@ def _program(seconds: npt.NDArray[np.float64], nbytes: npt.NDArray[np.float64], 
         # Where launch and alpha do not differ (one group size), the time is alpha's.
         np.concatenate([[1e-6, 0.0, 0.0], np.full(count, 1 / count)]),
         A_ub=np.block([[relative, -slack], [-relative, -slack]]),
-        b_ub=np.concatenate([np.ones(count), -np.ones(count)]),
+        b_ub=np.concatenate([seconds / scale, -seconds / scale]),
         bounds=[(0, None), (0, None), (LEAST_SECONDS_PER_BYTE / units[2], None), *[(0, None)] * count],
         method="highs",
     )

@@ -82,7 +82,7 @@ class CollectiveRounds:
     def samples(self) -> tuple[CollectiveSample, ...]:
         return tuple(
             CollectiveSample(kind=kind, level=place.level, group_size=place.size, nbytes=nbytes, seconds=seconds)
-            for (place, kind, nbytes), seconds in zip(self.wanted, self.rounds.medians(), strict=True)
+            for (place, kind, nbytes), seconds in zip(self.wanted, self.rounds.typical(), strict=True)
         )
 
 

@@ -56,7 +56,7 @@ class WorkRounds:
     def samples(self) -> tuple[WorkSample, ...]:
         return tuple(
             WorkSample(name=work.name, dtype=work.dtype, flops=work.flops, nbytes=work.nbytes, seconds=seconds)
-            for work, seconds in zip(self.works, self.rounds.medians(), strict=True)
+            for work, seconds in zip(self.works, self.rounds.typical(), strict=True)
         )
 
 

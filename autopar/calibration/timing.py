@@ -1,9 +1,12 @@
-"""How long does a call take when all ranks make it? Median over rounds of the slowest rank's seconds.
+"""How long does a call take when all ranks make it? Interquartile mean over rounds of the slowest rank's seconds.
 
 Rounds go through all calls in turn, so that what else the machine does for a while falls on all of them and not on one.
+The mean of the middle half forgets outliers as a median does, and like a mean it adds up: where a machine is slow in
+half of the rounds, a median is one or the other by chance, and a step is no sum of medians.
 Quick calls are repeated within a round. A GPU's time is between events on its stream, a CPU's by its clock.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 Call = Callable[[], object]
 Tell = Callable[[str], None]
 
-SAMPLE_SECONDS = 15e-3
+SAMPLE_SECONDS = 40e-3
 """A quick call is repeated until a sample lasts about as long: ranks start at slightly different times."""
 
 MOST_REPEATS = 50
@@ -46,11 +49,15 @@ class Rounds:
             seconds[position] = _timed(self.calls[position], self.repeats[position], self.device)
         self.seconds.append(seconds)
 
-    def medians(self) -> list[float]:
+    def typical(self) -> list[float]:
         """Seconds of each call; all ranks call this together."""
-        table = torch.tensor(_slowest(self.seconds), dtype=torch.float64)
-        medians: list[float] = table.quantile(0.5, dim=0).tolist()
-        return medians
+        return [interquartile_mean(seconds) for seconds in zip(*_slowest(self.seconds), strict=True)]
+
+
+def interquartile_mean(values: Sequence[float]) -> float:
+    """Mean of the values without the lowest and the highest quarter, rounded down."""
+    ends = len(values) // 4
+    return statistics.fmean(sorted(values)[ends : len(values) - ends])
 
 
 def _repeats(seconds: float) -> int:
