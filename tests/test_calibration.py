@@ -23,6 +23,7 @@ from autopar.calibration.measure_collectives import KINDS, measuring_mesh, sizes
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin, WorkSample
+from autopar.calibration.timing import interquartile_mean
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
@@ -90,6 +91,15 @@ def work_of(truth: Device, rng: random.Random, noise: float) -> tuple[WorkSample
         seconds = predicted_work(machine, sample) * math.exp(rng.gauss(0, noise))
         samples.append(WorkSample(name="", dtype=dtype, flops=flops, nbytes=nbytes, seconds=seconds))
     return tuple(samples)
+
+
+def test_the_middle_half_forgets_outliers_and_adds_up() -> None:
+    assert interquartile_mean([3.0]) == 3.0
+    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0
+    assert interquartile_mean([1e9, 2.0, 1.0, 4.0]) == 3.0
+    rng = random.Random(0)
+    rounds = [rng.choice((1.0, 3.0)) for _ in range(400)]  # slow half of the time
+    assert interquartile_mean(rounds) == pytest.approx(2.0, abs=0.3)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,8 +3,6 @@ it is."""
 
 from pathlib import Path
 
-import numpy as np
-
 from autopar.calibration.check import compared, median_errors
 from autopar.calibration.samples import Measurements
 from autopar.cluster import Cluster, cluster_toml
@@ -22,8 +20,7 @@ def calibration_toml(cluster: Cluster, measured: Measurements) -> str:
     for sample in measured.work:
         if sample.flops:
             lines.append(f"    {sample.dtype} {sample.name:20} {3 * sample.flops / sample.seconds:.3g}")
-    largest_seen = [sample for sample in measured.work if not sample.flops]
-    rate = max((3 * sample.nbytes / sample.seconds for sample in largest_seen), default=float(np.nan))
+    rate = max(3 * sample.nbytes / sample.seconds for sample in measured.work if not sample.flops)
     lines += ["", f"Memory-bound operations: up to {rate:.3g} bytes/s of one rank while all compute"]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + cluster_toml(cluster)
 

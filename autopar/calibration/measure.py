@@ -78,10 +78,11 @@ class Measuring:
         self.work = WorkRounds(effort.dtypes, device=device, tell=tell)
 
     def run(self, tell: Tell) -> None:
-        """One round of everything."""
+        """One round of everything; operations twice, or all of a round's would fall into the same second or two."""
+        self.work.run(tell)
         if self.collectives is not None:
             self.collectives.run(tell)
-        self.work.run(tell)
+            self.work.run(tell)
 
     def result(self) -> Measurements:
         collectives = () if self.collectives is None else self.collectives.samples()

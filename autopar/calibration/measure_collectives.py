@@ -5,7 +5,7 @@ the level has them, all of it and pairs, because a model that fits one size alon
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,8 +69,8 @@ class CollectiveRounds:
     ) -> None:
         mesh, places = measuring_mesh(level_sizes)
         _, self.groups = build_groups(mesh, device.type, [place.axes for place in places])
-        self.wanted = list(_wanted(places, kinds, sizes))
-        source = torch.ones(max(sizes) // ELEMENT_SIZE, device=device)
+        self.wanted = _wanted(places, kinds, sizes)
+        source = torch.ones(max(nbytes for _, _, nbytes in self.wanted) // ELEMENT_SIZE, device=device)
         calls = [collective_call(kind, place.axes, nbytes, source, self.groups) for place, kind, nbytes in self.wanted]
         with use_groups(self.groups), torch.no_grad():
             self.rounds = Rounds(calls, device, tell, "collectives")
@@ -86,12 +86,11 @@ class CollectiveRounds:
         )
 
 
-def _wanted(places: Sequence[Place], kinds: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[Place, str, int]]:
-    for place in places:
-        for kind in kinds:
-            for nbytes in sizes:
-                # every rank's part has whole elements
-                yield place, kind, max(1, nbytes // ELEMENT_SIZE // place.size) * place.size * ELEMENT_SIZE
+def _wanted(places: Sequence[Place], kinds: Sequence[str], sizes: Sequence[int]) -> list[tuple[Place, str, int]]:
+    # Every rank's part has whole elements, and every group the same sizes.
+    unit = math.lcm(*(place.size for place in places)) * ELEMENT_SIZE
+    rounded = dict.fromkeys(max(1, nbytes // unit) * unit for nbytes in sizes)
+    return [(place, kind, nbytes) for place in places for kind in kinds for nbytes in rounded]
 
 
 def collective_call(
