@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Layout, parse_layout
 from autopar.version import TORCH_RANGE, in_range
 
-VERSION = 1
+VERSION = 2
 
 ROUNDING = 1e-9
 
@@ -75,6 +75,8 @@ class Plan:
     lifetimes: for every parameter, one of `LIFETIMES`.
     routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts
         from the producer's to a wanted one, one step between neighbours.
+    recompute: ops that backward runs again instead of keeping what they made.
+    remade: layouts of tensors that backward redistributes again instead of keeping them.
     """
 
     model: str
@@ -86,6 +88,8 @@ class Plan:
     layouts: Mapping[str, Layout]
     lifetimes: Mapping[str, str]
     routes: Mapping[str, tuple[tuple[Layout, ...], ...]] = field(default_factory=dict)
+    recompute: frozenset[str] = frozenset()
+    remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     origin: str = "ilp"
     estimate: Estimate = field(default_factory=Estimate)
 
@@ -120,6 +124,8 @@ class Plan:
                 name: [[tables.index(str(layout)) for layout in path] for path in paths]
                 for name, paths in self.routes.items()
             },
+            "recompute": sorted(self.recompute),
+            "remade": {name: [tables.index(str(v)) for v in layouts] for name, layouts in self.remade.items()},
             "estimate": asdict(self.estimate),
         }
         return json.dumps({**body, "table": tables.texts}, indent=1)
@@ -175,6 +181,8 @@ def plan_from_json(text: str) -> Plan:
             name: tuple(tuple(parse_layout(table[i]) for i in path) for path in paths)
             for name, paths in body["routes"].items()
         },
+        recompute=frozenset(body["recompute"]),
+        remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
         estimate=Estimate(**body["estimate"]),
     )
 

@@ -16,6 +16,7 @@ from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, LocalModel, operands, requires_grad
 from autopar.ops.collectives import pad_dim
 from autopar.passes.collective_call import collective_call
+from autopar.passes.recompute import check_recompute, mark_again
 from autopar.passes.verify import verify_local
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even, local_shape
 from autopar.plan import Plan
@@ -31,6 +32,7 @@ def insert_collectives(captured: CapturedModel, plan: Plan) -> LocalModel:
         PlanMismatchError: if the plan is for another model or names a choice that the rules do not offer.
     """
     plan.check(captured)
+    check_recompute(captured, plan)
     return _Insertion(captured, plan).run()
 
 
@@ -80,6 +82,7 @@ class _Insertion:
         self.graph.lint()
         local = LocalModel(captured=self.captured, plan=self.plan, graph=self.graph)
         _drop_unused_backward(local.graph)
+        mark_again(local.graph, self.plan)
         verify_local(local)
         return local
 

@@ -1,7 +1,7 @@
 """What will a local graph send? Calls and payload bytes per (collective, axes), counted before anything runs.
 
 Redistributions and bodies carry their messages. A parameter of lifetime `use` is gathered again once for every consumer
-that saves it for backward, views in between included.
+that saves it for backward, views in between included, and for every call replayed in backward that reads it.
 """
 
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.graph import LocalModel, operands, requires_grad
+from autopar.passes.recompute import is_replayed
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
 
@@ -22,7 +23,8 @@ def predicted_messages(local: LocalModel) -> Sent:
     names = local.plan.mesh.names
     for node in local.graph.nodes:
         forward, backward = node.meta.get("messages", ((), ()))
-        for message in (*forward, *backward, *_gathered_again(node)):
+        twice = (*forward, *_gathered_for(node)) if is_replayed(node) else ()
+        for message in (*forward, *backward, *_gathered_again(node), *twice):
             key = (message.kind, tuple(names[a] for a in message.axes))
             calls, nbytes = sent.get(key, (0, 0))
             sent[key] = (calls + 1, nbytes + message.nbytes)
@@ -38,6 +40,12 @@ def _gathered_again(consumer: fx.Node) -> Iterable[Message]:
     for index, operand in enumerate(operands(consumer)):
         if index in saves:
             yield from regather_chain(operand)
+
+
+def _gathered_for(node: fx.Node) -> Iterable[Message]:
+    """Gathers of what a replay of `node` reads."""
+    for operand in operands(node):
+        yield from regather_chain(operand)
 
 
 def regather_chain(node: fx.Node) -> Iterable[Message]:

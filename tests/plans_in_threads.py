@@ -1,7 +1,7 @@
 """A plan against one process, its ranks threads of this process: hundreds of random plans in a minute.
 
 The rewritten graph runs with the same autograd functions and bodies as under torchrun; only the backend's collectives
-are threads that meet. (Gathering again for backward needs a process a rank: `verify_plans` covers it.)
+are threads that meet.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 from autopar.graph import CapturedModel
 from autopar.ops import collectives
 from autopar.ops.random import Draws, use_draws
+from autopar.ops.regather import regathering
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
+from autopar.passes.recompute import again_graph
 from autopar.placement import local_ranges
 from autopar.plan import Plan
 from autopar.reference import run_captured
@@ -73,11 +75,16 @@ def one_process(captured: CapturedModel, model: nn.Module, kwargs: Mapping[str, 
     )
 
 
-def errors_of(reference: Reference, plan: Plan) -> tuple[float, float, str]:
-    """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers."""
-    plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
+def errors_of(reference: Reference, plan: Plan, *, exact: bool = True) -> tuple[float, float, str]:
+    """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers.
+
+    Without `exact`, less may be sent than predicted: kernels of a CPU that save copies of their own need no replay of
+    what they read.
+    """
+    if not plan.recompute:
+        plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
     local = insert_collectives(reference.captured, plan)
-    graph = fx.GraphModule(nn.Module(), local.graph)
+    graph = fx.GraphModule(nn.Module(), again_graph(local.graph))
     whole = {**reference.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
@@ -91,7 +98,7 @@ def errors_of(reference: Reference, plan: Plan) -> tuple[float, float, str]:
                 ranges = local_ranges(tuple(whole[node.name].shape), plan.layouts[node.name], plan.mesh, coordinate)
                 part = whole[node.name].detach()[tuple(slice(start, start + n) for start, n in ranges)].clone()
                 arguments[node.name] = part.requires_grad_(node.name in trainable)
-        with use_draws(Draws(seed=1, step=0, exact=True)):
+        with use_draws(Draws(seed=1, step=0, exact=True)), regathering():
             loss, *mutated = graph(*arguments.values())
         loss.backward()
         for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
@@ -116,6 +123,9 @@ def errors_of(reference: Reference, plan: Plan) -> tuple[float, float, str]:
         outcomes, groups = run_in_threads(plan.mesh, one_rank)
     predicted = predicted_messages(local)
     for rank, group in enumerate(groups):
-        assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"
+        if exact:
+            assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"
+        for key, sent in group.sent.items():
+            assert sent <= predicted[key], f"rank {rank} sent {sent} by {key}, predicted {predicted[key]}"
     worst = max(outcomes, key=lambda o: (o[1] != o[1], o[1]))
     return max(o[0] for o in outcomes), worst[1], worst[2]

@@ -17,7 +17,7 @@ from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
-from autopar.search.random_plan import random_plan
+from autopar.search.random_plan import random_plan, random_recompute
 from autopar.search.storages import is_storable
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
@@ -82,6 +82,11 @@ def captured(dropout: float = 0.0) -> CapturedModel:
 def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0) -> Plan:
     """A random plan."""
     return random_plan(captured(dropout), make_mesh(mesh_shape), random.Random(seed))
+
+
+def recomputed(plan: Plan, share: float) -> Plan:
+    """The plan with that share of its ops and copies made again in backward."""
+    return random_recompute(plan, captured(), random.Random(share), share=share)
 
 
 def data_parallel(mesh_shape: tuple[int, ...], stored: str = "split", lifetime: str = "use") -> Plan:

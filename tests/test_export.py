@@ -29,13 +29,14 @@ from autopar.mesh import Mesh, make_mesh
 from autopar.model_plan import model_plan
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
+from autopar.ops.regather import regathering
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime.exported import load_exported
 from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_plan
+from autopar.search.random_plan import random_plan, random_recompute
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo
 
@@ -72,7 +73,7 @@ def outputs_and_gradients(
     inputs = bind_inputs(captured.inputs, (), kwargs)
     values = {**parameters, **buffers_of(captured, model), **captured.constants, **inputs}
     groups = Groups(mesh=local.plan.mesh, rank=0, groups={})
-    with use_groups(groups), use_draws(Draws(seed=1, step=2)):
+    with use_groups(groups), use_draws(Draws(seed=1, step=2)), regathering():
         if source is None:
             names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
             results = fx.GraphModule(nn.Module(), local.graph)(*(values[name] for name in names))
@@ -85,15 +86,18 @@ def outputs_and_gradients(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["random", "uniform"])
+@pytest.mark.parametrize("kind", ["random", "uniform", "recompute"])
 def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) -> None:
     """On a 1x1 mesh all the plan's collectives stand in the code and send nothing."""
     model, kwargs = zoo(family, dropout=0.1)
     captured = capture(model, (), kwargs)
     mesh = make_mesh((1, 1))
     plan = random_plan(captured, mesh, random.Random(family)) if kind == "random" else uniform_plan(captured, mesh)
+    if kind == "recompute":
+        plan = random_recompute(plan, captured, random.Random(family), share=0.7)
     local = insert_collectives(captured, plan)
     source = generate(local)
+    assert ("again(" in source) == (kind == "recompute")
     results, gradients = outputs_and_gradients(local, model, kwargs, None)
     exported, exported_gradients = outputs_and_gradients(local, model, kwargs, source)
     assert all(torch.equal(a, b) for a, b in zip(results, exported, strict=True))

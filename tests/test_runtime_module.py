@@ -50,6 +50,8 @@ def train_distributed(plan: Plan) -> Trained:
 PLANS = {
     "ddp": lambda mesh: cases.data_parallel(mesh, "whole"),
     "zero3": lambda mesh: cases.data_parallel(mesh),
+    "recompute": lambda mesh: cases.recomputed(cases.some_plan(mesh, 5), 0.7),
+    "zero3, all recomputed": lambda mesh: cases.recomputed(cases.data_parallel(mesh), 1.0),
     **{f"random{seed}": (lambda mesh, seed=seed: cases.some_plan(mesh, seed)) for seed in range(4)},
 }
 

@@ -8,10 +8,13 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from autopar.graph import operands
 
 
 class Text(NamedTuple):
@@ -320,4 +323,28 @@ _FORMS: dict[str, Callable[[fx.Node, Write], Text | None]] = {
 
 def call_text(node: fx.Node, write: Write) -> Text:
     """As `expression`, results of tuples too."""
+    if node.meta.get("again"):
+        return _again(node, write)
     return _getitem(node, write) if node.target is operator.getitem else expression(node, write)
+
+
+def _again(node: fx.Node, write: Write) -> Text:
+    """`again(F.linear, x, w)`, or with a lambda where the call is no plain one: `again(lambda a, b: a + b, x, y)`."""
+    sources = tuple(dict.fromkeys(operands(node)))
+    letters = dict(zip(sources, ascii_lowercase, strict=False))
+    given = ", ".join(write(source).source for source in sources)
+
+    def lettered(value: Any) -> Text:
+        if isinstance(value, fx.Node):
+            return Text(letters[value])
+        if isinstance(value, list) or (isinstance(value, tuple) and not isinstance(value, Label)):
+            inside = ", ".join(lettered(v).source for v in value)
+            return Text(f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})")
+        return write(value)
+
+    made = expression(node, lettered).source
+    names = ", ".join(letters.values())
+    function, _, rest = made.partition(f"({names})")
+    if not rest and function.replace(".", "_").isidentifier() and len(sources) == len(operands(node)):
+        return Text(f"again({function}, {given})")
+    return Text(f"again(lambda {names}: {made}, {given})")

@@ -49,7 +49,9 @@ class Region:
             arguments = fx.node.map_aggregate(
                 (node.args, kwargs), lambda a: canonical(a) if isinstance(a, fx.Node) else a
             )
-            lines.append(f"{target_name(node.target)} {arguments} {relative(node.meta.get('module', ''), self.block)}")
+            again = "again " if node.meta.get("again") else ""
+            module = relative(node.meta.get("module", ""), self.block)
+            lines.append(f"{again}{target_name(node.target)} {arguments} {module}")
         return "\n".join([*lines, str([names[node] for node in self.outputs])])
 
 

@@ -84,7 +84,8 @@ def _runtime_import(local: LocalModel, text: str) -> list[str]:
 def _own_functions(local: LocalModel) -> set[str]:
     """Names of autopar's functions that the graph calls."""
     calls = [node.target for node in local.graph.nodes if node.op == "call_function"]
-    return {target.__name__ for target in calls if getattr(target, "__module__", "").startswith("autopar.")}
+    again = {"again"} if any(node.meta.get("again") for node in local.graph.nodes) else set()
+    return again | {target.__name__ for target in calls if getattr(target, "__module__", "").startswith("autopar.")}
 
 
 def _function(group: Sequence[Region], names: Names, imported: set[str]) -> Function:

@@ -1,38 +1,48 @@
-"""How does a gathered parameter leave memory between forward and backward? Autograd keeps a recipe, not the tensor.
+"""How does a tensor leave memory between forward and backward? Autograd keeps how it is made, not the tensor.
 
-`all_gather(..., regather=True)` registers what it gathered. While `regathering()` is active, a tensor that autograd
-saves (the gathered tensor itself or any view of it) is packed as (recipe, size, stride, offset) if it lives in a
-registered storage; when backward wants it, the recipe gathers again. A recipe keeps the gather's operand, or that
-operand's own recipe where it was gathered too (along another axis): the chain is then gathered link by link.
+Whoever makes such a tensor registers its *source*: `all_gather(..., regather=True)` a recipe that gathers a parameter
+again, `autopar.ops.recompute.again` a slot that a replay fills. While `regathering()` is active, a tensor that autograd
+saves (the registered one itself or any view of it) is packed as (source, size, stride, offset). A source is an
+attribute of the storage, so that it lives as long as the storage or something that was packed.
 
-Every use that saved the tensor gathers once, nothing is shared between uses, so the bytes sent are those that
-`passes.predict` counts: saved uses times the gathers of the chain.
+A recipe keeps the gather's operand, or that operand's own recipe where it was gathered too (along another axis): the
+chain is then gathered link by link. Every use that saved the tensor gathers once, nothing is shared between uses, so
+the bytes sent are those that `passes.predict` counts: uses times the gathers of the chain.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 Gather = Callable[[Tensor], Tensor]
+
+ATTRIBUTE = "_autopar_source"
+
+
+class Source(Protocol):
+    """How a storage that is not kept is made."""
+
+    def made(self) -> Tensor:
+        """Some tensor on the whole storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A tensor as a window of a storage that a recipe makes."""
+    """A tensor as a window of a storage that a source makes."""
 
-    recipe: "Recipe"
+    source: Source
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
 
     def materialize(self) -> Tensor:
-        whole = self.recipe.gathered()
+        whole = self.source.made()
         if whole.dtype != self.dtype:
             whole = whole.view(self.dtype)
         return whole.as_strided(self.size, self.stride, self.offset)
@@ -42,38 +52,40 @@ class View:
 class Recipe:
     """How a gathered tensor is made: `gather` of a kept tensor, or of another recipe's view."""
 
-    source: Tensor | View
+    operand: Tensor | View
     gather: Gather
 
-    def gathered(self) -> Tensor:
+    def made(self) -> Tensor:
         with torch.no_grad():
-            return self.gather(unpack(self.source))
+            return self.gather(unpack(self.operand))
 
 
-# Storages, not addresses: a weak reference keeps the identity of a freed storage from being used again.
-_Registry = dict[StorageWeakRef, Recipe]
-_active: ContextVar[_Registry | None] = ContextVar("autopar_regather", default=None)
+_active: ContextVar[Context | None] = ContextVar("autopar_regather", default=None)
 
 
-def _identity(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+def surroundings() -> Context | None:
+    """What was bound (groups, draws) where the forward pass began; None outside `regathering`."""
+    return _active.get()
 
 
-def register(gathered: Tensor, source: Tensor, gather: Gather) -> None:
-    """From now on autograd saves no view of `gathered`, which `gather(source)` makes; nothing outside `regathering`."""
-    registry = _active.get()
-    if registry is not None:
-        registry[_identity(gathered)] = Recipe(source=pack(source), gather=gather)
+def attach(tensor: Tensor, source: Source) -> None:
+    """From now on autograd saves no view of `tensor`, whose storage `source` makes."""
+    setattr(tensor.untyped_storage(), ATTRIBUTE, source)
+
+
+def register(gathered: Tensor, operand: Tensor, gather: Gather) -> None:
+    """`gathered` is `gather(operand)`, and not kept; nothing outside `regathering`."""
+    if _active.get() is not None:
+        attach(gathered, Recipe(operand=pack(operand), gather=gather))
 
 
 def pack(tensor: Tensor) -> Tensor | View:
-    """What is kept of a tensor: its recipe if it was gathered, itself otherwise."""
-    registry = _active.get()
-    recipe = registry.get(_identity(tensor)) if registry else None
-    if recipe is None:
+    """What is kept of a tensor: its source if it has one, itself otherwise."""
+    source: Source | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
+    if source is None:
         return tensor.detach()
     return View(
-        recipe=recipe,
+        source=source,
         size=tuple(tensor.shape),
         stride=tensor.stride(),
         offset=int(tensor.storage_offset()),
@@ -88,8 +100,8 @@ def unpack(kept: Tensor | View) -> Tensor:
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """A forward pass whose gathered parameters are not kept for backward."""
-    token = _active.set({})
+    """A forward pass whose tensors with a source are not kept for backward."""
+    token = _active.set(copy_context())
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield

@@ -18,6 +18,7 @@ from autopar.ops.cross_entropy import cross_entropy
 from autopar.ops.dropout import dropout
 from autopar.ops.embedding import embedding
 from autopar.ops.mean import mean
+from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
 from autopar.runtime.data import DistributedBatchSampler
 from autopar.runtime.exported import block, load_exported
@@ -30,6 +31,7 @@ __all__ = [
     "DistributedBatchSampler",
     "DistributedModule",
     "Output",
+    "again",
     "all_gather",
     "all_reduce",
     "all_reduce_gradient",

@@ -188,6 +188,8 @@ def trace_exported(forward: Any, local: LocalModel) -> fx.Graph:
         return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
 
     code.update({name: leaf(function) for name, function in ours.items()})
+    if "again" in ours:
+        code["again"] = lambda function, *args, **kwargs: function(*args, **kwargs)
     try:
         results = forward(*proxies)
     finally:

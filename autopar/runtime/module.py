@@ -24,6 +24,7 @@ from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.predict import Sent
+from autopar.passes.recompute import again_graph
 from autopar.plan import Estimate, Plan
 from autopar.runtime.agreement import agree, shared_number
 from autopar.runtime.data import local_batch, local_input
@@ -91,7 +92,8 @@ class DistributedModule(nn.Module):
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() if seed is None else seed)
         self.uninitialized = {name for spec in empty for name in spec.names}
-        self._regathers = any(node.kwargs.get("regather") for node in local.graph.nodes)
+        marked = any(node.kwargs.get("regather") or node.meta.get("again") for node in local.graph.nodes)
+        self._remakes = marked or bool(plan.recompute or plan.remade)
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self._names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
@@ -139,7 +141,7 @@ class DistributedModule(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(use_groups(self.groups))
             stack.enter_context(use_draws(Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)))
-            if self._regathers and torch.is_grad_enabled():
+            if self._remakes and torch.is_grad_enabled():
                 stack.enter_context(regathering())
             loss, *mutated = graph(*(arguments[name] for name in self._names))
         if self.training:
@@ -164,7 +166,7 @@ class DistributedModule(nn.Module):
 
     @cached_property
     def _training_graph(self) -> fx.GraphModule:
-        return fx.GraphModule(nn.Module(), self.local.graph)
+        return fx.GraphModule(nn.Module(), again_graph(self.local.graph))
 
     @cached_property
     def _evaluation_graph(self) -> fx.GraphModule:

@@ -3,9 +3,11 @@
 Moments: the forward of each op in graph order, their backward in reverse, the optimizer's step. Live then are
     parameters, optimizer   storage of parameters and their optimizer state, always
     gradients               in storage layout, from the first backward that makes one to the end
-    activations             what autograd saves, from its making to its last reader's backward; views share storage
+    activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
+                            backward (`search.replays`); views share storage
     gathered                copies of parameters: kept to backward, or (lifetime `use`) only while an op reads them
     working                 operands and results of the op that runs, if they are not saved; in backward gradients
+                            and the same of ops that are run again
     inputs                  inputs, buffers and constants, with the layouts of them that are saved, always
 A tensor that nothing saves is counted while its producer and its readers run, not in between.
 """
@@ -25,9 +27,10 @@ from autopar.search.journeys import Journey, make_journeys
 from autopar.search.moments import Moments
 from autopar.search.pricing import Pricer, Timed
 from autopar.search.program import Program, make_program
+from autopar.search.replays import Replays, find_replays
 from autopar.search.strategy_graph import Floats
 
-KINDS = ("forward", "backward", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
+KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
 
 
@@ -40,39 +43,22 @@ def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     journeys = make_journeys(program, plan, pricer)
-    saved = _saved(plan, program, pricer, journeys)
-    seconds = _seconds(plan, program, pricer, journeys, saved)
-    live = _memory(plan, program, pricer, journeys, saved)
+    replays = find_replays(plan, program, pricer, journeys)
+    seconds = _seconds(plan, program, pricer, journeys, replays)
+    live = _memory(plan, program, pricer, journeys, replays)
     peak = int(np.argmax(sum(live.values())))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
     return replace(plan.estimate, seconds=seconds, memory=memory)
 
 
-Saved = dict[tuple[str, Layout], list[int]]
-"""(tensor, layout) -> positions of the ops that save it for backward, through views of it or directly."""
-
-
-def _saved(plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> Saved:
-    saved: Saved = defaultdict(list)
-    for op in program.ops:
-        if not op.has_backward:
-            continue
-        price = pricer.op(op, plan.choices[op.name])
-        kept = [(op.operands[i], price.operands[i]) for i in op.rule.saves]
-        kept += [(name, price.results[i]) for i in op.rule.saves_results if (name := op.results[i]) is not None]
-        for name, layout in kept:
-            while (view := program.aliases.get(name)) is not None and not journeys[name].is_copied(layout):
-                viewer = program.ops[view[0]]
-                name, layout = (
-                    viewer.operands[view[1]],
-                    pricer.op(viewer, plan.choices[viewer.name]).operands[view[1]],
-                )
-            saved[name, layout].append(op.position)
-    return saved
+def live_nbytes(plan: Plan, program: Program, pricer: Pricer) -> dict[str, Floats]:
+    """Bytes at every moment of `search.moments`, by kind."""
+    journeys = make_journeys(program, plan, pricer)
+    return _memory(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))
 
 
 def _seconds(
-    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], saved: Saved
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
 ) -> dict[str, float]:
     seconds = dict.fromkeys(KINDS, 0.0)
 
@@ -86,6 +72,12 @@ def _seconds(
         seconds["backward"] += price.backward
         add(price.forward_sent)
         add(price.backward_sent)
+        if op.position in replays.ops:
+            seconds["recompute"] += price.forward
+            add(price.forward_sent)
+    for (name, _), (step, _) in replays.steps.items():
+        tensor = journeys[name].tensor
+        add(pricer.step(step, tensor.shape, tensor.element_size)[0])
     for journey in journeys.values():
         tensor = journey.tensor
         for target, step in journey.made.items():
@@ -97,11 +89,11 @@ def _seconds(
             continue
         if tensor.requires_grad:
             seconds["optimizer"] += pricer.optimizer_seconds(tensor, journey.source)
-    for (name, layout), savers in saved.items():
+    for (name, layout), uses in replays.uses.items():
         if plan.lifetimes.get(name) == "use":
             tensor = journeys[name].tensor
             for step in regathered(journeys[name].path(layout)):
-                for _ in savers:
+                for _ in uses:
                     add(pricer.step(step, tensor.shape, tensor.element_size)[0])
     return seconds
 
@@ -118,7 +110,7 @@ def regathered(path: list[Step]) -> list[Step]:
 
 
 def _memory(
-    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], saved: Saved
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
 ) -> dict[str, Floats]:
     """Bytes at every moment, by kind."""
     moments = Moments(num_ops=len(program.ops))
@@ -132,23 +124,39 @@ def _memory(
         live["working"][moments.forward(op.position)] += price.working_forward
         live["working"][moments.backward(op.position)] += price.working_backward
         if price.kept:
-            add("activations", price.kept, moments.kept(op.position, op.position))
+            again = replays.ops.get(op.position)
+            add("activations", price.kept, moments.held(op.position, again, op.position))
     inputs: dict[str, set[Layout]] = defaultdict(set)
-    for (name, layout), savers in saved.items():
+    for (name, layout), uses in replays.uses.items():
         tensor = journeys[name].tensor
         if tensor.kind == "op":
             assert tensor.producer is not None
-            add("activations", pricer.local_nbytes(tensor, layout), moments.kept(tensor.producer, min(savers)))
+            held = moments.held(tensor.producer, replays.first.get((name, layout)), min(uses))
+            add("activations", pricer.local_nbytes(tensor, layout), held)
         elif tensor.kind != "parameter":
             inputs[name].add(layout)
     for name, journey in journeys.items():
         tensor = journey.tensor
         if tensor.kind == "parameter":
-            _add_parameter(add, moments, plan.lifetimes[name], program, pricer, journey, saved)
+            _add_parameter(add, moments, plan.lifetimes[name], program, pricer, journey, replays)
         elif tensor.kind != "op":
             for layout in inputs[name] | {journey.source}:
                 add("inputs", pricer.local_nbytes(tensor, layout), moments.always())
+    _add_replays(live["working"], moments, plan, program, pricer, replays)
     return live
+
+
+def _add_replays(
+    working: Floats, moments: Moments, plan: Plan, program: Program, pricer: Pricer, replays: Replays
+) -> None:
+    """The most working space of the ops that are replayed at one moment."""
+    most: dict[int, float] = {}
+    for number, position in replays.ops.items():
+        op = program.ops[number]
+        price = pricer.op(op, plan.choices[op.name])
+        most[position] = max(most.get(position, 0.0), price.working_forward)
+    for position, nbytes in most.items():
+        working[moments.backward(position)] += nbytes
 
 
 def _add_parameter(
@@ -158,7 +166,7 @@ def _add_parameter(
     program: Program,
     pricer: Pricer,
     journey: Journey,
-    saved: Saved,
+    replays: Replays,
 ) -> None:
     """Storage, state, gradient and the copies in use of one parameter."""
     tensor = journey.tensor
@@ -168,12 +176,12 @@ def _add_parameter(
     if tensor.requires_grad and readers:
         add("optimizer", pricer.state_nbytes(tensor, journey.source), moments.always())
         add("gradients", stored, moments.gradient(max(readers)))
-    uses: dict[Layout, list[int]] = defaultdict(list)
+    readings: dict[Layout, list[int]] = defaultdict(list)
     for position, _, layout in journey.wanted:
         if position >= 0 and journey.is_copied(layout):
-            uses[layout].append(position)
-    for layout, positions in uses.items():
-        savers = saved.get((tensor.name, layout), [])
+            readings[layout].append(position)
+    for layout, positions in readings.items():
+        uses = replays.uses.get((tensor.name, layout), [])
         nbytes = pricer.local_nbytes(tensor, layout)
-        for interval in moments.copies(lifetime, positions, savers):
+        for interval in moments.copies(lifetime, positions, uses):
             add("gathered", nbytes, interval)

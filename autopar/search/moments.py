@@ -37,6 +37,10 @@ class Moments:
         """From the forward of the op that makes it to the backward of the first op that saves it."""
         return slice(made, self.backward(first_saver) + 1)
 
+    def held(self, made: int, again: int | None, last_use: int) -> slice:
+        """From its making, or where it is made again, to the backward of its last use there."""
+        return slice(made if again is None else self.backward(again), self.backward(last_use) + 1)
+
     def gradient(self, last_reader: int) -> slice:
         """From the backward of a parameter's last reader, the first to run, to the end."""
         return slice(self.backward(last_reader), self.count)

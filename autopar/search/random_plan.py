@@ -1,9 +1,11 @@
 """Which plan tests rules and passes hardest? A random valid choice for every node, storage and input."""
 
 import random
+from dataclasses import replace
 
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
+from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.rules.rule import is_splittable, layouts
@@ -72,3 +74,18 @@ def nested_under(storage: Layout, use: Layout) -> Layout:
     shared = [a for dim in use.sharded_dims() for a in use.axes_of(dim) if storage.axes[a] == Shard(dim)]
     extra = [a for a, p in enumerate(storage.axes) if isinstance(p, Shard) and a not in shared]
     return next(v for v in orders(storage.axes) if v == Layout(storage.axes, (*shared, *extra)))
+
+
+def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:
+    """The plan with each op recomputed, and each layout that an op's result travels through remade, in that share."""
+    program = make_program(captured)
+    copies: dict[str, list[Layout]] = {}
+    for node in insert_collectives(captured, plan).graph.nodes:
+        step, origin = node.meta.get("step"), node.meta.get("origin")
+        if step is not None and origin.op == "call_function" and rng.random() < share:
+            copies.setdefault(origin.name, []).append(step.target)
+    return replace(
+        plan,
+        recompute=frozenset(op.name for op in program.ops if rng.random() < share),
+        remade={name: tuple(found) for name, found in copies.items()},
+    )
