@@ -44,9 +44,9 @@ def test_random_recompute_sets_equal_one_process(family: str, dropout: float) ->
     captured = promote_casts(capture(model, (), kwargs))
     reference = one_process(captured, model, kwargs)
     rng = random.Random(f"{family} {dropout}")
-    for number in range(4):
-        plan = random_plan(captured, make_mesh(MESHES[number % 2]), rng)
-        plan = random_recompute(plan, captured, rng, share=(0.3, 0.8, 1.0)[number % 3])
+    for number in range(2):
+        plan = random_plan(captured, make_mesh(MESHES[number]), rng)
+        plan = random_recompute(plan, captured, rng, share=rng.choice((0.3, 0.8, 1.0)))
         assert plan.recompute and plan.remade
         plan = plan_from_json(plan.to_json())
         loss_error, gradient_error, parameter = errors_of(reference, plan, exact=family in MODELLED and not dropout)
@@ -82,7 +82,7 @@ def test_between_forward_and_backward_lives_what_evaluate_counts(family: str, sh
     model, kwargs = zoo(family, dtype=torch.float64)
     captured = promote_casts(capture(model, (), kwargs))
     program, pricer = make_program(captured), pricer_of((1,))
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(f"{family} {share} {seed}")
         plan = random_recompute(whole_plan(captured), captured, rng, share=share)
         moment = Moments(num_ops=len(program.ops)).forward(len(program.ops) - 1)

@@ -50,8 +50,8 @@ class _Search:
                 price = self.pricer.op(op, self.plan.choices[op.name])
                 kept = [(op.operands[i], price.operands[i]) for i in op.rule.saves]
                 kept += [(r, price.results[i]) for i in op.rule.saves_results if (r := op.results[i]) is not None]
-                for name, layout in kept:
-                    value = self.value(name, layout)
+                for saved, layout in kept:
+                    value = self.value(saved, layout)
                     found.savers[value].append(op.position)
                     self._wait(value, op.position)
         for op in reversed(self.program.ops):
