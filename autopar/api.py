@@ -33,6 +33,7 @@ def plan(
     cluster: str | Path | Cluster,
     mesh: str | tuple[int, ...] | Mesh | None = None,
     global_batch: int | None = None,
+    microbatches: int = 1,
     optimizer: str = "adamw",
     precision: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -54,6 +55,7 @@ def plan(
         cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
         mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh; by default nodes x devices of a node.
         global_batch: samples a step over all devices; by default that of the example inputs.
+        microbatches: in how many parts a step runs the global batch, adding up their gradients.
         optimizer: adamw, adam, sgd or sgd-momentum.
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
@@ -88,14 +90,14 @@ def plan(
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline in ("ddp", "fsdp"):
-        check_batch(call.batch(), own_mesh.size)
+        check_batch(call.microbatch(microbatches).batch(), own_mesh.size)
     config = TrainConfig(
         optimizer=optimizer,
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
     )
     tell("capturing the model")
-    captured, call = captured_model(model, call, config.precision, loss_fn)
+    captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
     found = search_plan(
         captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
     )
@@ -215,7 +217,7 @@ def _captured_for(
     plan: Plan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
 ) -> tuple[CapturedModel, Call]:
     try:
-        return captured_model(model, call, plan.config.precision, loss_fn)
+        return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches)
     except CaptureError as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
         raise PlanMismatchError(
@@ -225,21 +227,30 @@ def _captured_for(
 
 
 def captured_model(
-    model: nn.Module, call: Call, precision: str, loss_fn: Callable[..., Any] | None = None
+    model: nn.Module,
+    call: Call,
+    precision: str,
+    loss_fn: Callable[..., Any] | None = None,
+    microbatches: int = 1,
 ) -> tuple[CapturedModel, Call]:
-    """The model's graph in a precision, and the call with what it was seen to return."""
+    """The graph of a micro-batch in a precision, and the call (of the global batch) with what it was seen to return."""
     from autopar.capture import capture
+    from autopar.passes.accumulate_gradients import accumulate_gradients
 
     dtype = DTYPES[precision]
-    captured_call = call
+    whole_call = call
     if not has_dtype(model, dtype):
-        model, captured_call = meta_twin(model).to(dtype), call.in_dtype(dtype)
+        model, whole_call = meta_twin(model).to(dtype), call.in_dtype(dtype)
+    captured_call = whole_call.microbatch(microbatches)
     bare = [loss_fn is not None]
     watch = model.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
     try:
         captured = capture(model, captured_call.args, captured_call.kwargs, loss_fn=loss_fn)
     finally:
         watch.remove()
+    captured = accumulate_gradients(
+        captured, microbatches, lambda: capture(model, whole_call.args, whole_call.kwargs, loss_fn=loss_fn)
+    )
     return captured, replace(call, bare=bare[-1])
 
 

@@ -52,6 +52,21 @@ class Call:
             lambda t: torch.empty((num_samples, *t.shape[1:]) if t.dim() else (), dtype=t.dtype, device="meta")
         )
 
+    def microbatch(self, count: int) -> "Call":
+        """One of `count` equal parts of the batch.
+
+        Raises:
+            BatchError: if the tensors have no batch in common, or `count` does not divide it.
+        """
+        batch = self.batch()
+        if count < 1 or (count > 1 and (batch is None or batch % count)):
+            size = "the inputs have no batch in common" if batch is None else f"the global batch has {batch} samples"
+            fits = [str(n) for n in range(1, (batch or 1) + 1) if not (batch or 1) % n]
+            raise BatchError(
+                f"{count} micro-batches were asked, but {size}; choose one of {', '.join(fits[:8])} micro-batches"
+            )
+        return self if count == 1 or batch is None else self.with_batch(batch // count)
+
     def in_dtype(self, dtype: torch.dtype) -> "Call":
         """The same call with floating tensors in `dtype`."""
         return self.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -33,6 +33,7 @@ Set = Annotated[
 ]
 Mesh = Annotated[str | None, typer.Option(help="ranks along each axis: 2x2, 8 or data=2,model=2")]
 Batch = Annotated[int | None, typer.Option("--global-batch", help="samples a step over all devices")]
+Microbatches = Annotated[int, typer.Option(help="parts of the global batch whose gradients add up")]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
@@ -51,6 +52,7 @@ def plan(
     cluster: Cluster,
     mesh: Mesh = None,
     global_batch: Batch = None,
+    microbatches: Microbatches = 1,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -80,6 +82,7 @@ def plan(
             device="meta",
             cluster=cluster,
             mesh=mesh,
+            microbatches=microbatches,
             optimizer=optimizer,
             memory_gb=memory_gb,
             baseline=baseline,
@@ -109,6 +112,7 @@ def export(
     cluster: Annotated[str | None, typer.Option(help="for a model: as for autopar plan")] = None,
     mesh: Mesh = None,
     global_batch: Batch = None,
+    microbatches: Microbatches = 1,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -133,6 +137,7 @@ def export(
                 device="cpu",
                 cluster=cluster,
                 mesh=mesh,
+                microbatches=microbatches,
                 optimizer=optimizer,
                 memory_gb=memory_gb,
                 baseline=baseline,
@@ -163,6 +168,9 @@ def verify(
     random: Annotated[int, typer.Option(help="this many random valid plans")] = 0,
     seed: Annotated[int, typer.Option(help="of random plans")] = 0,
     global_batch: Batch = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="parts of the global batch whose gradients add up; by default the plan's, or 1")
+    ] = None,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="fp64, fp32 or bf16")] = "fp64",
     set_: Set = None,
@@ -180,6 +188,7 @@ def verify(
         num_random=random,
         seed=seed,
         batch=global_batch,
+        microbatches=microbatches,
         seq=seq,
         precision=precision,
         overrides=overrides(set_),

@@ -1,7 +1,8 @@
 """What was captured: a normalised forward graph, and what each of its placeholders is.
 
 The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
-this order), its output is `(loss, *mutated_buffers)`. Every node carries
+this order), its output is `(loss, *mutated_buffers)` and, in a micro-batch's graph, perhaps the
+count of labels (`Accumulation`). Every node carries
 
     node.meta["val"]            torch.Tensor on the meta device (or a tuple of them): global shape and dtype
     node.meta["requires_grad"]  bool: a trainable parameter is upstream and the dtype is floating
@@ -54,9 +55,26 @@ class InputSpec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """How the micro-batches of a step make its loss and gradients: `scale · sum over micro-batches of weight · loss`.
+
+    scale is 1 or, where the loss is a mean over labels that count, `rows / sum of count`, count being the last output.
+    """
+
+    microbatches: int
+    weight: float
+    count: str | None = None
+    rows: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel:
-    """A model's forward pass and loss as one functional graph, at its global batch shapes."""
+    """A model's forward pass and loss as one functional graph, at its global batch shapes.
+
+    accumulation: None where a step is one batch; else the graph is that of one of its micro-batches
+    (`passes.accumulate_gradients`).
+    """
 
     name: str
     graph: fx.Graph
@@ -65,6 +83,18 @@ class CapturedModel:
     inputs: tuple[InputSpec, ...]
     loss: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    accumulation: Accumulation | None = None
+
+    @property
+    def microbatches(self) -> int:
+        return 1 if self.accumulation is None else self.accumulation.microbatches
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the output's values after the loss: new values of buffers, the count of labels."""
+        mutated = tuple(b.mutated_by for b in self.buffers if b.mutated_by is not None)
+        count = self.accumulation.count if self.accumulation is not None else None
+        return mutated if count is None else (*mutated, count)
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:

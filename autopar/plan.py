@@ -19,9 +19,12 @@ VERSION = 2
 
 ROUNDING = 1e-9
 
-LIFETIMES = ("always", "use", "microbatch")
-"""How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is gathered again
-for backward (ZeRO-3), or it is kept from forward to backward."""
+LIFETIMES = ("always", "step", "microbatch", "use")
+"""How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is kept for all
+micro-batches of a step (ZeRO-1, -2), from forward to backward, or it is gathered again for backward (ZeRO-3)."""
+
+ONCE_A_STEP = ("always", "step")
+"""Lifetimes whose collectives, gradients' included, are paid once a step; others are paid once a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Plan:
     choices: for every call node, the name of its rule's choice on each mesh axis (`autopar.rules.rule.Choice.name`).
     layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.
     lifetimes: for every parameter, one of `LIFETIMES`.
+    microbatches: in how many equal parts a step runs the global batch; shapes and choices are those of one part.
     routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts
         from the producer's to a wanted one, one step between neighbours.
     recompute: ops that backward runs again instead of keeping what they made.
@@ -90,6 +94,7 @@ class Plan:
     routes: Mapping[str, tuple[tuple[Layout, ...], ...]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    microbatches: int = 1
     origin: str = "ilp"
     estimate: Estimate = field(default_factory=Estimate)
 
@@ -100,6 +105,11 @@ class Plan:
                 f"this plan was made for {self.model} (fingerprint {self.fingerprint}), the model at hand is "
                 f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
                 "precision; plan again for this model"
+            )
+        if captured.microbatches != self.microbatches:
+            raise PlanMismatchError(
+                f"this plan runs {self.microbatches} micro-batches a step, the graph at hand is that of one of "
+                f"{captured.microbatches}; capture the model for the plan's micro-batches or plan again"
             )
 
     def with_estimate(self, estimate: Estimate) -> "Plan":
@@ -116,6 +126,7 @@ class Plan:
             "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
             "cluster": self.cluster,
             "config": asdict(self.config),
+            "microbatches": self.microbatches,
             "origin": self.origin,
             "choices": {name: tables.index(",".join(choice)) for name, choice in self.choices.items()},
             "layouts": {name: tables.index(str(layout)) for name, layout in self.layouts.items()},
@@ -173,6 +184,7 @@ def plan_from_json(text: str) -> Plan:
         mesh=Mesh(shape=tuple(body["mesh"]["shape"]), names=tuple(body["mesh"]["names"])),
         cluster=body["cluster"],
         config=TrainConfig(**body["config"]),
+        microbatches=body.get("microbatches", 1),
         origin=body["origin"],
         choices={name: tuple(table[i].split(",")) for name, i in body["choices"].items()},
         layouts={name: parse_layout(table[i]) for name, i in body["layouts"].items()},

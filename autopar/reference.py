@@ -16,6 +16,8 @@ def run_captured(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the new value of every mutated buffer; all mappings are by placeholder.
 
+    Of a micro-batch's graph with a count of labels, that count is the value under its node's name.
+
     Differentiable: gradients of the loss reach the tensors given as parameters. Constants follow the device of the
     inputs (of the parameters, if there are no inputs).
     """
@@ -26,7 +28,9 @@ def run_captured(
     module = fx.GraphModule(nn.Module(), captured.graph)
     outputs: tuple[Any, ...] = module(*(values[name] for name in placeholders))
     mutated = [buffer.placeholder for buffer in captured.buffers if buffer.mutated_by]
-    return outputs[0], dict(zip(mutated, outputs[1:], strict=True))
+    accumulation = captured.accumulation
+    counted = [accumulation.count] if accumulation is not None and accumulation.count is not None else []
+    return outputs[0], dict(zip((*mutated, *counted), outputs[1:], strict=True))
 
 
 def parameters_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:

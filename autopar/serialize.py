@@ -58,6 +58,7 @@ def dump(captured: CapturedModel) -> bytes:
         "buffers": captured.buffers,
         "inputs": captured.inputs,
         "loss": captured.loss,
+        "accumulation": captured.accumulation,
     }
     buffer = io.BytesIO()
     torch.save(dict(captured.constants), buffer)

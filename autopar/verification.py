@@ -22,8 +22,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import RankError
-from autopar.graph import CapturedModel
+from autopar.graph import Accumulation, CapturedModel
 from autopar.ops.random import Draws, use_draws
+from autopar.passes.accumulate_gradients import has_batch_statistics
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import Sent, predicted_messages
 from autopar.placement import local_ranges
@@ -66,11 +67,13 @@ def verify_plans(
     inputs: Mapping[str, Tensor],
     plans: Mapping[str, Plan],
     *,
+    reference: CapturedModel | None = None,
     timeout_seconds: float = 120.0,
 ) -> Iterator[Check]:
     """Checks of `plans` (label -> plan, all on meshes of one size), in order, as they are made.
 
-    values: parameters and buffers by placeholder; inputs: by placeholder, the global batch.
+    values: parameters and buffers by placeholder; inputs: by placeholder, the global batch. reference: the graph of the
+    global batch, if `captured` is that of a micro-batch.
 
     Raises:
         RankError: if a process dies or a plan takes longer than `timeout_seconds`.
@@ -80,6 +83,7 @@ def verify_plans(
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         folder = Path(name)
         (folder / "captured").write_bytes(dump(captured))
+        (folder / "reference").write_bytes(dump(captured if reference is None else reference))
         torch.save({"values": dict(values), "inputs": dict(inputs)}, folder / "tensors.pt")
         (folder / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
         world = sizes.pop()
@@ -154,7 +158,10 @@ def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
     tensors = torch.load(folder / "tensors.pt", weights_only=True, mmap=True)
     texts = pickle.loads((folder / "plans").read_bytes())
     if rank == 0:
-        loss, gradients = reference_gradients(captured, tensors["values"], tensors["inputs"], run_captured)
+        whole = load((folder / "reference").read_bytes())
+        mixed = captured.microbatches > 1 and has_batch_statistics(captured)
+        of = captured if mixed else whole
+        loss, gradients = reference_gradients(of, tensors["values"], tensors["inputs"], run_captured)
         torch.save({"loss": loss, "gradients": gradients}, folder / "reference.pt")
     dist.barrier()
     reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
@@ -175,20 +182,38 @@ def reference_gradients(
     inputs: Mapping[str, Tensor],
     run: Callable[..., tuple[Tensor, Any]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and the gradient of every trainable parameter (by placeholder) on one process."""
+    """Loss and the gradient of every trainable parameter (by placeholder) on one process.
+
+    Of a micro-batch's graph: of the step, its micro-batches one after the other.
+    """
     trainable = {p.placeholder for p in captured.parameters if p.trainable}
     parameters = {p.placeholder: values[p.placeholder].detach().clone() for p in captured.parameters}
     for name in trainable:
         parameters[name].requires_grad_()
     buffers = {b.placeholder: values[b.placeholder].clone() for b in captured.buffers}
-    with use_draws(DRAWS):
-        loss, _ = run(captured, parameters, buffers, dict(inputs))
+    accumulation = captured.accumulation or Accumulation(microbatches=1, weight=1.0)
+    losses, counts = [], []
+    for part in _parts(inputs, accumulation.microbatches):
+        with use_draws(DRAWS):
+            loss, results = run(captured, parameters, buffers, part)
+        losses.append(loss)
+        counts += [] if accumulation.count is None else [results[accumulation.count]]
+        buffers.update({name: value for name, value in results.items() if name in buffers})
+    from autopar.runtime.accumulate import total_loss
+
+    loss = losses[0] if captured.accumulation is None else total_loss(accumulation, losses, counts)
     torch.autograd.backward(loss)
     gradients = {
         name: torch.zeros_like(parameters[name]) if (grad := parameters[name].grad) is None else grad
         for name in sorted(trainable)
     }
     return loss.detach(), gradients
+
+
+def _parts(inputs: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
+    pieces = {name: value.chunk(count) if value.dim() else (value,) * count for name, value in inputs.items()}
+    for i in range(count):
+        yield {name: values[i] for name, values in pieces.items()}
 
 
 def _check(
@@ -200,14 +225,13 @@ def _check(
     local = insert_collectives(captured, plan)
     module = DistributedModule(local, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
     with count_messages(module) as counted:
-        loss = module.run(tensors["inputs"])
-        torch.autograd.backward(loss)
+        loss = module.step(tensors["inputs"])
     error, worst = _gradient_error(captured, plan, module, reference["gradients"])
     whole = reference["loss"]
     return Check(
         plan=label,
-        loss=float(loss.detach()),
-        loss_error=float((loss.detach() - whole).abs() / whole.abs().clamp_min(1e-30)),
+        loss=float(loss),
+        loss_error=float((loss - whole).abs() / whole.abs().clamp_min(1e-30)),
         gradient_error=error,
         worst_gradient=worst,
         predicted=predicted_messages(local),

@@ -36,6 +36,7 @@ class Request:
     num_random: int = 0
     seed: int = 0
     batch: int | None = None
+    microbatches: int | None = None
     seq: int | None = None
     precision: str = "fp64"
     overrides: dict[str, str] | None = None
@@ -60,26 +61,37 @@ def run(request: Request, console: Console) -> dict[str, Any]:
         device="cpu",
     )
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
-    captured, _ = captured_model(loaded.model, call, request.precision)
-    captured = promote_casts(captured) if request.precision == "fp64" else captured
+    captured = _captured(request, loaded.model, call, request.microbatches or 1)
+    reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
     plans = dict(_plans(request, captured, mesh, saved, loaded.model, console))
     values = values_of(captured, loaded.model)
     inputs = bind_inputs(captured.inputs, call.args, call.kwargs)
     checks = []
     if plans:
         console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
-    for check in verify_plans(captured, values, inputs, plans):
+    for check in verify_plans(captured, values, inputs, plans, reference=reference):
         checks.append(check)
         _print_row(check, request.precision, console)
     return _result(request, mesh, checks, console)
+
+
+def _captured(request: Request, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
+    captured, _ = captured_model(model, call, request.precision, microbatches=microbatches)
+    return promote_casts(captured) if request.precision == "fp64" else captured
 
 
 def _as_planned(request: Request, saved: ModelPlan) -> Request:
     """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
     source = saved.source or {}
     batch = saved.call.batch() if saved.call is not None else None
+    if request.microbatches not in (None, saved.microbatches):
+        raise ArgumentError(
+            f"the plan runs {saved.microbatches} micro-batches a step, --microbatches says {request.microbatches}; "
+            "leave --microbatches out or plan again"
+        )
     return replace(
         request,
+        microbatches=saved.microbatches,
         batch=request.batch or source.get("batch") or batch,
         seq=request.seq or source.get("seq"),
         overrides={**source.get("overrides", {}), **(request.overrides or {})},

@@ -87,7 +87,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The loss, then the new value of each mutated buffer."""
+    """The loss, then the new value of each mutated buffer, then the count of labels if there is one."""
     values: Any = output_node(graph).args[0]
     return tuple(values)
 
@@ -113,7 +113,10 @@ def tidy(captured: CapturedModel) -> CapturedModel:
     output_node(graph).meta = {"val": values, "requires_grad": True, "module": ""}
     names = iter(node.name for node in mutated)
     buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
-    return replace(captured, constants=constants, buffers=buffers, loss=loss.name)
+    accumulation = captured.accumulation
+    if accumulation is not None and accumulation.count is not None:
+        accumulation = replace(accumulation, count=next(names))
+    return replace(captured, constants=constants, buffers=buffers, loss=loss.name, accumulation=accumulation)
 
 
 def verify(captured: CapturedModel) -> None:
@@ -142,6 +145,6 @@ def verify(captured: CapturedModel) -> None:
     if placeholders != expected:
         raise PassError(f"placeholders {placeholders} are not the specs' {expected}")
     found = [node.name for node in outputs(graph)]
-    named = [captured.loss, *(b.mutated_by for b in captured.buffers if b.mutated_by)]
+    named = [captured.loss, *captured.results]
     if found != named:
-        raise PassError(f"outputs {found} are not the loss and mutated buffers {named}")
+        raise PassError(f"outputs {found} are not the loss, mutated buffers and count {named}")

@@ -1,7 +1,8 @@
-"""What will a local graph send? Calls and payload bytes per (collective, axes), counted before anything runs.
+"""What will a step send? Calls and payload bytes per (collective, axes), counted before anything runs.
 
-Redistributions and bodies carry their messages. A parameter of lifetime `use` is gathered again once for every consumer
-that saves it for backward, views in between included, and for every call replayed in backward that reads it.
+Redistributions and bodies carry their messages, sent for every micro-batch, those of parameters that are prepared once
+a step only once. A parameter of lifetime `use` is gathered again once for every consumer that saves it for backward,
+views in between included, and for every call replayed in backward that reads it.
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.graph import LocalModel, operands, requires_grad
+from autopar.passes.hoist_parameters import hoisted_nodes
 from autopar.passes.recompute import is_replayed
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
@@ -18,16 +20,18 @@ Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 
 
 def predicted_messages(local: LocalModel) -> Sent:
-    """Everything that one forward and backward pass sends on each rank."""
+    """Everything that one step, forward and backward of all its micro-batches, sends on each rank."""
     sent: Sent = {}
     names = local.plan.mesh.names
+    once = hoisted_nodes(local.graph, local.plan.lifetimes)
     for node in local.graph.nodes:
         forward, backward = node.meta.get("messages", ((), ()))
+        times = 1 if node in once else local.plan.microbatches
         twice = (*forward, *_gathered_for(node)) if is_replayed(node) else ()
         for message in (*forward, *backward, *_gathered_again(node), *twice):
             key = (message.kind, tuple(names[a] for a in message.axes))
             calls, nbytes = sent.get(key, (0, 0))
-            sent[key] = (calls + 1, nbytes + message.nbytes)
+            sent[key] = (calls + times, nbytes + times * message.nbytes)
     return sent
 
 

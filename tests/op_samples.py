@@ -8,7 +8,7 @@ from op_sample import Input, Sample, X, aten
 
 from autopar.ops.attention import attention
 from autopar.ops.batch_norm import batch_norm
-from autopar.ops.cross_entropy import cross_entropy
+from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.ops.dropout import dropout
 
 
@@ -357,6 +357,10 @@ LOSSES = (
     _cross_entropy((4, 6, 11), 5, reduction="sum", label_smoothing=0.1),
     _cross_entropy((4, 6, 11), 5, reduction="mean", label_smoothing=0.1),
     _cross_entropy((4, 7, 12), 2, reduction="none"),
+    _cross_entropy((4, 6, 12), 5, reduction="mean", count=24),
+    Sample(
+        name="count_labels", target=count_labels, args=(X(0),), kwargs={"ignore_index": 3}, inputs=(_ids((4, 6), 5),)
+    ),
 )
 
 CREATION = (

@@ -17,12 +17,14 @@ from autopar.graph import CapturedModel
 from autopar.ops import collectives
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.passes.hoist_parameters import hoist_parameters
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
 from autopar.placement import local_ranges
-from autopar.plan import Plan
+from autopar.plan import ONCE_A_STEP, Plan
 from autopar.reference import run_captured
+from autopar.runtime.accumulate import Accumulator
 from tests.ranks_in_threads import run_in_threads
 
 FLOOR = 1e-6
@@ -75,34 +77,60 @@ def one_process(captured: CapturedModel, model: nn.Module, kwargs: Mapping[str, 
     )
 
 
-def errors_of(reference: Reference, plan: Plan, *, exact: bool = True) -> tuple[float, float, str]:
+def errors_of(
+    reference: Reference, plan: Plan, captured: CapturedModel | None = None, *, exact: bool = True
+) -> tuple[float, float, str]:
     """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers.
 
-    Without `exact`, less may be sent than predicted: kernels of a CPU that save copies of their own need no replay of
-    what they read.
+    captured: the graph of a micro-batch, if the plan is for that; the reference runs the whole batch. Without `exact`,
+    less may be sent than predicted: kernels of a CPU that save copies of their own need no replay of what they read.
     """
     if not plan.recompute:
-        plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
-    local = insert_collectives(reference.captured, plan)
-    graph = fx.GraphModule(nn.Module(), again_graph(local.graph))
-    whole = {**reference.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
+        kept = {n: "step" if v in ONCE_A_STEP else "microbatch" for n, v in plan.lifetimes.items()}
+        plan = replace(plan, lifetimes=kept)
+    local = insert_collectives(captured or reference.captured, plan)
+    accumulation = local.captured.accumulation
+    parts = plan.microbatches
+    written = again_graph(local.graph)
+    hoisted = hoist_parameters(written, plan.lifetimes)
+    graph = fx.GraphModule(nn.Module(), written)
+    whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
     floor = FLOOR * max(float(g.abs().max()) for g in gradients.values())
 
     def one_rank(rank: int) -> tuple[float, float, str]:
         coordinate = plan.mesh.coordinate(rank)
-        arguments = {}
-        for node in local.graph.nodes:
-            if node.op == "placeholder":
-                ranges = local_ranges(tuple(whole[node.name].shape), plan.layouts[node.name], plan.mesh, coordinate)
-                part = whole[node.name].detach()[tuple(slice(start, start + n) for start, n in ranges)].clone()
-                arguments[node.name] = part.requires_grad_(node.name in trainable)
-        with use_draws(Draws(seed=1, step=0, exact=True)), regathering():
-            loss, *mutated = graph(*arguments.values())
-        loss.backward()
-        for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
-            torch.testing.assert_close(value, reference.new_buffers[spec.placeholder])
+
+        def own(name: str, value: Tensor) -> Tensor:
+            ranges = local_ranges(tuple(value.shape), plan.layouts[name], plan.mesh, coordinate)
+            part = value.detach()[tuple(slice(start, start + n) for start, n in ranges)].clone()
+            return part.requires_grad_(name in trainable)
+
+        placeholders = [node.name for node in local.graph.nodes if node.op == "placeholder"]
+        arguments = {n: own(n, whole[n]) for n in placeholders if n not in reference.inputs}
+        batches = [
+            {n: own(n, value.chunk(parts)[i]) if value.dim() else value for n, value in reference.inputs.items()}
+            for i in range(parts)
+        ]
+        if accumulation is None:
+            with use_draws(Draws(seed=1, step=0, exact=True)), regathering():
+                loss, *mutated = graph(*({**arguments, **batches[0]}[n] for n in placeholders))
+            loss.backward()
+            for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
+                torch.testing.assert_close(value, reference.new_buffers[spec.placeholder])
+        else:
+
+            def run(body: fx.GraphModule, values: Any, inputs: Any) -> tuple[Tensor, Tensor | None]:
+                given = {**arguments, **values, **inputs}
+                with regathering():
+                    loss, *results = body(*(given[n.name] for n in body.graph.nodes if n.op == "placeholder"))
+                return loss, results[-1] if accumulation.count is not None else None
+
+            leaves = {p.placeholder: arguments[p.placeholder] for p in local.captured.parameters}
+            loss, found = Accumulator(hoisted, accumulation).step(leaves, batches, run)
+            for name, gradient in found:
+                arguments[name].grad = gradient
         worst, name = 0.0, ""
         for placeholder, gradient in gradients.items():
             ranges = local_ranges(tuple(gradient.shape), plan.layouts[placeholder], plan.mesh, coordinate)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan
@@ -75,23 +76,27 @@ def batch(seed: int, rows: int = BATCH) -> dict[str, Tensor]:
 
 
 @cache
-def captured(dropout: float = 0.0) -> CapturedModel:
-    return capture(words(dropout), (), batch(0))
+def captured(dropout: float = 0.0, microbatches: int = 1) -> CapturedModel:
+    """The graph of a (micro-)batch of `BATCH` samples."""
+    graph = capture(words(dropout), (), batch(0))
+    return accumulate_gradients(graph, microbatches, lambda: captured(dropout))
 
 
-def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0) -> Plan:
+def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0, microbatches: int = 1) -> Plan:
     """A random plan."""
-    return random_plan(captured(dropout), make_mesh(mesh_shape), random.Random(seed))
+    return random_plan(captured(dropout, microbatches), make_mesh(mesh_shape), random.Random(seed))
 
 
 def recomputed(plan: Plan, share: float) -> Plan:
     """The plan with that share of its ops and copies made again in backward."""
-    return random_recompute(plan, captured(), random.Random(share), share=share)
+    return random_recompute(plan, captured(microbatches=plan.microbatches), random.Random(share), share=share)
 
 
-def data_parallel(mesh_shape: tuple[int, ...], stored: str = "split", lifetime: str = "use") -> Plan:
+def data_parallel(
+    mesh_shape: tuple[int, ...], stored: str = "split", lifetime: str = "use", microbatches: int = 1
+) -> Plan:
     """Batch split over all axes; parameters split over all axes too (ZeRO-3) where they can be, or whole (DDP)."""
-    plan = some_plan(mesh_shape, 0)
+    plan = some_plan(mesh_shape, 0, microbatches=microbatches)
     axes = range(len(mesh_shape))
     layouts = dict(plan.layouts)
     choices = {}
@@ -103,18 +108,18 @@ def data_parallel(mesh_shape: tuple[int, ...], stored: str = "split", lifetime: 
     for spec in captured().inputs:
         layouts[spec.placeholder] = Layout(tuple(Shard(0) for _ in axes))
     for name in plan.choices:
-        choices[name] = tuple(batch_choice(name) for _ in axes)
+        choices[name] = tuple(batch_choice(name, microbatches) for _ in axes)
     lifetimes = {name: lifetime if isinstance(layouts[name].axes[0], Shard) else "always" for name in plan.lifetimes}
     return replace(plan, choices=choices, layouts=layouts, lifetimes=lifetimes)
 
 
 @cache
-def batch_choice(name: str) -> str:
+def batch_choice(name: str, microbatches: int = 1) -> str:
     """The choice of a node that splits its batch factor: the one under which a result has fewer rows."""
     from autopar.rules.registry import rule_of
     from autopar.rules.rule import choices
 
-    node = captured().nodes[name]
+    node = captured(microbatches=microbatches).nodes[name]
     rule = rule_of(node)
     for choice in choices(rule):
         factor = rule.factors.get(choice.name)
@@ -125,7 +130,7 @@ def batch_choice(name: str) -> str:
 
 def distributed(plan: Plan, dropout: float = 0.0, **keywords: Any) -> DistributedModule:
     model = words(dropout)
-    graph = captured(dropout)
+    graph = captured(dropout, plan.microbatches)
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
     return DistributedModule(insert_collectives(graph, plan), values, **keywords)
 

@@ -56,6 +56,7 @@ def specs(local: LocalModel) -> dict[str, Any]:
         "buffers": [_plain(asdict(spec)) for spec in captured.buffers],
         "inputs": [_plain(asdict(spec)) for spec in captured.inputs],
         "constants": list(captured.constants),
+        "accumulation": asdict(captured.accumulation) if captured.accumulation is not None else None,
         "axes": sorted(flattened_axes(local.graph, local.plan.mesh)),
     }
 

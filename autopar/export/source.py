@@ -2,7 +2,7 @@
 
 What runs is exactly the graph: same calls, same arguments, same order. `forward(w, *inputs)` takes the rank's
 parameters, buffers and constants by qualified name, the inputs as the plan lays them out, and returns
-`(loss, *new values of mutated buffers)`.
+`(loss, *new values of mutated buffers)` and, of micro-batches, perhaps the count of labels.
 """
 
 from collections.abc import Iterable, Sequence

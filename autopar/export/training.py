@@ -58,7 +58,6 @@ def main() -> None:
     optimizer = {optimizer}
     for step, batch in enumerate(batches(), start=1):
         loss = {call}
-        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
@@ -76,17 +75,27 @@ def training_script(local: LocalModel) -> str:
     plan, captured = local.plan, local.captured
     limits = index_limits(local)
     paths = [spec.path for spec in captured.inputs]
-    values = [_synthetic(spec.shape, spec.dtype, limits.get(spec.placeholder)) for spec in captured.inputs]
+    values = [
+        _synthetic(_whole(spec.shape, plan.microbatches), spec.dtype, limits.get(spec.placeholder))
+        for spec in captured.inputs
+    ]
     space = "\n" + " " * 12
     if all(path.isdigit() for path in paths):
         ordered = [value for _, value in sorted(zip(map(int, paths), values, strict=True))]
-        batch, call = "(" + "".join(f"{space}{value}," for value in ordered) + "\n        )", "module(*batch).loss"
+        batch, call, plain = (
+            "(" + "".join(f"{space}{value}," for value in ordered) + "\n        )",
+            "module(*batch).loss",
+            True,
+        )
     else:
         plain = all(path.isidentifier() for path in paths)
         keys = paths if plain else [spec.placeholder for spec in captured.inputs]
         rows = [f'{space}"{key}": {value},' for key, value in zip(keys, values, strict=True)]
         # Nested or mixed arguments are given by the names that forward in model.py has for them.
         batch, call = "{" + "".join(rows) + "\n        }", "module(**batch).loss" if plain else "module.run(batch)"
+    call += "\n        loss.backward()"
+    if plan.microbatches > 1:  # each runs backward before the next begins
+        call = "module.train_step(batch)" if plain else "module.step(batch)"
     return TEMPLATE.format(
         model=plan.model,
         mesh=plan.mesh,
@@ -95,6 +104,11 @@ def training_script(local: LocalModel) -> str:
         optimizer=OPTIMIZERS[plan.config.optimizer],
         call=call,
     )
+
+
+def _whole(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
+    """The shape of an input of all micro-batches."""
+    return (shape[0] * microbatches, *shape[1:]) if shape else shape
 
 
 def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, limit: int | None) -> str:

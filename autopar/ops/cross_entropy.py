@@ -18,19 +18,21 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    count: float | None = None,
     row_axes: Axis = (),
     class_axes: Axis = (),
     num_classes: int | None = None,
 ) -> Tensor:
     """`logits[..., C]`, `target[...]` (class indices) -> scalar (mean, sum) or `[...]` (none).
 
+    `count` is what a mean divides by, if not the number of labels that are not ignored.
     `row_axes` split the rows of a mean: the result is this rank's summand of the mean over all rows. `class_axes`
     (outermost split first) split `num_classes`: the result is the whole loss of these rows, on every rank.
     """
     if class_axes:
         assert num_classes is not None
         rows = _split_rows(logits, target, ignore_index, label_smoothing, class_axes, num_classes)
-    elif row_axes or reduction == "none":
+    elif row_axes or reduction == "none" or (reduction == "mean" and count is not None):
         rows = _rows(logits, target, ignore_index, label_smoothing)
     else:
         flat = logits.reshape(-1, logits.shape[-1])
@@ -45,10 +47,17 @@ def cross_entropy(
         return rows
     if reduction == "sum":
         return rows.sum()
-    count = (target != ignore_index).sum()
+    if count is not None:
+        return rows.sum() / count
+    counted = (target != ignore_index).sum()
     if row_axes:
-        count = all_reduce(count, axis=row_axes)
-    return rows.sum() / count
+        counted = all_reduce(counted, axis=row_axes)
+    return rows.sum() / counted
+
+
+def count_labels(target: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """How many labels are not ignored; a float, so that ranks may hold summands of it like of any other sum."""
+    return (target != ignore_index).sum(dtype=torch.float64)
 
 
 def _rows(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:

@@ -86,6 +86,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     limit = f" of {nbytes_text(memory)}" if memory else ""
     call = getattr(plan, "call", None)
     batch = f", global batch {call.batch()}" if call is not None and call.batch() else ""
+    batch += f" in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     lines = [
         f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}{batch}, {config.optimizer}, "
         f"{config.precision} [{plan.origin}]"

@@ -17,6 +17,14 @@ from autopar.graph import LocalModel, operands
 from autopar.placement import Shard
 from autopar.redistribution import Message
 
+GATHERED = {
+    "always": "",
+    "step": ", gathered once a step",
+    "microbatch": ", gathered and kept",
+    "use": ", gathered for use",
+}
+"""Lifetimes in words."""
+
 Words = Callable[[fx.Node, tuple[str, ...]], str]
 """A captured node and its choice on each axis, as a phrase."""
 
@@ -187,7 +195,7 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
         if isinstance(placement, Shard):
             split.setdefault(placement.dim, []).append(axis)
     lifetime = plan.lifetimes.get(placeholder, "always")
-    kept = {"always": "", "use": ", gathered for use", "microbatch": ", gathered and kept"}[lifetime]
+    kept = GATHERED[lifetime]
     moved = any(
         node.meta["step"].forward == "all_gather"
         for node in local.graph.nodes

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.graph import operands, requires_grad
-from autopar.ops.cross_entropy import cross_entropy
+from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.placement import INVARIANT, REPLICATE, Shard
 from autopar.redistribution import Message
 from autopar.rules.describe import dim_name, numel, statistics_size
@@ -28,6 +28,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
     num_classes = shape[-1]
     reduction = node.kwargs.get("reduction", "mean")
     smoothing = node.kwargs.get("label_smoothing", 0.0)
+    counts = reduction == "mean" and node.kwargs.get("count") is None
     rows: Dims = tuple(dim_name(d) if size > 1 else None for d, size in enumerate(shape[:-1]))
     summed = reduction != "none"
     factors = {n: Factor(size=shape[d], summed=summed, even=summed) for d, n in enumerate(rows) if n}
@@ -39,7 +40,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
 
     def localize(local: Local) -> Call:
         split: dict[str, Any] = {}
-        if reduction == "mean" and (axes := local.axes(*row_names)):
+        if counts and (axes := local.axes(*row_names)):
             split["row_axes"] = axes
         if local.axes("classes"):
             order = local.operands[0].axes_of(len(shape) - 1)
@@ -55,7 +56,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
             sent.append(Message(kind="all_reduce", axes=axes, nbytes=num_rows * statistics))
             sent.append(Message(kind="all_reduce", axes=axes, nbytes=sums * num_rows * statistics))
         axes = local.axis_indices(*row_names)
-        if reduction == "mean" and _ranks(local, axes) > 1:
+        if counts and _ranks(local, axes) > 1:
             sent.append(Message(kind="all_reduce", axes=axes, nbytes=COUNT_NBYTES))
         return tuple(sent), ()
 
@@ -82,4 +83,15 @@ def _ranks(local: Local, axes: tuple[int, ...]) -> int:
     return numel(tuple(local.mesh.shape[a] for a in axes))
 
 
-RULES: dict[Any, Callable[[fx.Node], Rule]] = {cross_entropy: _cross_entropy}
+def _count_labels(node: fx.Node) -> Rule:
+    """Labels are summed dims; a rank counts those of its rows."""
+    shape = tuple(operands(node)[0].meta["val"].shape)
+    names: Dims = tuple(dim_name(d) if size > 1 else None for d, size in enumerate(shape))
+    return Rule(
+        factors={n: Factor(size=shape[d], summed=True, even=True) for d, n in enumerate(names) if n},
+        operands=(names,),
+        results=((),),
+    )
+
+
+RULES: dict[Any, Callable[[fx.Node], Rule]] = {cross_entropy: _cross_entropy, count_labels: _count_labels}

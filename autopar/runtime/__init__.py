@@ -14,7 +14,7 @@ from autopar.ops.collectives import (
     place_slice,
     reduce_scatter,
 )
-from autopar.ops.cross_entropy import cross_entropy
+from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.ops.dropout import dropout
 from autopar.ops.embedding import embedding
 from autopar.ops.mean import mean
@@ -40,6 +40,7 @@ __all__ = [
     "batch_norm",
     "block",
     "check_optimizer",
+    "count_labels",
     "count_messages",
     "cross_entropy",
     "divide",

@@ -1,6 +1,6 @@
 """Which part of a batch is this rank's? Input layouts say; dims given whole are sliced, slices taken as they are."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,27 @@ if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
 
+def split_batch(module: "DistributedModule", inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The micro-batches of a step: inputs by placeholder cut along their first dim, which is whole or this rank's.
+
+    Raises:
+        BatchError: if the plan's number of micro-batches does not divide an input.
+    """
+    count = module.plan.microbatches
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for spec in module.local.captured.inputs:
+        value = inputs[spec.placeholder]
+        if value.dim() and value.shape[0] % count:
+            rows = spec.shape[0] * count
+            raise BatchError(
+                f"input {spec.path} has {value.shape[0]} samples, which {count} micro-batches do not divide; the "
+                f"plan is for a global batch of {rows} samples"
+            )
+        for part, piece in zip(parts, value.chunk(count) if value.dim() else [value] * count, strict=True):
+            part[spec.placeholder] = piece
+    return parts
+
+
 def local_input(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
     """This rank's part of an input as the graph wants it, on its device; dims of local size are taken as slices.
 
@@ -27,34 +48,48 @@ def local_input(module: "DistributedModule", spec: InputSpec, value: Tensor) -> 
     ranges = local_ranges(spec.shape, layout, mesh, mesh.coordinate(module.groups.rank))
     allowed = [(whole, mine, true) for whole, mine, (_, true) in zip(spec.shape, padded, ranges, strict=True)]
     if value.dim() != len(spec.shape) or any(n not in sizes for n, sizes in zip(value.shape, allowed, strict=True)):
+        count = module.plan.microbatches
+        part, size = (f" in each of {count} parts", "micro-batch") if count > 1 else ("", "global batch")
         raise BatchError(
-            f"input {spec.path} has shape {tuple(value.shape)}; the plan is for the global batch {spec.shape}, of "
+            f"input {spec.path} has shape {tuple(value.shape)}{part}; the plan is for the {size} {spec.shape}, of "
             f"which each rank takes {padded}; give one of the two (drop_last=True for a short last batch) or plan again"
         )
-    part = value
+    own = value
     for dim, (start, length) in enumerate(ranges):
         if value.shape[dim] == spec.shape[dim]:
-            part = part.narrow(dim, start, length)
-    part = part.to(device=module.device, dtype=spec.dtype)
-    if tuple(part.shape) == padded:
-        return part.contiguous()
-    out = part.new_zeros(padded)
-    out[tuple(slice(n) for n in part.shape)] = part
+            own = own.narrow(dim, start, length)
+    own = own.to(device=module.device, dtype=spec.dtype)
+    if tuple(own.shape) == padded:
+        return own.contiguous()
+    out = own.new_zeros(padded)
+    out[tuple(slice(n) for n in own.shape)] = own
     return out
 
 
 def local_batch(module: "DistributedModule", batch: Any) -> Any:
-    """Slices of a global batch in the batch's own structure; what is no input of the model stays as it is."""
+    """Slices of a global batch in the batch's own structure; what is no input of the model stays as it is.
+
+    They follow each other as the micro-batches do.
+    """
     args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
     if isinstance(batch, Tensor):
         args, kwargs = (batch,), {}
     leaves, rebuild = flatten_inputs(args, kwargs)
     specs = {spec.path: spec for spec in module.local.captured.inputs}
-    taken = [local_input(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
+    taken = [_local_samples(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
     new_args, new_kwargs = rebuild(taken)
     if isinstance(batch, Tensor):
         return new_args[0]
     return type(batch)(new_args) if isinstance(batch, (tuple, list)) else {key: new_kwargs[key] for key in batch}
+
+
+def _local_samples(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
+    count = module.plan.microbatches
+    if count == 1 or not value.dim():
+        return local_input(module, spec, value)
+    if value.shape[0] % count:
+        raise BatchError(f"input {spec.path} has {value.shape[0]} samples, which {count} micro-batches do not divide")
+    return torch.cat([local_input(module, spec, part) for part in value.chunk(count)])
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
@@ -70,7 +105,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def __init__(self, dataset: Sized, module: "DistributedModule", *, shuffle: bool = True, seed: int = 0) -> None:
         self.num_samples = len(dataset)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.batch, self.start, self.length = _rows(module)
+        microbatch, self.start, self.length = _rows(module)
+        self.batch, self.microbatch = microbatch * module.plan.microbatches, microbatch
         if self.num_samples < self.batch:
             raise BatchError(
                 f"the dataset has {self.num_samples} samples, fewer than the planned global batch of {self.batch}; "
@@ -90,11 +126,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator).tolist()
         for first in range(0, len(self) * self.batch, self.batch):
-            yield list(order[first + self.start : first + self.start + self.length])
+            starts = range(first + self.start, first + self.batch, self.microbatch)
+            yield [index for start in starts for index in order[start : start + self.length]]
 
 
 def _rows(module: "DistributedModule") -> tuple[int, int, int]:
-    """Global batch size, and start and number of this rank's rows."""
+    """Size of a micro-batch, and start and number of this rank's rows of it."""
     mesh, found = module.plan.mesh, {}
     for spec in module.local.captured.inputs:
         if spec.shape:

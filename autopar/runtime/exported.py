@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.passes.recompute import wrapped
 from autopar.placement import Layout, local_shape
 from autopar.plan import Plan, load_plan
 from autopar.runtime.evaluation import evaluation_graph
@@ -78,12 +79,21 @@ class ExportedModule(DistributedModule):
     """A distributed module whose graph is one call of exported code."""
 
     @cached_property
+    def _training_graph(self) -> fx.GraphModule:
+        # What runs once a step is inside the call too.
+        graph = self.local.graph if self.local.captured.accumulation is None else self._traced(keep_again=True)
+        return fx.GraphModule(nn.Module(), graph)
+
+    @cached_property
     def _evaluation_graph(self) -> fx.GraphModule:
         # Dropout and batch statistics are inside the call: trace it to take them out.
+        return fx.GraphModule(nn.Module(), evaluation_graph(self._traced(keep_again=False)))
+
+    def _traced(self, keep_again: bool) -> fx.Graph:
         forward = next(
             n.target for n in self.local.graph.nodes if n.target is not operator.getitem and n.op == "call_function"
         )
-        return fx.GraphModule(nn.Module(), evaluation_graph(trace_exported(forward, self.local)))
+        return trace_exported(forward, self.local, keep_again)
 
 
 class _Values(Mapping[str, Tensor]):
@@ -153,6 +163,7 @@ def captured_from(
         inputs=inputs,
         loss=specs["loss"],
         constants=constants,
+        accumulation=Accumulation(**held) if (held := specs.get("accumulation")) is not None else None,
     )
 
 
@@ -169,13 +180,13 @@ def call_graph(
         node.meta.update({"layouts": (layout,), "global": (shape,)})
         nodes.append(node)
     call = graph.call_function(Adapter(forward, captured), tuple(nodes), {"axes": axes})
-    num_results = 1 + sum(buffer.mutated_by is not None for buffer in captured.buffers)
+    num_results = 1 + len(captured.results)
     graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(num_results)))
     return graph
 
 
-def trace_exported(forward: Any, local: LocalModel) -> fx.Graph:
-    """The calls that exported code makes, autopar's functions as single calls."""
+def trace_exported(forward: Any, local: LocalModel, keep_again: bool) -> fx.Graph:
+    """The calls that exported code makes, autopar's functions as single calls; `keep_again`: with their replays."""
     code = forward.forward.__globals__
     ours = {k: v for k, v in code.items() if callable(v) and getattr(v, "__module__", "").startswith("autopar.ops")}
     names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
@@ -187,9 +198,17 @@ def trace_exported(forward: Any, local: LocalModel) -> fx.Graph:
     def leaf(function: Any) -> Any:
         return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
 
-    code.update({name: leaf(function) for name, function in ours.items()})
+    leaves = {name: leaf(function) for name, function in ours.items()}
+    originals = {leaves[name]: function for name, function in ours.items()}
+
+    def again(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not keep_again:
+            return function(*args, **kwargs)
+        return leaf(wrapped(originals.get(function, function)))(*args, **kwargs)
+
+    code.update(leaves)
     if "again" in ours:
-        code["again"] = lambda function, *args, **kwargs: function(*args, **kwargs)
+        code["again"] = again
     try:
         results = forward(*proxies)
     finally:

@@ -2,7 +2,8 @@
 
 Parameters and state-dict keys are named as in the original model. A call takes the global batch, or this rank's slice
 of any of its dims; the loss it gives is that of the whole batch, the same on every rank, and `backward()` leaves on
-every parameter the gradient that one process would have computed on the global batch.
+every parameter the gradient that one process would have computed on the global batch. `train_step` does both, in the
+micro-batches of the plan.
 """
 
 import hashlib
@@ -18,16 +19,18 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
-from autopar.graph import BufferSpec, LocalModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, LocalModel, ParameterSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.passes.hoist_parameters import hoist_parameters
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
 from autopar.plan import Estimate, Plan
+from autopar.runtime.accumulate import Accumulator, total_loss
 from autopar.runtime.agreement import agree, shared_number
-from autopar.runtime.data import local_batch, local_input
+from autopar.runtime.data import local_batch, local_input, split_batch
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.groups import build_groups, flattened_axes
 from autopar.runtime.launch import device as own_device
@@ -92,10 +95,9 @@ class DistributedModule(nn.Module):
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() if seed is None else seed)
         self.uninitialized = {name for spec in empty for name in spec.names}
-        marked = any(node.kwargs.get("regather") or node.meta.get("again") for node in local.graph.nodes)
-        self._remakes = marked or bool(plan.recompute or plan.remade)
+        self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
+        self._accumulators: dict[bool, Accumulator] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
-        self._names = [node.name for node in local.graph.nodes if node.op == "placeholder"]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
@@ -115,42 +117,88 @@ class DistributedModule(nn.Module):
         return self.local.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
-        """The loss of the global batch, differentiable.
+        """The loss of the global batch, differentiable if the plan runs it in one piece.
 
         Arguments are those of the captured call; each dim of a tensor is whole or this rank's slice.
 
         Raises:
             BatchError: if a tensor is missing or has neither size.
-            ArgumentError: if a parameter was never given a value.
+            ArgumentError: if a parameter was never given a value, or gradients are wanted of several micro-batches.
         """
         loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs))
         return loss if self.bare else Output(loss)
 
+    def train_step(self, batch: Any) -> Tensor:
+        """Forward and backward of the global batch, in the plan's micro-batches; its loss, without a graph.
+
+        `batch` is a dict (keywords), a tuple (positions) or one tensor; gradients are added to those there are.
+
+        Raises:
+            BatchError, ArgumentError: as a call.
+        """
+        args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
+        if isinstance(batch, Tensor):
+            args, kwargs = (batch,), {}
+        return self.step(bind_inputs(self.local.captured.inputs, args, kwargs))
+
+    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """`train_step` for inputs by placeholder."""
+        accumulation = self.local.captured.accumulation
+        if accumulation is None:
+            loss = self.run(inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        self._check_initialized()
+        parts = split_batch(self, inputs)
+        with use_groups(self.groups):
+            loss, gradients = self._accumulator(accumulation).step(self.state.leaves, parts, self._call)
+            for placeholder, gradient in gradients:
+                self.state.add_gradient(placeholder, gradient)
+        return loss
+
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The loss for inputs by placeholder."""
+        accumulation = self.local.captured.accumulation
+        graph = self._training_graph if self.training else self._evaluation_graph
+        self._check_initialized()
+        if accumulation is None:
+            return self._call(graph, self.state.leaves, inputs)[0]
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
+                "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
+            )
+        results = [self._call(graph, self.state.leaves, part) for part in split_batch(self, inputs)]
+        return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
+
+    def _check_initialized(self) -> None:
         if self.uninitialized:
             some = ", ".join(sorted(self.uninitialized)[:3])
             raise ArgumentError(
                 f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
                 "meta device; call autopar.runtime.reset_parameters(module, model) or load a state dict first"
             )
-        arguments = self.state.arguments(self)
+
+    def _call(
+        self, graph: fx.GraphModule, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One (micro-)batch: its loss, and how many labels count if the graph says so."""
+        arguments = {**self.state.arguments(self), **parameters}
         for spec in self.local.captured.inputs:
             arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
-        graph = self._training_graph if self.training else self._evaluation_graph
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         with ExitStack() as stack:
             stack.enter_context(use_groups(self.groups))
             stack.enter_context(use_draws(Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)))
             if self._remakes and torch.is_grad_enabled():
                 stack.enter_context(regathering())
-            loss, *mutated = graph(*(arguments[name] for name in self._names))
+            loss, *results = graph(*(arguments[name] for name in names))
         if self.training:
             self.num_calls += 1
             with torch.no_grad():
-                for buffer, value in zip(self._mutated, mutated, strict=True):
+                for buffer, value in zip(self._mutated, results, strict=False):
                     self.get_buffer(buffer.names[0]).copy_(value)
-        result: Tensor = loss
-        return result
+        return loss, (results[-1] if len(results) > len(self._mutated) else None)
 
     def local_batch(self, batch: Any) -> Any:
         """This rank's slices of a global batch: a dict (keywords), a tuple (positions) or one tensor, as given.
@@ -167,6 +215,13 @@ class DistributedModule(nn.Module):
     @cached_property
     def _training_graph(self) -> fx.GraphModule:
         return fx.GraphModule(nn.Module(), again_graph(self.local.graph))
+
+    def _accumulator(self, accumulation: Accumulation) -> Accumulator:
+        if self.training not in self._accumulators:
+            graph = self._training_graph if self.training else self._evaluation_graph
+            hoisted = hoist_parameters(graph.graph, self.plan.lifetimes)
+            self._accumulators[self.training] = Accumulator(hoisted, accumulation)
+        return self._accumulators[self.training]
 
     @cached_property
     def _evaluation_graph(self) -> fx.GraphModule:

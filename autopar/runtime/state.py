@@ -32,6 +32,7 @@ class State:
         self.device = device
         self.leaves: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
+        self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
             name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
             for name, value in local.captured.constants.items()
@@ -95,17 +96,25 @@ class State:
 
     def _mover(self, spec: ParameterSpec) -> Callable[[Tensor], None]:
         def move(leaf: Tensor) -> None:
-            parameter, gradient = self.parameters[spec.placeholder], leaf.grad
+            gradient = leaf.grad
             leaf.grad = None
             assert gradient is not None
-            held = parameter.grad
-            if held is None:
-                parameter.grad = self.as_dtensor(spec, gradient)
-            else:
-                assert isinstance(held, DTensor)
-                local_tensor(held).add_(gradient)
+            self._add(spec, gradient)
 
         return move
+
+    def add_gradient(self, placeholder: str, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, in the layout it is stored in."""
+        self._add(self.specs[placeholder], gradient)
+
+    def _add(self, spec: ParameterSpec, gradient: Tensor) -> None:
+        parameter = self.parameters[spec.placeholder]
+        held = parameter.grad
+        if held is None:
+            parameter.grad = self.as_dtensor(spec, gradient)
+        else:
+            assert isinstance(held, DTensor)
+            local_tensor(held).add_(gradient)
 
     def arguments(self, root: nn.Module) -> dict[str, Tensor]:
         """What the graph's placeholders read, inputs excepted."""

@@ -81,7 +81,7 @@ def _restriction(name: str, program: Program, pricer: Pricer) -> Restriction:
     if name in ("ddp", "fsdp"):
         _check_batch(name, program, meaning, mesh, tuple(range(mesh.num_axes)))
         storage = _whole_storage if name == "ddp" else _sharded_storage(mesh, tuple(range(mesh.num_axes)))
-        return Restriction(choice=batch, storage=storage, lifetimes=("keep",) if name == "ddp" else ("use",))
+        return Restriction(choice=batch, storage=storage, lifetimes=("step", "keep") if name == "ddp" else ("use",))
     tensor = _megatron(meaning) if name == "megatron" else _ulysses(meaning)
     _check_parts(name, program, meaning, mesh.shape[last])
     _check_batch(name, program, meaning, mesh, tuple(range(last)))
@@ -91,7 +91,7 @@ def _restriction(name: str, program: Program, pricer: Pricer) -> Restriction:
 
     if name == "megatron":
         return Restriction(
-            choice=choice, storage=lambda t, s: _whole_storage(t, s, except_axis=last), lifetimes=("keep",)
+            choice=choice, storage=lambda t, s: _whole_storage(t, s, except_axis=last), lifetimes=("step", "keep")
         )
     return Restriction(choice=choice, storage=_sharded_storage(mesh, tuple(range(mesh.num_axes))), lifetimes=("use",))
 

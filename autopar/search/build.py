@@ -22,7 +22,7 @@ from autopar.search.journeys import SINK
 from autopar.search.lattice import Lattice, Lattices
 from autopar.search.moments import Moments
 from autopar.search.options import Option, Restriction, cluster_options
-from autopar.search.parameters import ParameterSpace, parameter_space
+from autopar.search.parameters import ParameterSpace, held, parameter_space
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, Tensor
 from autopar.search.reduce_moments import few_moments
@@ -108,7 +108,8 @@ class _Builder:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
         self.lattices = Lattices(pricer, {})
-        self.moments = Moments(num_ops=len(program.ops))
+        self.times = program.microbatches
+        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1)
         self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
         self.node_memory: list[tuple[int, Floats, Floats]] = []
         self.kept_memory: list[tuple[int, Floats, Floats, bool, tuple[int, ...]]] = []
@@ -133,7 +134,7 @@ class _Builder:
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = cluster_options(cluster, self.pricer, self.restriction.choice)
-        seconds = np.array([o.seconds for o in options]) * cluster.multiplicity
+        seconds = np.array([o.seconds for o in options]) * cluster.multiplicity * self.times
         node = self._node(cluster.root.name, seconds)
         assert node == number
         self.problem.options[node] = options
@@ -196,7 +197,7 @@ class _Builder:
         axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
         lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
         backward = tensor.requires_grad and any(r.in_backward for r in readers)
-        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * len(names)
+        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * len(names) * self.times
         group = self._group(names, node, given, readers, lattice, seconds)
         root = self.problem.clusters[node].members[member]
         keeps_given = root.has_backward and tensor.index in root.rule.saves_results
@@ -286,18 +287,12 @@ class _Builder:
             not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
             self.lattices,
             self.restriction,
+            self.times,
         )
-        count = len(names)
-        node = self._node(names[0], np.array(space.seconds) * count)
+        node = self._node(names[0], np.array(space.seconds) * len(names))
         self.problem.parameters[node] = (names, space)
-        always = np.full(self.moments.count, float(count))
-        gradient = self.moments.nothing()
-        for name in names:
-            last = [p for p, _ in self.program.readers[name] if self.program.ops[p].has_backward]
-            if tensor.requires_grad and last:
-                gradient[self.moments.gradient(max(last))] += 1
-        self._count(node, np.array(space.stored) + np.array(space.states), always)
-        self._count(node, space.stored, gradient)
+        for nbytes, coefficient in held(space, names, self.program, self.moments):
+            self._count(node, nbytes, coefficient)
         if readers:
             self._parameter_group(names, node, uses, space, readers)
 
@@ -363,7 +358,7 @@ class _Builder:
         )
         self.problem.travels.append((names, tuple(layouts), tuple(steps)))
         group = len(self.problem.groups) - 1
-        for lifetime in ("keep", "use"):
+        for lifetime in ("step", "keep", "use"):
             coefficient = self.moments.nothing()
             for name in names:
                 positions = [p for r in readers for p in r.positions[name]]
@@ -372,7 +367,7 @@ class _Builder:
                     coefficient[interval] += 1
             nbytes = np.zeros(len(arcs))
             for i, way in enumerate(space.ways):
-                nbytes[i] = way.copy if space.options[way.option][1] == lifetime else 0
+                nbytes[i] = way.copy + way.gradient if space.options[way.option][1] == lifetime else 0
             if nbytes.any():
                 self.arc_memory.append((group, nbytes, coefficient))
 

@@ -2,10 +2,11 @@
 
 Moments: the forward of each op in graph order, their backward in reverse, the optimizer's step. Live then are
     parameters, optimizer   storage of parameters and their optimizer state, always
-    gradients               in storage layout, from the first backward that makes one to the end
+    gradients               in storage layout, from the first backward that makes one to the end; with several
+                            micro-batches from the beginning, and in each layout in use if they are reduced once a step
     activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
                             backward (`search.replays`); views share storage
-    gathered                copies of parameters: kept to backward, or (lifetime `use`) only while an op reads them
+    gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads them
     working                 operands and results of the op that runs, if they are not saved; in backward gradients
                             and the same of ops that are run again
     inputs                  inputs, buffers and constants, with the layouts of them that are saved, always
@@ -21,7 +22,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
 from autopar.placement import Layout
-from autopar.plan import Estimate, Plan
+from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
 from autopar.search.journeys import Journey, make_journeys
 from autopar.search.moments import Moments
@@ -61,30 +62,32 @@ def _seconds(
     plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
 ) -> dict[str, float]:
     seconds = dict.fromkeys(KINDS, 0.0)
+    parts = plan.microbatches
 
-    def add(timed: Timed) -> None:
+    def add(timed: Timed, times: int = parts) -> None:
         for kind, duration in timed:
-            seconds[kind] += duration
+            seconds[kind] += duration * times
 
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])
-        seconds["forward"] += price.forward
-        seconds["backward"] += price.backward
+        seconds["forward"] += price.forward * parts
+        seconds["backward"] += price.backward * parts
         add(price.forward_sent)
         add(price.backward_sent)
         if op.position in replays.ops:
-            seconds["recompute"] += price.forward
+            seconds["recompute"] += price.forward * parts
             add(price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
         tensor = journeys[name].tensor
         add(pricer.step(step, tensor.shape, tensor.element_size)[0])
     for journey in journeys.values():
         tensor = journey.tensor
+        times = 1 if plan.lifetimes.get(tensor.name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
             forward, backward = pricer.step(step, tensor.shape, tensor.element_size)
-            add(forward)
+            add(forward, times)
             if target in journey.in_backward:
-                add(backward)
+                add(backward, times)
         if tensor.kind != "parameter":
             continue
         if tensor.requires_grad:
@@ -113,7 +116,7 @@ def _memory(
     plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
 ) -> dict[str, Floats]:
     """Bytes at every moment, by kind."""
-    moments = Moments(num_ops=len(program.ops))
+    moments = Moments(num_ops=len(program.ops), several=plan.microbatches > 1)
     live = {kind: moments.nothing() for kind in MEMORY_KINDS}
 
     def add(kind: str, nbytes: float, interval: slice) -> None:
@@ -175,7 +178,12 @@ def _add_parameter(
     readers = [p for p, _, _ in journey.wanted if p >= 0 and program.ops[p].has_backward]
     if tensor.requires_grad and readers:
         add("optimizer", pricer.state_nbytes(tensor, journey.source), moments.always())
-        add("gradients", stored, moments.gradient(max(readers)))
+        if moments.several and lifetime in ONCE_A_STEP:
+            add("gradients", stored, moments.update())
+            for layout in {v for p, _, v in journey.wanted if p >= 0 and program.ops[p].has_backward}:
+                add("gradients", pricer.local_nbytes(tensor, layout), moments.step())
+        else:
+            add("gradients", stored, moments.gradient(max(readers)))
     readings: dict[Layout, list[int]] = defaultdict(list)
     for position, _, layout in journey.wanted:
         if position >= 0 and journey.is_copied(layout):
@@ -183,5 +191,6 @@ def _add_parameter(
     for layout, positions in readings.items():
         uses = replays.uses.get((tensor.name, layout), [])
         nbytes = pricer.local_nbytes(tensor, layout)
-        for interval in moments.copies(lifetime, positions, uses):
+        held = "step" if moments.several and lifetime in ONCE_A_STEP else lifetime
+        for interval in moments.copies(held, positions, uses):
             add("gathered", nbytes, interval)

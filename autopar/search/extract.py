@@ -19,6 +19,7 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
     whole = Layout((REPLICATE,) * pricer.mesh.num_axes)
     layouts = {name: whole for name, tensor in program.tensors.items() if tensor.producer is None}
     lifetimes: dict[str, str] = {}
+    gathered: set[str] = set()
     for node, options in problem.options.items():
         option = options[int(solution.choice[node])]
         for positions in problem.clusters[node].instances:
@@ -40,8 +41,7 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
         if tensor.kind in ("input", "buffer", "constant"):
             continue
         if any(step.forward == "all_gather" for arc in used for step in steps[arc]):
-            gathered = {n for n in names if lifetimes.get(n) == "keep"}
-            lifetimes.update(dict.fromkeys(gathered, "microbatch"))
+            gathered.update(names)
         paths: dict[Layout, Path] = {}
         for walked in _walks(group.arc_source.tolist(), group.arc_target.tolist(), steps, used, start):
             if not walked:
@@ -60,10 +60,18 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
         config=config,
         choices=choices,
         layouts=layouts,
-        lifetimes={n: "always" if v == "keep" else v for n, v in lifetimes.items()},
+        lifetimes={n: _lifetime(v, n in gathered, program.microbatches) for n, v in lifetimes.items()},
         routes=routes,
+        microbatches=program.microbatches,
         origin=origin,
     )
+
+
+def _lifetime(chosen: str, gathered: bool, microbatches: int) -> str:
+    """What a parameter's option is called; `always` is paid once a step, so of several only what was chosen so."""
+    if gathered:
+        return {"keep": "microbatch"}.get(chosen, chosen)
+    return "always" if chosen == "step" or microbatches == 1 else "microbatch"
 
 
 def _walks(

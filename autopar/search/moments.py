@@ -1,6 +1,7 @@
 """At which moments of a step is something live? Forward of each op, backward of each in reverse, the optimizer.
 
-With n ops, op i runs forward at moment i and backward at moment 2n - 1 - i; the optimizer's step is moment 2n.
+With n ops, op i runs forward at moment i and backward at moment 2n - 1 - i; the optimizer's step is moment 2n. With
+several micro-batches these are the moments of the last one: gradients of those before are there from its beginning.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ class Moments:
     """Intervals as slices over the moments, ends included."""
 
     num_ops: int
+    several: bool = False
 
     @property
     def count(self) -> int:
@@ -43,10 +45,22 @@ class Moments:
 
     def gradient(self, last_reader: int) -> slice:
         """From the backward of a parameter's last reader, the first to run, to the end."""
+        if self.several:
+            return self.always()
         return slice(self.backward(last_reader), self.count)
 
+    def step(self) -> slice:
+        """All micro-batches, until gradients are reduced for the optimizer."""
+        return slice(0, self.count - 1)
+
+    def update(self) -> slice:
+        """The optimizer's step."""
+        return slice(self.count - 1, self.count)
+
     def copies(self, lifetime: str, readers: Iterable[int], savers: Iterable[int]) -> list[slice]:
-        """When a copy of a parameter is live: while each reader runs if it lives for a `use`, else throughout."""
+        """When a copy of a parameter is live: while a reader runs (`use`), the whole `step`, or until its backward."""
+        if lifetime == "step":
+            return [self.step()]
         readers, savers = sorted(set(readers)), sorted(set(savers))
         if lifetime == "use":
             moments = [self.forward(p) for p in readers] + [self.backward(p) for p in savers]

@@ -25,7 +25,7 @@ class Restriction:
 
     choice: Allowed = lambda op, axis, name: True
     storage: Callable[[Tensor, Layout], bool] = lambda tensor, layout: True
-    lifetimes: tuple[str, ...] = ("keep", "use")
+    lifetimes: tuple[str, ...] = ("step", "keep", "use")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,9 +1,10 @@
 """How may one kind of parameter be stored and brought to its uses? Its options and arcs, dominated ones left out.
 
-An option is (storage, lifetime): `keep`, the copy in use lives to its backward (`always` if nothing is gathered, else
-`microbatch`), or `use`, gathered again by every op that saves it. For each layout in use those options are kept that no
-other beats in seconds, persistent, kept and passing bytes at once. Copies for different uses of one tied parameter are
-priced as if each came from storage by itself, so that for these a plan may cost less than its graph says.
+An option is (storage, lifetime): `keep`, the copy in use lives to its backward; `use`, gathered again by every op that
+saves it; with several micro-batches also `step`, the copy and the sum of gradients live in the layout in use for the
+whole step and are paid for once (without, `keep` is that too). For each layout in use those options are kept that no
+other beats in seconds of a step, persistent, kept and passing bytes at once. Copies for different uses of one tied
+parameter are priced as if each came from storage by itself, so that for these a plan may cost less than its graph says.
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from autopar.placement import Layout
 from autopar.redistribution import Step
 from autopar.search.evaluate import regathered
 from autopar.search.lattice import Distances, Lattices, cheapest_ways
+from autopar.search.moments import Moments
 from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer, total
-from autopar.search.program import Tensor
+from autopar.search.program import Program, Tensor
 from autopar.search.storages import storages
 from autopar.search.strategy_graph import Floats
 
@@ -24,7 +26,7 @@ from autopar.search.strategy_graph import Floats
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Way:
     """From option to layout in use: seconds of one instance (once, and again for each op that saves the copy), bytes of
-    the copy (0 if none is made)."""
+    the copy (0 if none is made) and of a gradient in that layout (0 unless the lifetime is `step`)."""
 
     option: int
     use: Layout
@@ -32,6 +34,7 @@ class Way:
     seconds: float
     again: float
     copy: int
+    gradient: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,6 +57,7 @@ def parameter_space(
     regatherable: bool,
     lattices: Lattices,
     restriction: Restriction,
+    microbatches: int,
 ) -> ParameterSpace:
     """The options of a parameter used in `uses`; each copy is gathered again `savers` times if it lives for a use.
 
@@ -61,13 +65,16 @@ def parameter_space(
     `regatherable`: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
     """
     pricer = lattices.pricer
-    lifetimes = restriction.lifetimes if regatherable else ("keep",)
+    once = "step" if microbatches > 1 else "keep"
+    lifetimes = tuple(v for v in restriction.lifetimes if v != "step" or microbatches > 1)
+    lifetimes = lifetimes if regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
+    trained = in_backward and tensor.requires_grad
     stored = [
         s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
     ]
     axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
     lattice = lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, True)
-    back = lattice.backward if in_backward and tensor.requires_grad else np.zeros_like(lattice.backward)
+    back = lattice.backward if trained else np.zeros_like(lattice.backward)
     ways: list[tuple[tuple[Layout, str], Way]] = []
     numbers: dict[tuple[Layout, str], int] = {}
     updates = {s: pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored}
@@ -79,13 +86,13 @@ def parameter_space(
         for use in uses:
             found = []
             for storage in stored:
-                way = _way(tensor, storage, use, lifetime, distances, back, pricer)
+                way = _way(tensor, storage, use, lifetime, distances, back, pricer, microbatches, trained)
                 if way is not None:
                     found.append(((storage, lifetime), way))
-                elif "keep" not in lifetimes:
-                    way = _way(tensor, storage, use, "keep", distances, back, pricer)
+                elif once not in lifetimes:
+                    way = _way(tensor, storage, use, once, distances, back, pricer, microbatches, trained)
                     assert way is not None
-                    found.append(((storage, "keep"), way))
+                    found.append(((storage, once), way))
             ways += found
     kept: list[tuple[tuple[Layout, str], Way]] = []
     for use in uses:
@@ -96,8 +103,9 @@ def parameter_space(
                     updates[o[0]] + w.seconds + w.again * savers,
                     sizes[o[0]] + states[o[0]],
                     sizes[o[0]],
-                    w.copy if o[1] == "keep" else 0,
-                    w.copy,
+                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]],
+                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]] + (w.copy if o[1] == "keep" else 0),
+                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]] + w.copy,
                 )
                 for o, w in rows
             ]
@@ -115,10 +123,38 @@ def parameter_space(
         stored=tuple(sizes[s] for s, _ in numbers),
         states=tuple(states[s] for s, _ in numbers),
         ways=tuple(
-            Way(option=numbers[o], use=w.use, steps=w.steps, seconds=w.seconds, again=w.again, copy=w.copy)
+            Way(
+                option=numbers[o],
+                use=w.use,
+                steps=w.steps,
+                seconds=w.seconds,
+                again=w.again,
+                copy=w.copy,
+                gradient=w.gradient,
+            )
             for o, w in final
         ),
     )
+
+
+def held(
+    space: ParameterSpace, names: tuple[str, ...], program: Program, moments: Moments
+) -> list[tuple[Floats, Floats]]:
+    """Bytes that each option holds whatever the parameter's use, and at which moments: storage, state and gradients."""
+    always, gradient, reduced = moments.nothing(), moments.nothing(), moments.nothing()
+    always += len(names)
+    for name in names:
+        last = [p for p, _ in program.readers[name] if program.ops[p].has_backward]
+        if program.tensors[name].requires_grad and last:
+            gradient[moments.gradient(max(last))] += 1
+            reduced[moments.update()] += 1
+    stored = np.array(space.stored)
+    for_step = np.array([lifetime == "step" for _, lifetime in space.options], dtype=bool)
+    return [
+        (stored + np.array(space.states), always),
+        (np.where(for_step, 0, stored), gradient),
+        (np.where(for_step, stored, 0), reduced),
+    ]
 
 
 def _way(
@@ -129,6 +165,8 @@ def _way(
     distances: Distances,
     backward: Floats,
     pricer: Pricer,
+    microbatches: int,
+    trained: bool,
 ) -> Way | None:
     lattice = distances.lattice
     arcs = distances.path(lattice.number[storage], lattice.number[use])
@@ -138,14 +176,19 @@ def _way(
         return None
     again = 0.0
     if lifetime == "use":
-        again = sum(total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps)))
+        again = microbatches * sum(
+            total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps))
+        )
+    times = 1 if lifetime == "step" else microbatches
+    nbytes = pricer.local_nbytes(tensor, use)
     return Way(
         option=-1,
         use=use,
         steps=steps,
-        seconds=float(lattice.forward[arcs].sum() + backward[arcs].sum()) if arcs else 0.0,
+        seconds=float(lattice.forward[arcs].sum() + backward[arcs].sum()) * times if arcs else 0.0,
         again=again,
-        copy=pricer.local_nbytes(tensor, use) if any(s.forward for s in steps) else 0,
+        copy=nbytes if any(s.forward for s in steps) else 0,
+        gradient=nbytes if lifetime == "step" and trained else 0,
     )
 
 

@@ -61,7 +61,10 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """`readers[tensor]` are pairs (position of op, operand); `mutated` are the tensors that replace buffers."""
+    """`readers[tensor]` are pairs (position of op, operand).
+
+    mutated: what the graph returns beside the loss, whole on every rank: new values of buffers, the count of labels.
+    """
 
     captured: CapturedModel
     ops: tuple[Op, ...]
@@ -69,6 +72,11 @@ class Program:
     readers: Mapping[str, tuple[tuple[int, int], ...]]
     loss: str
     mutated: tuple[str, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """How often a step runs the graph."""
+        return self.captured.microbatches
 
     @cached_property
     def aliases(self) -> dict[str, tuple[int, int]]:
@@ -103,14 +111,13 @@ def make_program(captured: CapturedModel) -> Program:
                     tensors[result] = _tensor(captured.nodes[result], "op", op.position, index)
             for slot, name in enumerate(op.operands):
                 readers.setdefault(name, []).append((op.position, slot))
-    mutated = tuple(b.mutated_by for b in captured.buffers if b.mutated_by is not None)
     return Program(
         captured=captured,
         ops=tuple(ops),
         tensors=tensors,
         readers={name: tuple(readers.get(name, ())) for name in tensors},
         loss=captured.loss,
-        mutated=mutated,
+        mutated=captured.results,
     )
 
 

@@ -13,6 +13,8 @@ from autopar.search.program import Op, Program, Tensor, make_program
 from autopar.search.storages import input_layouts, orders, storages
 
 TRIES = 30
+GATHERED = ("use", "microbatch")
+"""Lifetimes of one batch; with several `step` is another."""
 
 
 def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config: TrainConfig | None = None) -> Plan:
@@ -28,7 +30,7 @@ def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config:
     for name, tensor in program.tensors.items():
         if tensor.kind == "parameter":
             placed[name] = _random_storage(tensor, _first_use(program, tensor, choices), mesh, rng)
-            lifetimes[name] = rng.choice(("use", "microbatch"))
+            lifetimes[name] = rng.choice((*GATHERED, "step") if captured.microbatches > 1 else GATHERED)
         elif tensor.kind == "input":
             placed[name] = rng.choice(input_layouts(tensor.shape, mesh))
         elif tensor.kind != "op":
@@ -42,6 +44,7 @@ def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config:
         choices=choices,
         layouts=placed,
         lifetimes=lifetimes,
+        microbatches=captured.microbatches,
         origin="random",
     )
 

@@ -1,6 +1,6 @@
 """What does a step cost at least, whatever the plan? All work split evenly over all ranks, and nothing sent.
 
-    sum over ops of roofline(flops / n, bytes / n), forward and backward
+    sum over micro-batches and ops of roofline(flops / n, bytes / n), forward and backward
     + sum over parameters of the optimizer's step over 1/n of the elements
 
 with n ranks (1 for ops without a rule, which run whole). A choice splits an op into at most n parts, and a rank's part
@@ -22,7 +22,7 @@ def work_bound(program: Program, pricer: Pricer) -> float:
     for op in program.ops:
         if op.signature not in cache:
             cache[op.signature] = _op_seconds(op, pricer)
-        total += cache[op.signature]
+        total += cache[op.signature] * program.microbatches
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
             elements = math.prod(tensor.shape) / pricer.mesh.size

@@ -61,7 +61,8 @@ class Search:
     def whole(self, worth: dict[Key, float]) -> Decider:
         """Every op and parameter whole on every rank."""
         pricer = self.neighbours.pricer
-        homes = Homes(pricer=pricer, ways=self.ways, worth=worth, priced=self._homes)
+        times = self.neighbours.program.microbatches
+        homes = Homes(pricer=pricer, ways=self.ways, worth=worth, priced=self._homes, microbatches=times)
         clusters = range(len(self.neighbours.clusters))
         joints = [(self.candidates.undivided(i),) * pricer.mesh.num_axes for i in clusters]
         options = [option for i in clusters if (option := self.candidates.option(i, joints[i])) is not None]

@@ -1,7 +1,8 @@
 """Where does a parameter live? On the part of the mesh at hand whole or sharded; gathered for each use, or kept.
 
-seconds   optimizer's step over the shard + the way to every layout in use + (lifetime `use`) gathering again for
-          each op that saves the copy
+seconds   of a micro-batch: an equal part of what is paid once a step, which is the optimizer's step
+          over the shard and (lifetime `step`) the way to every layout in use; else that way, and (`use`) gathering
+          again for each op that saves the copy
 bytes     shard and optimizer state always, the gradient from its making on, copies as long as they live;
           each worth what the ledger says (nothing where memory does not bind)
 """
@@ -43,6 +44,7 @@ class Homes:
     ways: Ways
     worth: Mapping[Key, float]
     priced: dict[object, Priced]
+    microbatches: int
     _made: dict[object, Home] = field(default_factory=dict)
     _best: dict[object, Home] = field(default_factory=dict)
 
@@ -59,11 +61,13 @@ class Homes:
         return found
 
     def home(self, travel: Travel, storage: Layout, wanted: tuple[Layout | None, ...]) -> Home:
-        """The better of both lifetimes of one storage."""
+        """The best of all lifetimes of one storage."""
         key = (travel.number, storage, wanted)
         found = self._made.get(key)
         if found is None:
-            homes = [self._with(travel, storage, wanted, "keep")]
+            homes = [self._with(travel, storage, wanted, "step" if self.microbatches > 1 else "keep")]
+            if self.worth and self.microbatches > 1:
+                homes.append(self._with(travel, storage, wanted, "keep"))
             if self.worth and travel.regatherable:
                 homes.append(self._with(travel, storage, wanted, "use"))
             found = self._made[key] = min(homes, key=lambda h: h.cost)
@@ -82,17 +86,21 @@ class Homes:
         trained = tensor.requires_grad
         uses = dict.fromkeys(w for w in wanted if w is not None)
         seconds = self.ways.seconds(storage, uses, tensor, travel.backward)
+        seconds = seconds / self.microbatches if lifetime == "step" else seconds
         if trained:
-            seconds += pricer.optimizer_seconds(tensor, storage)
+            seconds += pricer.optimizer_seconds(tensor, storage) / self.microbatches
         if lifetime == "use":
             for use, layout in zip(travel.uses, wanted, strict=True):
                 if layout is not None and use.savers:
                     seconds += use.savers * self.ways.fare(storage, layout, tensor).gathers
         stored = pricer.local_nbytes(tensor, storage)
+        copies = sum(pricer.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w))
+        if lifetime == "step" and trained and travel.backward:
+            copies += sum(pricer.local_nbytes(tensor, w) for w in uses)
         return seconds * len(travel.names), {
             "stored": stored + (pricer.state_nbytes(tensor, storage) if trained else 0),
-            "gradient": stored,
-            lifetime: sum(pricer.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w)),
+            "reduced" if lifetime == "step" else "gradient": stored,
+            lifetime: copies,
         }
 
     def _storages(

@@ -16,8 +16,9 @@ from autopar.search.recursion.neighbours import Neighbours, Travel
 from autopar.search.strategy_graph import Floats
 
 Key = tuple[str, int]
-"""(kind, number of the cluster or tensor). Kinds: kept, forward, backward of clusters; saved, stored, gradient, keep,
-use of tensors (the last two: copies of a parameter by their lifetime)."""
+"""(kind, number of the cluster or tensor). Kinds: kept, forward, backward of clusters; saved, stored, gradient,
+reduced, step, keep, use of tensors (reduced: gradients that are as stored for the optimizer's step only; the last
+three: copies of a parameter by their lifetime, those of a step with gradients)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +45,8 @@ class Ledger:
 
 def make_ledger(neighbours: Neighbours) -> Ledger:
     """The rows of a program."""
-    moments = Moments(num_ops=len(neighbours.program.ops))
+    program = neighbours.program
+    moments = Moments(num_ops=len(program.ops), several=program.microbatches > 1)
     rows: dict[Key, Floats] = {}
 
     def row(kind: str, number: int) -> Floats:
@@ -89,7 +91,7 @@ def _saved(row: Floats, travel: Travel, neighbours: Neighbours, moments: Moments
 def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, moments: Moments) -> None:
     ops = neighbours.program.ops
     number = travel.number
-    for kind in ("gradient", "keep", "use"):
+    for kind in ("gradient", "reduced", "step", "keep", "use"):
         rows[kind, number] = moments.nothing()
     for i in range(len(travel.names)):
         positions = [p for use in travel.uses for p in use.positions[i]]
@@ -97,6 +99,7 @@ def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, 
         last = [p for p in positions if ops[p].has_backward]
         if travel.tensor.requires_grad and last:
             rows["gradient", number][moments.gradient(max(last))] += 1
-        for lifetime in ("keep", "use"):
+            rows["reduced", number][moments.update()] += 1
+        for lifetime in ("step", "keep", "use"):
             for interval in moments.copies(lifetime, positions, savers) if positions else ():
                 rows[lifetime, number][interval] += 1

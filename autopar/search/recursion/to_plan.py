@@ -54,14 +54,17 @@ def plan_of(decider: Decider, program: Program) -> Plan:
         layouts=layouts,
         lifetimes=lifetimes,
         routes=routes,
+        microbatches=program.microbatches,
         origin=ORIGIN,
     )
 
 
 def _lifetime(decider: Decider, travel: Travel, paths: list[Path]) -> str:
+    lifetime = decider.decision.homes[travel.number].lifetime
+    once = lifetime == "step" or decider.neighbours.program.microbatches == 1
     if not any(step.forward == "all_gather" for path in paths for step in path):
-        return "always"
-    return "use" if decider.decision.homes[travel.number].lifetime == "use" else "microbatch"
+        return "always" if once else "microbatch"
+    return {"keep": "microbatch"}.get(lifetime, lifetime)
 
 
 def _is_usual(path: Path, given: Layout, wanted: Layout, travel: Travel, decider: Decider) -> bool:

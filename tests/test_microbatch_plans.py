@@ -1,0 +1,137 @@
+"""What a step of several micro-batches costs: what its graph sends, what ranks hold, and the search's own sum."""
+
+import math
+import random
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from torch import Tensor
+
+from autopar.capture import capture
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.placement import Shard, local_shape
+from autopar.plan import ONCE_A_STEP, TrainConfig
+from autopar.search.baselines import make_baseline
+from autopar.search.build import Problem, build
+from autopar.search.evaluate import evaluate, evaluate_program
+from autopar.search.extract import extract
+from autopar.search.ilp import solve
+from autopar.search.planner import make_plan
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program, make_program
+from autopar.search.random_plan import random_plan
+from tests.search_cases import machine
+from tests.test_search_evaluate import _sent_seconds
+from tests.zoo import zoo
+
+
+@lru_cache
+def captured_of(family: str, count: int, rows: int = 2) -> CapturedModel:
+    """A micro-batch of `rows` samples, one of `count`."""
+    model, kwargs = zoo(family, batch=rows * count)
+    small = {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), small), count, lambda: capture(model, (), kwargs))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "resnet"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_collectives_cost_what_the_step_sends(family: str, count: int) -> None:
+    captured = captured_of(family, count)
+    for seed, shape in enumerate([(4,), (2, 2)]):
+        plan = random_plan(captured, make_mesh(shape), random.Random(seed))
+        seconds = evaluate(plan, captured, machine()).seconds
+        sent = _sent_seconds(insert_collectives(captured, plan), plan.mesh)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            assert seconds[kind] == pytest.approx(sent.get(kind, 0.0), rel=1e-6, abs=1e-15), kind
+
+
+def problem_of(family: str, count: int, limit: float | None) -> tuple[Program, Pricer, Problem]:
+    program = make_program(captured_of(family, count))
+    pricer = Pricer(mesh=make_mesh((4,)), cluster=machine(), config=TrainConfig())
+    return program, pricer, build(program, pricer, limit=limit)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("squeeze", [None, 0.9])
+def test_the_search_prices_what_is_evaluated(family: str, squeeze: float | None) -> None:
+    """The solution's seconds are the plan's, its memory no less than the plan's, under binding limits too."""
+    program, pricer, problem = problem_of(family, 4, None)
+    free = extract(problem, solve(problem.graph, relative_gap=1e-4), pricer.cluster, pricer.config, "ilp")
+    peak = evaluate_program(free, program, pricer).peak_nbytes
+    if squeeze is not None:
+        _, _, problem = problem_of(family, 4, peak * squeeze)
+    solution = solve(problem.graph, relative_gap=1e-4)
+    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
+    estimate = evaluate_program(plan, program, pricer)
+    assert estimate.step_seconds == pytest.approx(solution.seconds, rel=1e-6)
+    if squeeze is not None:
+        assert estimate.peak_nbytes <= peak * squeeze * (1 + 1e-9)
+    assert plan.microbatches == 4
+    insert_collectives(program.captured, plan)
+
+
+def test_lifetimes_of_a_step_cost_once_and_of_a_use_every_time() -> None:
+    captured = captured_of("llama", 4)
+    plan = random_plan(captured, make_mesh((4,)), random.Random(5))
+    seconds = {}
+    for lifetime in ("step", "microbatch", "use"):
+        own = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, lifetime))
+        seconds[lifetime] = evaluate(own, captured, machine()).seconds
+    assert seconds["step"]["all_gather"] < seconds["microbatch"]["all_gather"] < seconds["use"]["all_gather"]
+    assert seconds["step"]["reduce_scatter"] < seconds["microbatch"]["reduce_scatter"]
+    assert seconds["use"]["reduce_scatter"] == pytest.approx(seconds["microbatch"]["reduce_scatter"])
+    for kind in ("forward", "backward", "optimizer"):
+        assert seconds["step"][kind] == seconds["use"][kind]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_named_plans_of_micro_batches(name: str) -> None:
+    """DDP reduces gradients once a step: what it sends beside the loss does not grow with micro-batches; FSDP does."""
+    sent = {}
+    for count in (2, 4):
+        captured = captured_of("vit", count, rows=4)
+        plan = make_baseline(name, captured, machine(), make_mesh((4,)), TrainConfig())
+        assert name == "fsdp" or set(plan.lifetimes.values()) <= set(ONCE_A_STEP)
+        sent[count] = sum(evaluate(plan, captured, machine()).seconds[k] for k in ("all_gather", "all_reduce"))
+    low, high = (1.0, 1.2) if name == "ddp" else (1.5, 2.0)
+    assert low <= sent[4] / sent[2] <= high
+
+
+def test_gradients_and_copies_of_a_step_are_held_in_the_layout_in_use() -> None:
+    """Between micro-batches: the whole copy, and the whole sum of gradients, of parameters stored in parts."""
+    captured, mesh = captured_of("vit", 2, rows=4), make_mesh((4,))
+    sharded = make_baseline("fsdp", captured, machine(), mesh, TrainConfig(optimizer="sgd"))
+    memory = {}
+    for lifetime in ("step", "use"):
+        plan = replace(sharded, lifetimes=dict.fromkeys(sharded.lifetimes, lifetime))
+        memory[lifetime] = evaluate(plan, captured, machine()).memory
+    whole = sum(p.dtype.itemsize * math.prod(p.shape) for p in captured.parameters)
+    stored = sum(
+        p.dtype.itemsize * math.prod(local_shape(p.shape, sharded.layouts[p.placeholder], mesh))
+        for p in captured.parameters
+    )
+    assert memory["use"]["gradients"] == stored
+    assert memory["step"]["gradients"] == whole
+    gathered = [
+        p for p in captured.parameters if any(isinstance(a, Shard) for a in sharded.layouts[p.placeholder].axes)
+    ]
+    assert memory["step"]["gathered"] == sum(p.dtype.itemsize * math.prod(p.shape) for p in gathered)
+
+
+@pytest.mark.parametrize("solver", ["ilp", "double-recursive"])
+def test_planning_for_micro_batches(solver: str) -> None:
+    captured = captured_of("gpt2", 4, rows=4)
+    plan = make_plan(captured, machine(), make_mesh((2, 2)), TrainConfig(), solver=solver, with_baselines=False)
+    assert plan.microbatches == 4
+    assert plan.estimate.bound <= plan.estimate.step_seconds
+    insert_collectives(captured, plan)
+    # as many samples in one batch: no plan of a part may take longer four times than the whole with less to send
+    whole = make_plan(
+        captured_of("gpt2", 1, rows=16), machine(), make_mesh((2, 2)), TrainConfig(), with_baselines=False
+    )
+    assert plan.estimate.step_seconds >= whole.estimate.bound * (1 - 1e-9)
+    assert plan.estimate.memory["activations"] < whole.estimate.memory["activations"]
