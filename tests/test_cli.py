@@ -189,6 +189,18 @@ def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: st
     assert body["plans"][0]["sent"] == body["plans"][0]["predicted"] != {}
 
 
+def test_plan_and_verify_in_micro_batches(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "plan", net, "--cluster", "2xcpu", "--microbatches", 2, "--out", tmp_path / "a")
+    assert code == 0 and "in 2 micro-batches" in out
+    assert "train_step" in (tmp_path / "a/train.py").read_text()
+    code, out, _ = run(capsys, "verify", net, "--plan", tmp_path / "a/plan.json", "--json")
+    assert code == 0 and json.loads(out)["passed"]
+    code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--microbatches", 2, "--random", 2, "--json")
+    body = json.loads(out)
+    assert code == 0 and body["passed"] and body["loss_error"] < 1e-10 and body["gradient_error"] < 1e-8
+    assert all(check["sent"] == check["predicted"] for check in body["plans"])
+
+
 def test_verify_beyond_tolerance_is_exit_code_1(
     capsys: pytest.CaptureFixture[str], net: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

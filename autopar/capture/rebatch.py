@@ -1,0 +1,124 @@
+"""What is the graph of another batch size? Two captured ones, every size and number in them moved along the line.
+
+A size or an integer that is x at a samples and y at b samples is x + (y - x) (n - a) / (b - a) at n. Where that is no
+integer, or constants of the graphs differ, or their nodes do, there is no such line and the model is captured anew; so
+it is for one sample, of which graphs may be written differently (a dim of size 1 is broadcast).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.graph import CapturedModel, target_name
+
+SIZES = (2, 3)
+
+
+class NotLinearError(Exception):
+    """Two graphs differ in more than sizes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batches:
+    """The graphs of a model by batch size; `capture` is asked for few of them."""
+
+    capture: Callable[[int], CapturedModel]
+    _captured: dict[int, CapturedModel] = field(default_factory=dict)
+    _linear: bool = True
+
+    def at(self, size: int) -> CapturedModel:
+        """The graph of `size` samples."""
+        if size in self._captured:
+            return self._captured[size]
+        if self._linear and size > max(SIZES):
+            try:
+                small, large = (self._own(n) for n in SIZES)
+                return rebatched(small, large, SIZES, size)
+            except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
+                if not isinstance(error, (NotLinearError, ValueError)):
+                    raise
+                self._linear = False
+        return self._own(size)
+
+    def _own(self, size: int) -> CapturedModel:
+        if size not in self._captured:
+            self._captured[size] = self.capture(size)
+        return self._captured[size]
+
+
+def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: int) -> CapturedModel:
+    """The graph at `size` samples from those at `sizes`.
+
+    Raises:
+        NotLinearError: if they are not alike in all but numbers.
+    """
+    line = _Line(sizes[0], sizes[1], size)
+    if len(a.graph.nodes) != len(b.graph.nodes) or set(a.constants) != set(b.constants):
+        raise NotLinearError(a.name)
+    if any(
+        not torch.equal(value, b.constants[name]) for name, value in a.constants.items() if _same_shape(value, b, name)
+    ):
+        raise NotLinearError(a.name)
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True):
+        if (one.op, one.name, target_name(one.target)) != (other.op, other.name, target_name(other.target)):
+            raise NotLinearError(f"{one.name} and {other.name}")
+        copy = graph.node_copy(one, env.__getitem__)
+        args, kwargs = line.between((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
+        copy.args, copy.kwargs = fx.node.map_arg((args, kwargs), env.__getitem__)
+        copy.meta = dict(one.meta)
+        if "val" in one.meta:
+            copy.meta["val"] = line.value(one.meta["val"], other.meta["val"])
+        env[one] = copy
+    specs = [
+        tuple(replace(p, shape=line.between(p.shape, q.shape)) for p, q in zip(ours, theirs, strict=True))
+        for ours, theirs in ((a.inputs, b.inputs), (a.buffers, b.buffers), (a.parameters, b.parameters))
+    ]
+    return replace(a, graph=graph, inputs=specs[0], buffers=specs[1], parameters=specs[2])
+
+
+def _same_shape(value: torch.Tensor, other: CapturedModel, name: str) -> bool:
+    if value.shape != other.constants[name].shape:
+        raise NotLinearError(name)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    a: int
+    b: int
+    n: int
+
+    def between(self, x: Any, y: Any) -> Any:
+        """`x` with every integer moved; both have the same structure."""
+        if type(x) is not type(y):
+            raise NotLinearError(f"{x} and {y}")
+        if type(x) is int:
+            moved, rest = divmod((y - x) * (self.n - self.a), self.b - self.a)
+            if rest:
+                raise NotLinearError(f"{x} and {y}")
+            return x + moved
+        if isinstance(x, (tuple, list)):
+            if len(x) != len(y):
+                raise NotLinearError(f"{x} and {y}")
+            return type(x)(self.between(p, q) for p, q in zip(x, y, strict=True))
+        if isinstance(x, dict):
+            return {key: self.between(value, y[key]) for key, value in x.items()}
+        if isinstance(x, fx.Node):
+            if x.name != y.name:
+                raise NotLinearError(f"{x} and {y}")
+            return x
+        if x != y:
+            raise NotLinearError(f"{x} and {y}")
+        return x
+
+    def value(self, x: Any, y: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            shape = self.between(tuple(x.shape), tuple(y.shape))
+            order = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta").stride() == x.stride()
+            made = torch.empty(shape, dtype=x.dtype, device="meta")
+            return made if order else made.as_strided(shape, self.between(tuple(x.stride()), tuple(y.stride())))
+        return type(x)(self.value(p, q) for p, q in zip(x, y, strict=True))
