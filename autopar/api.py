@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def plan(
     cluster: str | Path | Cluster,
     mesh: str | tuple[int, ...] | Mesh | None = None,
     global_batch: int | None = None,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = 1,
     optimizer: str = "adamw",
     precision: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -55,7 +55,8 @@ def plan(
         cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
         mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh; by default nodes x devices of a node.
         global_batch: samples a step over all devices; by default that of the example inputs.
-        microbatches: in how many parts a step runs the global batch, adding up their gradients.
+        microbatches: in how many parts a step runs the global batch, adding up their gradients; `auto` for the number
+            that is best.
         optimizer: adamw, adam, sgd or sgd-momentum.
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
@@ -65,7 +66,7 @@ def plan(
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
         seconds: stop solving after these, with the best plan so far and its true gap.
-        fold: equal blocks decide alike; without it every layer decides for itself, and the plan says what folding costs.
+        fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         with_baselines: price the named baselines too.
         progress: told what is being done.
 
@@ -90,20 +91,67 @@ def plan(
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline in ("ddp", "fsdp"):
-        check_batch(call.microbatch(microbatches).batch(), own_mesh.size)
+        check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
     config = TrainConfig(
         optimizer=optimizer,
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
     )
     tell("capturing the model")
-    captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
-    found = search_plan(
-        captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
-    )
+
+    def planned(captured: CapturedModel) -> Plan:
+        return search_plan(
+            captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
+        )
+
+    if microbatches == "auto":
+        from autopar.search.microbatches import unlimited_bound
+
+        def bound(captured: CapturedModel) -> float:
+            # The best plan of all is no dearer than the best of a kind.
+            return unlimited_bound(captured, machine, own_mesh, config, relative_gap, solver)
+
+        found, captured, call = _chosen_microbatches(model, call, config, loss_fn, planned, bound, relative_gap, tell)
+    else:
+        captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
+        found = planned(captured)
     return model_plan(
         found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
     )
+
+
+def _chosen_microbatches(
+    model: nn.Module,
+    call: Call,
+    config: TrainConfig,
+    loss_fn: Callable[..., Any] | None,
+    planned: Callable[[CapturedModel], Plan],
+    bound: Callable[[CapturedModel], float],
+    relative_gap: float,
+    tell: Callable[[str], None],
+) -> tuple[Plan, CapturedModel, Call]:
+    """The best plan of any number of micro-batches, its graph, and the call."""
+    from autopar.capture.rebatch import Batches
+    from autopar.passes.accumulate_gradients import accumulate_gradients
+    from autopar.search.microbatches import choose_microbatches, divisors
+
+    batch = call.batch()
+    if batch is None:
+        raise BatchError(
+            "the best number of micro-batches was asked, but the inputs have no batch in common; give microbatches=1, "
+            "or inputs with the batch first in every tensor"
+        )
+    batches = Batches(capture=lambda size: captured_model(model, call.with_batch(size), config.precision, loss_fn)[0])
+
+    def part(count: int) -> CapturedModel:
+        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
+
+    while True:
+        plan, made = choose_microbatches(divisors(batch), part, planned, bound, relative_gap, tell)
+        captured, own = captured_model(model, call, config.precision, loss_fn, plan.microbatches)
+        if captured.fingerprint == made.fingerprint:
+            return plan, captured, own
+        batches.linear = False  # the graphs of other sizes are no line: capture each
 
 
 def search_plan(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -33,7 +33,9 @@ Set = Annotated[
 ]
 Mesh = Annotated[str | None, typer.Option(help="ranks along each axis: 2x2, 8 or data=2,model=2")]
 Batch = Annotated[int | None, typer.Option("--global-batch", help="samples a step over all devices")]
-Microbatches = Annotated[int, typer.Option(help="parts of the global batch whose gradients add up")]
+Microbatches = Annotated[
+    str, typer.Option(help="parts of the global batch whose gradients add up: a number, or auto for the best")
+]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
@@ -52,7 +54,7 @@ def plan(
     cluster: Cluster,
     mesh: Mesh = None,
     global_batch: Batch = None,
-    microbatches: Microbatches = 1,
+    microbatches: Microbatches = "1",
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -82,7 +84,7 @@ def plan(
             device="meta",
             cluster=cluster,
             mesh=mesh,
-            microbatches=microbatches,
+            microbatches=_number(microbatches),
             optimizer=optimizer,
             memory_gb=memory_gb,
             baseline=baseline,
@@ -112,7 +114,7 @@ def export(
     cluster: Annotated[str | None, typer.Option(help="for a model: as for autopar plan")] = None,
     mesh: Mesh = None,
     global_batch: Batch = None,
-    microbatches: Microbatches = 1,
+    microbatches: Microbatches = "1",
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -137,7 +139,7 @@ def export(
                 device="cpu",
                 cluster=cluster,
                 mesh=mesh,
-                microbatches=microbatches,
+                microbatches=_number(microbatches),
                 optimizer=optimizer,
                 memory_gb=memory_gb,
                 baseline=baseline,
@@ -213,6 +215,19 @@ def overrides(pairs: list[str] | None) -> dict[str, str]:
             raise ArgumentError(f"--set {pair}: write it as key=value")
         out[key.strip()] = value
     return out
+
+
+def _number(text: str) -> int | Literal["auto"]:
+    """A number of micro-batches.
+
+    Raises:
+        ArgumentError: if it is neither `auto` nor a number.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError(f"--microbatches {text}: give a number of parts from 1 on, or auto for the best")
+    return int(text)
 
 
 def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A size or an integer that is x at a samples and y at b samples is x + (y - x) (n - a) / (b - a) at n. Where that is no
 integer, or constants of the graphs differ, or their nodes do, there is no such line and the model is captured anew; so
-it is for one sample, of which graphs may be written differently (a dim of size 1 is broadcast).
+it is for one sample, of which graphs may be written differently (a dim of size 1 is broadcast). Two points do not show
+that a number is on a line: who plans with such a graph compares it with the captured one in the end.
 """
 
 from collections.abc import Callable
@@ -23,24 +24,24 @@ class NotLinearError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """The graphs of a model by batch size; `capture` is asked for few of them."""
+    """The graphs of a model by batch size; `capture` is asked for few of them, for all if they are not `linear`."""
 
     capture: Callable[[int], CapturedModel]
+    linear: bool = True
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
-    _linear: bool = True
 
     def at(self, size: int) -> CapturedModel:
         """The graph of `size` samples."""
         if size in self._captured:
             return self._captured[size]
-        if self._linear and size > max(SIZES):
+        if self.linear and size > max(SIZES):
             try:
                 small, large = (self._own(n) for n in SIZES)
                 return rebatched(small, large, SIZES, size)
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
                 if not isinstance(error, (NotLinearError, ValueError)):
                     raise
-                self._linear = False
+                self.linear = False
         return self._own(size)
 
     def _own(self, size: int) -> CapturedModel:
@@ -58,9 +59,7 @@ def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: 
     line = _Line(sizes[0], sizes[1], size)
     if len(a.graph.nodes) != len(b.graph.nodes) or set(a.constants) != set(b.constants):
         raise NotLinearError(a.name)
-    if any(
-        not torch.equal(value, b.constants[name]) for name, value in a.constants.items() if _same_shape(value, b, name)
-    ):
+    if not all(torch.equal(value, b.constants[name]) for name, value in a.constants.items()):
         raise NotLinearError(a.name)
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True):
@@ -73,17 +72,13 @@ def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: 
         if "val" in one.meta:
             copy.meta["val"] = line.value(one.meta["val"], other.meta["val"])
         env[one] = copy
-    specs = [
-        tuple(replace(p, shape=line.between(p.shape, q.shape)) for p, q in zip(ours, theirs, strict=True))
-        for ours, theirs in ((a.inputs, b.inputs), (a.buffers, b.buffers), (a.parameters, b.parameters))
-    ]
-    return replace(a, graph=graph, inputs=specs[0], buffers=specs[1], parameters=specs[2])
-
-
-def _same_shape(value: torch.Tensor, other: CapturedModel, name: str) -> bool:
-    if value.shape != other.constants[name].shape:
-        raise NotLinearError(name)
-    return True
+    return replace(
+        a,
+        graph=graph,
+        parameters=tuple(line.spec(p, q) for p, q in zip(a.parameters, b.parameters, strict=True)),
+        buffers=tuple(line.spec(p, q) for p, q in zip(a.buffers, b.buffers, strict=True)),
+        inputs=tuple(line.spec(p, q) for p, q in zip(a.inputs, b.inputs, strict=True)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +109,9 @@ class _Line:
         if x != y:
             raise NotLinearError(f"{x} and {y}")
         return x
+
+    def spec(self, x: Any, y: Any) -> Any:
+        return replace(x, shape=self.between(x.shape, y.shape))
 
     def value(self, x: Any, y: Any) -> Any:
         if isinstance(x, torch.Tensor):

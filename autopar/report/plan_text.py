@@ -91,6 +91,9 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}{batch}, {config.optimizer}, "
         f"{config.precision} [{plan.origin}]"
     ]
+    if others := estimate.solver.get("microbatches"):
+        prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())
+        lines.append("micro-batches: " + "; ".join(f"{n}: {said}" for n, said in zip(others, prices, strict=True)))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
         if estimate.bound:

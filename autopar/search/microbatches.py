@@ -1,0 +1,108 @@
+"""How many micro-batches? Every divisor of the global batch that can still be better than the best found.
+
+Without a memory limit more parts never help: every choice for n samples is one for k n, whose ops and collectives take
+at most k times as long (roofline and α-β are linear beside what a launch or message costs at least). So the least that
+M parts take without a limit is a lower bound for every multiple of M with one, and where the best plan found reaches
+it, all multiples are left out.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.errors import BatchError, InfeasibleError
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh
+from autopar.plan import Plan, TrainConfig
+from autopar.search.build import build
+from autopar.search.ilp import solve
+from autopar.search.pricing import Pricer
+from autopar.search.program import make_program
+from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.work_bound import work_bound
+
+Found = tuple[Plan, CapturedModel]
+
+TOLERANCE = 1e-6
+"""Bounds of a solver are no closer to the truth than this, relatively."""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """From small to large."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def choose_microbatches(
+    candidates: Iterable[int],
+    graph: Callable[[int], CapturedModel],
+    plan: Callable[[CapturedModel], Plan],
+    bound: Callable[[CapturedModel], float],
+    relative_gap: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """The cheapest plan of all numbers of micro-batches in `candidates`, and the graph it is for.
+
+    graph: of one of so many micro-batches. plan: the best for a graph. bound: seconds that no plan of a graph stays
+    below, whatever memory there is. The plan's `estimate.solver["microbatches"]` says what each number would cost, and
+    its bound is one for all of them.
+
+    Raises:
+        InfeasibleError: if no number fits; that of the number which needs least.
+        BatchError: if the loss of the global batch has no parts and one piece does not fit.
+    """
+    best: Found | None = None
+    said: dict[str, float | str] = {}
+    least: dict[int, float] = {}
+    proved: list[float] = []
+    failures: list[InfeasibleError] = []
+    for count in candidates:
+        lower = max((seconds for n, seconds in least.items() if count % n == 0), default=0.0)
+        if best is not None and best[0].estimate.step_seconds * (1 - relative_gap) <= lower * (1 + TOLERANCE):
+            said[str(count)] = f"not searched: no plan takes less than {lower:.4g} s"
+            proved.append(lower)
+            continue
+        tell(f"planning {count} micro-batches")
+        try:
+            captured = graph(count)
+        except BatchError as error:
+            if not failures and best is None:
+                raise
+            said[str(count)] = str(error)
+            continue
+        try:
+            made = plan(captured)
+        except InfeasibleError as error:
+            failures.append(error)
+            said[str(count)] = _needs(error)
+        else:
+            said[str(count)] = made.estimate.step_seconds
+            proved.append(made.estimate.bound)
+            if best is None or made.estimate.step_seconds < best[0].estimate.step_seconds:
+                best = made, captured
+        least[count] = max(lower, bound(captured))
+    if best is None:
+        raise min(failures, key=lambda e: float("inf") if e.least_nbytes is None else e.least_nbytes)
+    made, captured = best
+    estimate = replace(
+        made.estimate,
+        bound=min([made.estimate.step_seconds, *proved]),
+        solver={**made.estimate.solver, "microbatches": said},
+    )
+    return made.with_estimate(estimate), captured
+
+
+def unlimited_bound(
+    captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig, relative_gap: float, solver: str
+) -> float:
+    """Seconds that no plan of a graph takes less than, if memory has no limit."""
+    program = make_program(captured)
+    pricer = Pricer(mesh=mesh, cluster=cluster, config=config)
+    if solver == "double-recursive" or mesh.num_axes > SEARCHED_AXES:
+        return work_bound(program, pricer)
+    return solve(build(program, pricer, limit=None).graph, relative_gap=relative_gap).bound
+
+
+def _needs(error: InfeasibleError) -> str:
+    return (
+        str(error) if error.least_nbytes is None else f"does not fit: needs {error.least_nbytes / 1e9:.3g} GB a device"
+    )

@@ -1,0 +1,92 @@
+"""The number of micro-batches: none that was left out is better, and all are needed once memory binds."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from torch import Tensor
+
+from autopar import api
+from autopar.capture import capture
+from autopar.errors import InfeasibleError
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.plan import Plan, TrainConfig
+from autopar.search.microbatches import choose_microbatches, divisors, unlimited_bound
+from autopar.search.planner import make_plan
+from tests.search_cases import machine
+from tests.zoo import zoo
+
+BATCH, GAP = 8, 1e-3
+
+
+@cache
+def graph(family: str, count: int) -> CapturedModel:
+    model, kwargs = zoo(family, batch=BATCH)
+    small = {k: v[: BATCH // count] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), small), count, lambda: graph(family, 1))
+
+
+def best(captured: CapturedModel, limit: float | None) -> Plan:
+    config = TrainConfig(memory_nbytes=limit)
+    return make_plan(captured, machine(), make_mesh((4,)), config, relative_gap=GAP, with_baselines=False)
+
+
+def bound(captured: CapturedModel) -> float:
+    return unlimited_bound(captured, machine(), make_mesh((4,)), TrainConfig(), GAP, "ilp")
+
+
+@pytest.mark.parametrize("family", ["vit", "gpt2"])
+def test_more_parts_never_help_where_memory_does_not_bind(family: str) -> None:
+    """The claim behind the pruning: bounds without a limit grow from a number to its multiples."""
+    seconds = [best(graph(family, n), None).estimate for n in divisors(BATCH)]
+    for fewer, more in pairwise(seconds):
+        assert more.step_seconds >= fewer.bound * (1 - 1e-6)
+    searched = []
+
+    def plan(captured: CapturedModel) -> Plan:
+        searched.append(captured.microbatches)
+        return best(captured, None)
+
+    made, captured = choose_microbatches(divisors(BATCH), lambda n: graph(family, n), plan, bound, GAP)
+    assert captured.microbatches == made.microbatches == 1 and searched == [1]
+    said = made.estimate.solver["microbatches"]
+    assert list(said) == ["1", "2", "4", "8"] and "no plan takes less than" in said["8"]
+
+
+def test_the_choice_is_that_of_trying_all_as_memory_shrinks() -> None:
+    peak = best(graph("vit", 1), None).estimate.peak_nbytes
+    chosen, seconds = [], []
+    for share in (1.0, 0.8, 0.6, 0.45, 0.3, 0.1):
+        limit = peak * share
+        alone: dict[int, float] = {}
+        for n in divisors(BATCH):
+            try:
+                alone[n] = best(graph("vit", n), limit).estimate.step_seconds
+            except InfeasibleError:
+                continue
+        if not alone:
+            with pytest.raises(InfeasibleError, match="least that would do"):
+                choose_microbatches(
+                    divisors(BATCH), lambda n: graph("vit", n), lambda g, v=limit: best(g, v), bound, GAP
+                )
+            continue
+        made, _ = choose_microbatches(
+            divisors(BATCH), lambda n: graph("vit", n), lambda g, v=limit: best(g, v), bound, GAP
+        )
+        assert made.estimate.step_seconds <= min(alone.values()) * (1 + 3 * GAP)
+        assert made.estimate.bound <= min(alone.values()) * (1 + 1e-6)
+        assert made.estimate.peak_nbytes <= limit * (1 + 1e-9)
+        chosen.append(made.microbatches)
+        seconds.append(made.estimate.step_seconds)
+    assert chosen[0] == 1 and chosen[-1] > 1, chosen
+    assert all(later >= earlier * (1 - 3 * GAP) for earlier, later in pairwise(seconds))
+
+
+def test_auto_in_the_api() -> None:
+    model, kwargs = zoo("vit", batch=4)
+    made = api.plan(model, kwargs, cluster=machine(2), mesh="2", microbatches="auto", with_baselines=False)
+    assert made.captured is not None and made.captured.microbatches == made.microbatches
+    assert "micro-batches: 1:" in str(made)
+    made.check(made.captured)
