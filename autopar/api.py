@@ -105,53 +105,23 @@ def plan(
         )
 
     if microbatches == "auto":
-        from autopar.search.microbatches import unlimited_bound
+        from autopar.search.microbatches import search_microbatches, unlimited_bound
 
-        def bound(captured: CapturedModel) -> float:
-            # The best plan of all is no dearer than the best of a kind.
-            return unlimited_bound(captured, machine, own_mesh, config, relative_gap, solver)
-
-        found, captured, call = _chosen_microbatches(model, call, config, loss_fn, planned, bound, relative_gap, tell)
+        found = search_microbatches(
+            call.batch(),
+            lambda size: captured_model(model, call.with_batch(size), config.precision, loss_fn)[0],
+            planned,
+            lambda graph: unlimited_bound(graph, machine, own_mesh, config, relative_gap, solver),
+            relative_gap,
+            tell,
+        )
+        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
     else:
         captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
         found = planned(captured)
     return model_plan(
         found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
     )
-
-
-def _chosen_microbatches(
-    model: nn.Module,
-    call: Call,
-    config: TrainConfig,
-    loss_fn: Callable[..., Any] | None,
-    planned: Callable[[CapturedModel], Plan],
-    bound: Callable[[CapturedModel], float],
-    relative_gap: float,
-    tell: Callable[[str], None],
-) -> tuple[Plan, CapturedModel, Call]:
-    """The best plan of any number of micro-batches, its graph, and the call."""
-    from autopar.capture.rebatch import Batches
-    from autopar.passes.accumulate_gradients import accumulate_gradients
-    from autopar.search.microbatches import choose_microbatches, divisors
-
-    batch = call.batch()
-    if batch is None:
-        raise BatchError(
-            "the best number of micro-batches was asked, but the inputs have no batch in common; give microbatches=1, "
-            "or inputs with the batch first in every tensor"
-        )
-    batches = Batches(capture=lambda size: captured_model(model, call.with_batch(size), config.precision, loss_fn)[0])
-
-    def part(count: int) -> CapturedModel:
-        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
-
-    while True:
-        plan, made = choose_microbatches(divisors(batch), part, planned, bound, relative_gap, tell)
-        captured, own = captured_model(model, call, config.precision, loss_fn, plan.microbatches)
-        if captured.fingerprint == made.fingerprint:
-            return plan, captured, own
-        batches.linear = False  # the graphs of other sizes are no line: capture each
 
 
 def search_plan(

@@ -4,7 +4,8 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autopar import api
 from autopar.capture import capture
@@ -89,4 +90,18 @@ def test_auto_in_the_api() -> None:
     made = api.plan(model, kwargs, cluster=machine(2), mesh="2", microbatches="auto", with_baselines=False)
     assert made.captured is not None and made.captured.microbatches == made.microbatches
     assert "micro-batches: 1:" in str(made)
+    made.check(made.captured)
+
+
+def test_a_model_whose_sizes_are_no_line_is_captured_at_every_size() -> None:
+    """The batch squared is a number of the graph: two points would give another model, which is found out."""
+
+    def loss(o: Tensor, b: tuple[Tensor]) -> Tensor:
+        return (o * o.shape[0] ** 2).square().mean() * 0.0 + o.square().mean()
+
+    made = api.plan(
+        nn.Linear(4, 4), (torch.randn(8, 4),), cluster=machine(2), mesh="2", microbatches="auto", loss_fn=loss,
+        with_baselines=False,
+    )  # fmt: skip
+    assert made.captured is not None
     made.check(made.captured)

@@ -9,10 +9,12 @@ it, all multiples are left out.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.build import build
 from autopar.search.ilp import solve
@@ -89,6 +91,42 @@ def choose_microbatches(
         solver={**made.estimate.solver, "microbatches": said},
     )
     return made.with_estimate(estimate), captured
+
+
+def search_microbatches(
+    batch: int | None,
+    capture: Callable[[int], CapturedModel],
+    plan: Callable[[CapturedModel], Plan],
+    bound: Callable[[CapturedModel], float],
+    relative_gap: float,
+    tell: Callable[[str], None],
+) -> Plan:
+    """`choose_microbatches` among all divisors of `batch`; `capture` gives the graph of so many samples.
+
+    Raises:
+        BatchError: if the inputs have no batch in common (None).
+    """
+    if batch is None:
+        raise BatchError(
+            "the best number of micro-batches was asked, but the inputs have no batch in common; give microbatches=1, "
+            "or inputs with the batch first in every tensor"
+        )
+    batches = Batches(capture=capture)
+
+    def part(count: int) -> CapturedModel:
+        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
+
+    while True:
+        found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
+        count = found.microbatches
+        if not batches.linear or _part(capture, batch, count).fingerprint == graph.fingerprint:
+            return found
+        batches.linear = False  # the graphs of other sizes are no line: capture each
+
+
+def _part(capture: Callable[[int], CapturedModel], batch: int, count: int) -> CapturedModel:
+    """The captured graph of one of `count` micro-batches."""
+    return accumulate_gradients(capture(batch // count), count, lambda: capture(batch))
 
 
 def unlimited_bound(
