@@ -8,18 +8,13 @@ Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2, which these eq
 and which they extend to gated MLPs, grouped-query attention, flash kernels and norms of torch operations.
 """
 
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.training_config import TrainingConfig, param_nbytes
 from autopar.cost_models.transformer import TransformerShape
-
-
-def element_nbytes(config: TrainingConfig) -> int:
-    """Bytes of an activation."""
-    return 4 if config.precision == "fp32" else 2
 
 
 def layer_tensors(shape: TransformerShape, config: TrainingConfig) -> dict[str, float]:
     """Bytes of everything that a layer's backward reads, if nothing is recomputed."""
-    e, rows, tp = element_nbytes(config), config.tokens, config.tp
+    e, rows, tp = param_nbytes(config), config.tokens, config.tp
     split = tp if config.sequence_parallel else 1
     hidden = rows * shape.hidden / split
     query, keys = rows * shape.query_dim / tp, rows * max(shape.kv_dim / tp, shape.head_dim)
@@ -28,7 +23,7 @@ def layer_tensors(shape: TransformerShape, config: TrainingConfig) -> dict[str, 
     kept_wide = (3 if config.fusion == "all" else 4) if shape.gated else 2
     tensors = {
         "norm inputs": 2 * e * hidden,
-        "product inputs": 2 * e * hidden,
+        "product inputs": 2 * e * (hidden if config.regather_inputs else rows * shape.hidden),
         "dropout masks": 2 * hidden if shape.dropout else 0.0,
         "queries, keys, values": e * (query + 2 * keys),
         "attention output": e * query,
@@ -41,7 +36,7 @@ def layer_tensors(shape: TransformerShape, config: TrainingConfig) -> dict[str, 
 
 def attention_tensors(shape: TransformerShape, config: TrainingConfig) -> dict[str, float]:
     """What selective recompute drops: scores in memory; of a flash kernel only a float32 a row and head."""
-    e, heads = element_nbytes(config), shape.heads / config.tp
+    e, heads = param_nbytes(config), shape.heads / config.tp
     if config.attention.startswith("flash"):
         return {"row sums": 4 * config.tokens * heads}
     scores = config.tokens * config.seq * heads
@@ -55,7 +50,7 @@ def layer_nbytes(shape: TransformerShape, config: TrainingConfig) -> float:
     """Bytes that a layer keeps under the configuration's recompute."""
     whole = sum(layer_tensors(shape, config).values())
     split = config.tp if config.sequence_parallel else 1
-    layer_input = element_nbytes(config) * config.tokens * shape.hidden / split
+    layer_input = param_nbytes(config) * config.tokens * shape.hidden / split
     if config.recompute == "full":
         return layer_input
     if config.recompute == "alternate":
@@ -74,4 +69,4 @@ def _kept_by_op(shape: TransformerShape, config: TrainingConfig) -> float:
     per_token = (shape.query_dim + 2 * shape.kv_dim + gate * shape.ffn) / config.tp
     split = config.tp if config.sequence_parallel else 1
     products = config.tokens * (per_token + 2 * shape.hidden / split) / 2
-    return element_nbytes(config) * (products + config.tokens * shape.query_dim / config.tp)
+    return param_nbytes(config) * (products + config.tokens * shape.query_dim / config.tp)

@@ -1,19 +1,31 @@
-"""How long does an operation take on one device? The roofline model.
+"""How long does an operation take on one device? The formulas that planner and simulator share.
 
-    seconds = max(flops / (peak(dtype) * efficiency), nbytes / memory_bandwidth) + launch
+    matrix product    max(slots / peak, nbytes / bandwidth) / gemm, batched / scores       (slots: `cost_models.gemm`)
+    attention         max(flops / peak, nbytes / bandwidth) / attention, backward's flops at `FLASH_BACKWARD` of it
+    anything else     max(flops / peak, nbytes / (bandwidth * memory))
 
-flops of one device, a multiply-add counting two; nbytes that the operation reads and writes. Williams, Waterman,
-Patterson 2009, "Roofline: an insightful visual performance model"; `launch` is the least time of any kernel.
+plus a launch; gemm, scores, attention and memory are the parts of nominal rates that training reaches, fitted for some
+devices (`cost_models.efficiency`). A device without such constants, and a calibrated one, whose figures are reached
+already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual ..."):
+
+    max(flops / (peak * efficiency), nbytes / bandwidth) + launch
+
+flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
 """
 
-import numpy as np
-import numpy.typing as npt
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from autopar.cost_models.efficiency import Efficiency, fitted_efficiency
+from autopar.cost_models.gemm import slot_flops
 from autopar.device import Device
+
+FLASH_BACKWARD = 0.8  # rate of a flash kernel's backward, of its forward: Dao 2023, arXiv:2307.08691, figures 5 and 6
 
 
 def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> float:
-    """Seconds of one operation; `dtype` is that of its matrix products and matters only if it has flops.
+    """Seconds of one operation by the roofline; `dtype` is that of its matrix products, looked up if it has flops.
 
     Raises:
         ArgumentError: if the operation has flops in a dtype for which the device has no peak.
@@ -22,14 +34,69 @@ def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> 
     return max(work, nbytes / device.memory_bandwidth) + device.launch_seconds
 
 
-def compute_seconds_array(
-    flops: npt.NDArray[np.float64], nbytes: npt.NDArray[np.float64], dtype: str, device: Device
-) -> npt.NDArray[np.float64]:
-    """`compute_seconds` of every entry; `flops` and `nbytes` are broadcast together.
+def product_seconds(
+    m: float, n: float, k: float, nbytes: float, peak: float, device: Device, num_sms: int, batch: float = 1
+) -> float:
+    """Seconds at nominal rates of `batch` products (m, k) x (k, n): of its slots, or of its bytes if longer."""
+    return max(slot_flops(m, n, k, num_sms, batch) / peak, nbytes / device.memory_bandwidth)
 
-    Raises:
-        ArgumentError: if any entry has flops in a dtype for which the device has no peak.
-    """
-    flops, nbytes = np.asarray(flops, dtype=np.float64), np.asarray(nbytes, dtype=np.float64)
-    work = flops / (device.peak(dtype) * device.efficiency) if flops.any() else flops
-    return np.maximum(work, nbytes / device.memory_bandwidth) + device.launch_seconds
+
+def attention_seconds(flops: float, nbytes: float, peak: float, device: Device, *, backward: bool) -> float:
+    """Seconds at nominal rates of a flash kernel."""
+    return max(flops / peak / (FLASH_BACKWARD if backward else 1.0), nbytes / device.memory_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What operations cost on a device: by fitted constants where it has them, else (`fitted` None) by roofline."""
+
+    device: Device
+    fitted: Efficiency | None
+
+    @property
+    def name(self) -> str:
+        """Which formulas these are, in words for a plan's file."""
+        return f"roofline of {self.device.name}" if self.fitted is None else f"fitted constants of {self.fitted.name}"
+
+    def products(self, sizes: Sequence[tuple[int, int, int, int]], nbytes: float, dtype: str) -> float:
+        """Of the matrix products (batch, m, n, k) of one pass of an op, each of which moves `nbytes`."""
+        if self.fitted is None:
+            flops = sum(2.0 * math.prod(size) for size in sizes)
+            return compute_seconds(flops, nbytes * len(sizes), dtype, self.device)
+        fitted, peak, seconds = self.fitted, self.device.peak(dtype), 0.0
+        for batch, m, n, k in sizes:
+            nominal = product_seconds(m, n, k, nbytes, peak, self.device, fitted.num_sms, batch)
+            seconds += nominal / (fitted.gemm if batch == 1 else fitted.scores) + fitted.kernel_seconds
+        return seconds
+
+    def attention(self, flops: float, nbytes: float, dtype: str, *, backward: bool = False) -> float:
+        if self.fitted is None:
+            return compute_seconds(flops, nbytes, dtype, self.device)
+        nominal = attention_seconds(flops, nbytes, self.device.peak(dtype), self.device, backward=backward)
+        return nominal / self.fitted.attention + self.fitted.kernel_seconds
+
+    def other(self, flops: float, nbytes: float, dtype: str) -> float:
+        if self.fitted is None:
+            return compute_seconds(flops, nbytes, dtype, self.device)
+        work = flops / self.device.peak(dtype) if flops else 0.0
+        return max(work, nbytes / self.device.memory_bandwidth / self.fitted.memory) + self.fitted.kernel_seconds
+
+    def least(
+        self, flops: float, nbytes: float, dtype: str, *, products: bool = False, attention: bool = False
+    ) -> float:
+        """What no operation of so many flops and bytes stays below, however they are shaped."""
+        if self.fitted is None or not (products or attention):
+            return self.other(flops, nbytes, dtype)
+        part = self.fitted.attention if attention else max(self.fitted.gemm, self.fitted.scores)
+        return max(flops / self.device.peak(dtype), nbytes / self.device.memory_bandwidth) / part
+
+    def link(self, parameters: bool) -> float:
+        """The part of the collective model's bandwidth that parameters and gradients reach, or else activations."""
+        if self.fitted is None:
+            return 1.0
+        return self.fitted.data_link if parameters else self.fitted.tensor_link
+
+
+def rates_of(device: Device) -> Rates:
+    """The formulas for a device."""
+    return Rates(device, fitted_efficiency(device))

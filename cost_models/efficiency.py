@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cluster import load_cluster
+from autopar.device import Device
 from autopar.errors import ClusterError
 
 # (least, most) of each constant: parts of a nominal rate are at most 1
@@ -99,6 +101,20 @@ def load_efficiency(device: str) -> Efficiency:
         )
     name = max(candidates, key=len)
     return efficiency_from_table(tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8")), name)
+
+
+@lru_cache(maxsize=64)
+def fitted_efficiency(device: Device) -> Efficiency | None:
+    """The constants of a device that nobody calibrated: one whose `efficiency` is the shipped one; None if it has none.
+
+    Constants are parts of nominal figures, and what `autopar calibrate` writes are reached ones.
+    """
+    try:
+        fitted, shipped = load_efficiency(device.name), load_cluster(f"1x{device.name}").device
+    except ClusterError:
+        return None
+    own, known = ((d.efficiency, dict(d.sources).get("efficiency")) for d in (device, shipped))
+    return fitted if own == known else None
 
 
 def efficiency_from_table(table: Mapping[str, Any], name: str) -> Efficiency:

@@ -14,8 +14,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.compute import attention_seconds, product_seconds
 from autopar.cost_models.gemm import slot_flops
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.training_config import TrainingConfig, param_nbytes
 from autopar.cost_models.transformer import TransformerShape
 from autopar.device import Device
 
@@ -43,8 +44,7 @@ BLOCKING_LAUNCH_SECONDS = 25e-6  # assumed: an eager operation's dispatch, its l
 FP8_CAST = {"all": 4, "norm": 6, "none": 6}
 ROWWISE_CAST = 2
 ROWWISE_RATE = 0.65
-FLASH_BACKWARD = 0.8  # rate of a flash kernel's backward, of its forward: Dao 2023, arXiv:2307.08691, figures 5 and 6
-FLASH1 = 0.6  # rate of version 1, of version 2: the same figures, causal, head dim 128
+FLASH1 = 0.6  # rate of version 1, of version 2: Dao 2023, arXiv:2307.08691, figures 5 and 6, causal, head dim 128
 # Bytes a score between its two matrix products: one fused kernel (scale, mask, softmax) or torch's (scale, mask, cast
 # up, softmax, cast down); then dropout with a byte of mask.
 SCORE_BYTES = {"fused": (4, 6), "unfused": (28, 32)}
@@ -90,23 +90,29 @@ def products_of_layer(shape: TransformerShape, config: TrainingConfig) -> list[t
     """(m, n, k) of each forward matrix product with weights of one layer, on one rank; experts see balanced tokens."""
     rows, tp = config.tokens, config.tp
     qkv = (shape.query_dim + 2 * max(shape.kv_dim, shape.head_dim * tp)) / tp
-    found = [(rows, qkv, shape.hidden), (rows, shape.hidden, shape.query_dim / tp)]
+    queries = shape.query_dim / tp
+    inputs = [qkv] if config.fused_products else [queries, (qkv - queries) / 2, (qkv - queries) / 2]
+    found: list[tuple[float, float, float]] = [(rows, n, shape.hidden) for n in inputs] + [
+        (rows, shape.hidden, queries)
+    ]
     width = shape.ffn / tp
+    wide = 2 if shape.gated else 1
+    up = [wide * width] if config.fused_products else [width] * wide
     local_experts = shape.experts / config.ep
     rows_mlp = rows * shape.experts_per_token * config.ep / shape.experts
-    mlp = [(rows_mlp, (2 if shape.gated else 1) * width, shape.hidden), (rows_mlp, shape.hidden, width)]
+    mlp: list[tuple[float, float, float]] = [(rows_mlp, n, shape.hidden) for n in up] + [
+        (rows_mlp, shape.hidden, width)
+    ]
     return found + mlp * int(local_experts)
 
 
-def product_seconds(
+def _product(
     m: float, n: float, k: float, peak: float, device: Device, num_sms: int, size: int, sum_nbytes: int = 0
 ) -> float:
-    """Seconds at nominal rates of (m, k) x (k, n): of its slots, or of its bytes if these take longer.
-
-    `size` bytes an element; the result is written in 16 bit or, with `sum_nbytes`, added to a sum.
-    """
-    nbytes = size * (m * k + k * n) + max(2, sum_nbytes) * m * n
-    return max(slot_flops(m, n, k, num_sms) / peak, nbytes / device.memory_bandwidth)
+    """`product_seconds` of `size` bytes an element; the result is not written in fp8 and, with `sum_nbytes`, added to a
+    sum."""
+    nbytes = size * (m * k + k * n) + max(2, size, sum_nbytes) * m * n
+    return product_seconds(m, n, k, nbytes, peak, device, num_sms)
 
 
 def _fused_sum(config: TrainingConfig) -> int:
@@ -123,12 +129,12 @@ def layer_work(shape: TransformerShape, config: TrainingConfig, device: Device, 
     cast = FP8_CAST[config.fusion] * (ROWWISE_CAST if rowwise else 1)
     size = 1 if fp8 else 4 if config.precision == "fp32" else 2
     for index, (m, n, k) in enumerate(products):
-        seconds = product_seconds(m, n, k, peak, device, num_sms, size)
+        seconds = _product(m, n, k, peak, device, num_sms, size)
         forward[kind] += seconds
         # torchtitan's per-op policy keeps every second matrix product's result
         again[kind] += seconds * (index % 2) if config.recompute == "op" else 0.0
-        backward[kind] += product_seconds(m, k, n, peak, device, num_sms, size)
-        weight[kind] += product_seconds(k, n, m, peak, device, num_sms, size, sum_nbytes=_fused_sum(config))
+        backward[kind] += _product(m, k, n, peak, device, num_sms, size)
+        weight[kind] += _product(k, n, m, peak, device, num_sms, size, sum_nbytes=_fused_sum(config))
         if fp8:
             forward[Kind.MEMORY] += cast * (m * k + k * n) / device.memory_bandwidth
             backward[Kind.MEMORY] += cast * m * n / device.memory_bandwidth
@@ -159,8 +165,12 @@ def attention_core(shape: TransformerShape, config: TrainingConfig, device: Devi
     flops = 4 * config.tokens * config.seq * heads * shape.head_dim
     if config.attention in ("flash", "flash1"):
         rate = peak * (FLASH1 if config.attention == "flash1" else 1.0)
-        forward[Kind.ATTENTION] = 0.5 * flops / rate
-        backward[Kind.ATTENTION] = 0.5 * 2.5 * flops / rate / FLASH_BACKWARD
+        keys = max(shape.kv_dim / config.tp, shape.head_dim)
+        # queries, keys, values and results; backward their gradients too; a float32 a row
+        tensors = 2 * config.tokens * (heads * shape.head_dim + config.cp * keys) * param_nbytes(config)
+        rows = 4 * config.tokens * heads
+        forward[Kind.ATTENTION] = attention_seconds(0.5 * flops, tensors + rows, rate, device, backward=False)
+        backward[Kind.ATTENTION] = attention_seconds(1.25 * flops, 2 * tensors + rows, rate, device, backward=True)
         return forward, backward
     rows, seq, batch = config.seq / config.cp, config.seq, config.micro_batch * heads
     # Tensor cores want rows of 16 bytes; head dims that are no multiple of 8 run on the float32 units.
@@ -183,9 +193,9 @@ def head_work(shape: TransformerShape, config: TrainingConfig, device: Device, n
     peak = device.peak(dense_precision(config))
     m, n, k = config.tokens, shape.vocab / config.tp, shape.hidden
     size = 4 if config.precision == "fp32" else 2
-    forward[Kind.GEMM] = product_seconds(m, n, k, peak, device, num_sms, size)
-    backward[Kind.GEMM] = product_seconds(m, k, n, peak, device, num_sms, size)
-    weight[Kind.GEMM] = product_seconds(k, n, m, peak, device, num_sms, size, sum_nbytes=_fused_sum(config))
+    forward[Kind.GEMM] = _product(m, n, k, peak, device, num_sms, size)
+    backward[Kind.GEMM] = _product(m, k, n, peak, device, num_sms, size)
+    weight[Kind.GEMM] = _product(k, n, m, peak, device, num_sms, size, sum_nbytes=_fused_sum(config))
     # cast to float32 (6), maximum (4), subtract and exponentiate (8), sum (4); backward scales (8) and casts (6)
     gathered = config.gathered_logits and config.tp > 1
     held = m * (shape.vocab if gathered else n)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.device import Device
+from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError
 
 NUM_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -60,15 +60,19 @@ def optimizer_state_nbytes(optimizer: str, element_size: int) -> int:
     return _num_states(optimizer) * element_size
 
 
-def optimizer_step_seconds(optimizer: str, num_elements: float, element_size: int, device: Device) -> float:
-    """Seconds of one step over `num_elements` parameter elements held by the device.
+def optimizer_step_seconds(optimizer: str, num_elements: float, element_size: int, rates: Rates) -> float:
+    """Seconds of one step over `num_elements` parameter elements held by a device of these rates.
 
     Raises:
         ArgumentError: if the optimizer is not in `NUM_STATES`.
     """
-    states = _num_states(optimizer)
-    reads, writes = 2 + states, 1 + states
-    return (reads + writes) * num_elements * element_size / device.memory_bandwidth + device.launch_seconds
+    return rates.other(0.0, update_nbytes(_num_states(optimizer), element_size) * num_elements, "")
+
+
+def update_nbytes(num_states: int, element_size: int) -> int:
+    """Bytes that an update moves for each parameter element: parameter, gradient and states read, all but the gradient
+    written."""
+    return (3 + 2 * num_states) * element_size
 
 
 def _num_states(optimizer: str) -> int:

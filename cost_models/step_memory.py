@@ -12,10 +12,10 @@ Three quantities go by the name of memory. `allocated_nbytes` is what tensors ta
 import math
 from dataclasses import dataclass
 
-from autopar.cost_models.activation_memory import element_nbytes, layer_nbytes, layer_tensors
+from autopar.cost_models.activation_memory import layer_nbytes, layer_tensors
 from autopar.cost_models.memory import Interval, peak
-from autopar.cost_models.step_work import grad_nbytes, param_nbytes, stage_params
-from autopar.cost_models.training_config import TrainingConfig, stage_layers
+from autopar.cost_models.step_work import stage_params
+from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, stage_layers
 from autopar.cost_models.transformer import TransformerShape, expert_params, layer_params
 
 FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER, END = range(6)
@@ -72,7 +72,7 @@ def stage_intervals(shape: TransformerShape, config: TrainingConfig, stage: int)
     """Named live intervals of one rank of a stage."""
     layers = stage_layers(shape.layers, config.pp)[stage]
     found = _state(shape, config, stage)
-    hidden = config.tokens * shape.hidden * element_nbytes(config)
+    hidden = config.tokens * shape.hidden * param_nbytes(config)
     split = config.tp if config.sequence_parallel else 1
     flights = in_flight(config, stage)
     kept = layer_nbytes(shape, config)
@@ -93,17 +93,23 @@ def _state(shape: TransformerShape, config: TrainingConfig, stage: int) -> list[
     replicas = config.dp * config.cp
     weights, grads, states = (replicas if config.zero >= level else 1 for level in (3, 2, 1))
     # ZeRO-3 shards hold the float32 parameters themselves
-    full = 4 if config.zero == 3 else param_nbytes(config)
-    master = 0 if full == 4 else 4
+    full = 4 if config.zero == 3 and config.master_copies else param_nbytes(config)
+    master = 4 if config.master_copies and full != 4 else 0
+    state = 4 if config.master_copies else full
     found = [
         _named("parameters", FORWARD, END, full * params / weights),
-        _named("gradients", FORWARD, END, (4 if config.zero == 3 else grad_nbytes(config)) * params / grads),
+        _named(
+            "gradients",
+            FORWARD,
+            END,
+            (4 if config.zero == 3 and config.master_copies else grad_nbytes(config)) * params / grads,
+        ),
         _named("master copies", FORWARD, END, master * params / states),
-        _named("optimizer state", FORWARD, END, 4 * config.optimizer_states * params / states),
+        _named("optimizer state", FORWARD, END, state * config.optimizer_states * params / states),
     ]
     if config.main_grads and not config.fused_grad_sum and config.zero < 3 and config.precision != "fp32":
         found.append(_named("16-bit gradients", FORWARD, END, param_nbytes(config) * params / grads))
-    if grad_nbytes(config) == 2:
+    if grad_nbytes(config) == 2 and config.master_copies:
         found.append(_named("float32 gradients", OPTIMIZER, END, 4 * params / states))
     if config.zero == 3 and config.pp > 1:
         # gathered once a step, and summed whole until the last micro-batch (FSDP2 under a pipeline)
@@ -123,7 +129,7 @@ def _head(shape: TransformerShape, config: TrainingConfig) -> list[tuple[str, In
     every rank, once as received and once joined."""
     gathered = config.gathered_logits and config.tp > 1
     logits = config.tokens * (shape.vocab if gathered else shape.vocab / config.tp)
-    e = element_nbytes(config)
+    e = param_nbytes(config)
     held = EXCHANGE if gathered else BACKWARD  # the caller of a model that returns whole logits keeps them
     return [
         _named("logits", LOSS, held, (2 if gathered else 1) * e * logits),
@@ -142,7 +148,7 @@ def _working(shape: TransformerShape, config: TrainingConfig) -> float:
     if not config.attention.startswith("flash"):
         scores = config.tokens * config.seq * shape.heads / config.tp * (1 if config.attention == "fused" else 3)
     width = max(wide + shape.hidden, shape.hidden * 3)
-    return max(again, 0.0) + element_nbytes(config) * (config.tokens * width + 2 * scores)
+    return max(again, 0.0) + param_nbytes(config) * (config.tokens * width + 2 * scores)
 
 
 def _named(name: str, start: int, end: int, nbytes: float) -> tuple[str, Interval]:

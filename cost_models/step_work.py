@@ -24,12 +24,11 @@ from autopar.cost_models.layer_work import (
     no_work,
 )
 from autopar.cost_models.links import Links, axis_links
-from autopar.cost_models.training_config import TrainingConfig, check_fits, stage_layers
+from autopar.cost_models.memory import update_nbytes
+from autopar.cost_models.training_config import TrainingConfig, check_fits, grad_nbytes, param_nbytes, stage_layers
 from autopar.cost_models.transformer import (
     TransformerShape,
-    embedding_params,
-    expert_params,
-    layer_params,
+    layer_parameters,
 )
 from autopar.errors import MeshError
 
@@ -104,42 +103,77 @@ def check_devices(config: TrainingConfig, cluster: Cluster) -> None:
 def stage_params(shape: TransformerShape, config: TrainingConfig, stage: int) -> float:
     """Parameters of one rank of a stage, before any sharding over data-parallel ranks."""
     layers = stage_layers(shape.layers, config.pp)[stage]
-    experts = shape.experts * expert_params(shape)
-    total = layers * ((layer_params(shape) - experts) / config.tp + experts / config.ep / config.tp)
+    table = shape.vocab * shape.hidden / config.tp
+    total = layers * float(sum(count for count, _ in layer_parameters(shape, config.tp, config.ep)))
     if stage == 0:
-        total += embedding_params(shape) / config.tp
-    if stage == config.pp - 1 and not (shape.tied and config.pp == 1):
-        total += shape.vocab * shape.hidden / config.tp
+        total += table + shape.positions * shape.hidden
+    if stage == config.pp - 1:
+        total += shape.norm_vectors * shape.hidden + (0 if shape.tied and config.pp == 1 else table)
     return total
 
 
 def data_seconds(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> float:
     """Gradients of one step, or of one micro-batch with ZeRO-3 (which also gathers parameters forward and backward)."""
     replicas = config.dp * config.cp
-    if replicas == 1:
-        return 0.0
+    if replicas == 1:  # nothing but what tensor parallel ranks sum
+        return _norm_seconds(shape, config, cluster)
     links = axis_links(cluster, config.mesh_shape, (DP, CP))
     params = max(stage_params(shape, config, stage) for stage in range(config.pp))
     grads = params * grad_nbytes(config)
     weights = params * param_nbytes(config)
+    if config.per_tensor_exchange:
+        return _per_tensor_seconds(shape, config, cluster)
+    norms = _norm_seconds(shape, config, cluster)
     if config.zero == 0:
-        return _seconds("all_reduce", grads, links)
+        return norms + _seconds("all_reduce", grads, links)
     pieces = shape.layers / config.pp * config.gathers_per_layer if config.zero == 3 else 1
     gather = pieces * _seconds("all_gather", weights / pieces, links)
     scatter = pieces * _seconds("reduce_scatter", grads / pieces, links)
     if config.zero < 3:
-        return gather + scatter
-    return scatter + gather * (1 if config.recompute == "none" and config.pp > 1 else 2)
+        return norms + gather + scatter
+    return norms + scatter + gather * (1 if config.recompute == "none" and config.pp > 1 else 2)
 
 
-def param_nbytes(config: TrainingConfig) -> int:
-    """Bytes of a parameter as it is used and sent."""
-    return 4 if config.precision == "fp32" else 2
+def _per_tensor_seconds(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> float:
+    """Every parameter and gradient of the fullest stage by itself. Backward gathers all but the embedding, whose
+    gradient does not depend on it; unsharded norms' gradients are summed over all ranks that have a part at once."""
+    links = axis_links(cluster, config.mesh_shape, (DP, CP))
+    tables, norms = _parameter_tensors(shape, config)
+    first = tables[:2]  # the embedding's
+
+    def seconds(kind: str, counts: list[int], nbytes: int) -> float:
+        return sum(_seconds(kind, count * nbytes, links) for count in counts if count)
+
+    if config.zero == 0:
+        split = config.tp > 1 and config.sequence_parallel
+        wide = axis_links(cluster, config.mesh_shape, (DP, CP, TP)) if split else links
+        summed = sum(_seconds("all_reduce", count * grad_nbytes(config), wide) for count in norms)
+        return summed + seconds("all_reduce", tables, grad_nbytes(config))
+    scatter = seconds("reduce_scatter", tables + norms, grad_nbytes(config)) + _norm_seconds(shape, config, cluster)
+    again = 2 if config.zero == 3 and (config.recompute != "none" or config.pp == 1) else 1
+    gather = again * seconds("all_gather", tables[2:] + norms, param_nbytes(config))
+    return scatter + gather + seconds("all_gather", first, param_nbytes(config))
 
 
-def grad_nbytes(config: TrainingConfig) -> int:
-    """Bytes of a gradient as it is summed and sent."""
-    return 4 if config.main_grads or config.precision == "fp32" else 2
+def _parameter_tensors(shape: TransformerShape, config: TrainingConfig) -> tuple[list[int], list[int]]:
+    """Elements of the fullest stage's tensors on one tensor parallel rank: token and position embedding, then other
+    matrices and their biases; norms'."""
+    table = shape.vocab * shape.hidden // config.tp
+    layers = max(stage_layers(shape.layers, config.pp))
+    found = layer_parameters(shape, config.tp, config.ep)
+    others = [count for count, is_norm in found if not is_norm] * layers
+    norms = [count for count, is_norm in found if is_norm] * layers + [shape.hidden] * shape.norm_vectors
+    return [table, shape.positions * shape.hidden, *others] + ([] if shape.tied or config.pp > 1 else [table]), norms
+
+
+def _norm_seconds(shape: TransformerShape, config: TrainingConfig, cluster: Cluster) -> float:
+    """With sequence parallelism a tensor parallel rank has its positions' part of the norms' gradients."""
+    if config.tp == 1 or not config.sequence_parallel:
+        return 0.0
+    counts = _parameter_tensors(shape, config)[1]
+    messages = counts if config.per_tensor_exchange else [sum(counts)]
+    links = axis_links(cluster, config.mesh_shape, (TP,))
+    return sum(_seconds("all_reduce", count * grad_nbytes(config), links) for count in messages)
 
 
 def _seconds(kind: str, nbytes: float, links: Links) -> float:
@@ -158,8 +192,8 @@ def tensor_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluste
             gather = _seconds("all_gather", activation, links)
             whole = gather + _seconds("reduce_scatter", activation, links)
             backward[backward_kind] = 2 * whole
-            # gathered once more for weight gradients, beside the products with the input's gradient
-            backward[Kind.TENSOR_OVERLAPPED] += 2 * gather
+            if config.regather_inputs:  # for weight gradients, beside the products with the input's gradient
+                backward[Kind.TENSOR_OVERLAPPED] += 2 * gather
         else:
             whole = _seconds("all_reduce", activation, links)
             backward[backward_kind] = 2 * whole
@@ -195,6 +229,8 @@ def _vocabulary_traffic(shape: TransformerShape, config: TrainingConfig, cluster
         else:
             forward[Kind.TENSOR] += summed
             backward[Kind.TENSOR] += gathered
+        if head and not config.gathered_logits:  # maxima, then sums and picked logits of the cross-entropy, in float32
+            forward[Kind.TENSOR] += sum(_seconds("all_reduce", n * 4 * config.tokens, links) for n in (1, 2))
         if head and config.gathered_logits:
             logits = config.tokens * shape.vocab * param_nbytes(config)
             forward[Kind.TENSOR] += _seconds("all_gather", logits, links)
@@ -227,7 +263,9 @@ def _accumulate(params: float, config: TrainingConfig, cluster: Cluster) -> Pass
 
 
 def _optimizer_bytes(config: TrainingConfig) -> float:
-    """Bytes that the optimizer moves for each parameter of the stage: gradient (twice, for its norm), master copy and
-    states read and written, the low-precision parameter written."""
+    """Bytes that the optimizer moves for each parameter of the stage: with master copies the gradient (twice, for its
+    norm), master copy and states read and written, the low-precision parameter written."""
     replicas = config.dp * config.cp if config.zero else 1
+    if not config.master_copies:
+        return update_nbytes(config.optimizer_states, param_nbytes(config)) / replicas
     return (2 * grad_nbytes(config) + 8 * (1 + config.optimizer_states) + param_nbytes(config)) / replicas

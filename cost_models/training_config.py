@@ -32,6 +32,11 @@ class TrainingConfig:
     `blocking_launches`: the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1). `gathered_logits`: tensor parallel
     ranks gather the logits instead of computing the loss on their part of the vocabulary. `in_place_loss`: the loss
     overwrites its float32 logits (Megatron-LM), instead of keeping them, their softmax and two gradients (torch).
+    `fused_products`: queries, keys and values are one matrix product, gate and up another. `regather_inputs`: sequence
+    parallel ranks keep their part of a product's input and gather it again for weight gradients (Megatron-LM), instead
+    of keeping what they gathered. `master_copies`: 16-bit parameters have a float32 copy, gradient sum and states, and
+    gradients are clipped; without, the optimizer's state has the parameters' precision, as torch's optimizers keep it.
+    `per_tensor_exchange`: each parameter is gathered and each gradient sent by itself, as plans do, not in buckets.
     `gathers_per_layer`: collectives in which ZeRO-3 gathers a layer's parameters (FSDP2 one, DeepSpeed one a tensor).
     """
 
@@ -59,6 +64,10 @@ class TrainingConfig:
     blocking_launches: bool = False
     gathered_logits: bool = False
     in_place_loss: bool = True
+    fused_products: bool = True
+    regather_inputs: bool = True
+    master_copies: bool = True
+    per_tensor_exchange: bool = False
     gathers_per_layer: int = 1
     optimizer_states: int = 2
 
@@ -134,6 +143,16 @@ def check_fits(shape: TransformerShape, config: TrainingConfig) -> None:
             f"pp {config.pp} x virtual stages {config.virtual_stages} is more than {shape.layers} layers of "
             f"{shape.name}"
         )
+
+
+def param_nbytes(config: TrainingConfig) -> int:
+    """Bytes of a parameter or an activation as it is used and sent."""
+    return 4 if config.precision == "fp32" else 2
+
+
+def grad_nbytes(config: TrainingConfig) -> int:
+    """Bytes of a gradient as it is summed and sent."""
+    return 4 if config.main_grads or config.precision == "fp32" else 2
 
 
 def stage_layers(layers: int, pp: int) -> tuple[int, ...]:

@@ -73,6 +73,20 @@ def attention_params(shape: TransformerShape) -> int:
     return h * (q + 2 * kv) + q * h + biases + qk_norm + shape.norm_vectors * h
 
 
+def layer_parameters(shape: TransformerShape, tp: int, ep: int = 1) -> list[tuple[int, bool]]:
+    """Parameter tensors of one layer on one rank of `tp` and `ep`: (elements, is a norm's)."""
+    h, query, keys, wide = shape.hidden, shape.query_dim // tp, max(shape.kv_dim // tp, shape.head_dim), shape.ffn // tp
+    inputs = [query, keys, keys]
+    attention = [h * n for n in inputs] + (inputs if shape.qkv_bias else [])
+    mlp = [h * wide] * (3 if shape.gated else 2)
+    bias = [h] if shape.linear_bias else []
+    router = [h * shape.experts] if shape.experts > 1 else []
+    products = [*attention, h * query, *bias, *router]
+    products += (mlp + ([wide] if bias else []) + bias) * (shape.experts // ep)
+    norms = [h] * (2 * shape.norm_vectors) + ([shape.head_dim] * 2 if shape.qk_norm else [])
+    return [(count, False) for count in products] + [(count, True) for count in norms]
+
+
 def expert_params(shape: TransformerShape) -> int:
     """Parameters of one MLP: the only one, or one expert's."""
     products = 3 if shape.gated else 2

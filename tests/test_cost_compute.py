@@ -1,10 +1,9 @@
 """Compute: the roofline and its two slopes."""
 
-import numpy as np
 import pytest
 
 from autopar.cluster import load_cluster
-from autopar.cost_models.compute import compute_seconds, compute_seconds_array
+from autopar.cost_models.compute import compute_seconds
 from autopar.errors import ArgumentError
 
 DEVICE = load_cluster("8xh100").device
@@ -32,15 +31,3 @@ def test_flops_in_a_dtype_without_peak_are_refused_bytes_are_not() -> None:
     )
     with pytest.raises(ArgumentError, match="h100 has no peak flop/s for int64"):
         compute_seconds(1, 0, "int64", DEVICE)
-    with pytest.raises(ArgumentError, match="h100 has no peak flop/s for int64"):
-        compute_seconds_array(np.array([0.0, 1.0]), np.array([1.0]), "int64", DEVICE)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "float64"])
-def test_the_array_form_agrees(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    flops, nbytes = 10 ** rng.uniform(0, 15, 200), 10 ** rng.uniform(0, 11, 200)
-    single = [compute_seconds(f, b, dtype, DEVICE) for f, b in zip(flops, nbytes, strict=True)]
-    np.testing.assert_allclose(compute_seconds_array(flops, nbytes, dtype, DEVICE), single, rtol=1e-12)
-    idle = compute_seconds_array(np.zeros(3), nbytes[:3], "int64", DEVICE)
-    np.testing.assert_allclose(idle, nbytes[:3] / DEVICE.memory_bandwidth + DEVICE.launch_seconds)

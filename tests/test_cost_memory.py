@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from autopar.cluster import load_cluster
+from autopar.cost_models.compute import Rates
 from autopar.cost_models.memory import (
     NUM_STATES,
     Interval,
@@ -74,7 +75,7 @@ def test_a_step_moves_each_tensor_once_in_each_direction_it_needs() -> None:
     moved = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}  # p, g, states read; p, states written
     for name, tensors in moved.items():
         expected = tensors * 1e9 * 4 / device.memory_bandwidth + device.launch_seconds
-        assert optimizer_step_seconds(name, 1e9, 4, device) == pytest.approx(expected)
+        assert optimizer_step_seconds(name, 1e9, 4, Rates(device, None)) == pytest.approx(expected)
 
 
 def test_an_unknown_optimizer_is_refused() -> None:

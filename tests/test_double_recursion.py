@@ -166,7 +166,7 @@ def test_ways_lead_where_they_should_and_are_seldom_dearer_than_a_full_search(se
     ways = Ways(pricer=pricer)
 
     def price(step: object) -> float:
-        forward, backward = pricer.step(step, shape, 4)  # type: ignore[arg-type]
+        forward, backward = pricer.step(step, shape, 4, False)  # type: ignore[arg-type]
         return total(forward) + total(backward)
 
     for path in (ways.path(source, target, tensor), ways.swift(source, target, tensor)):

@@ -60,6 +60,7 @@ def attention_rule(node: fx.Node) -> Rule:
         flops=flops,
         backward_flops=BACKWARD_RATIO * flops if graded else 0.0,
         localize=_localize,
+        is_attention=True,
     )
 
 

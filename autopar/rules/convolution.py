@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.graph import operands
 from autopar.rules.describe import all_float, argument, grads_of, numel, result_values, shapes_of
-from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
+from autopar.rules.rule import Call, Dims, Factor, Local, Product, Rule, Shapes, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
 
@@ -65,7 +65,16 @@ def _convolution_rule(node: fx.Node, groups_position: int) -> Rule:
         flops=flops,
         backward_flops=flops * (grads[0] + grads[1]),
         localize=localize if groups > 1 else None,
+        product=Product(left=0, right=1, sizes=_sizes),
     )
+
+
+def _sizes(operand_shapes: Shapes, result_shapes: Shapes) -> tuple[int, int, int, int]:
+    """A group is a product of its windows, batch times places, with its filters."""
+    x, weight = operand_shapes[:2]
+    result = result_shapes[0]
+    groups = max(1, x[1] // weight[1])
+    return groups, result[0] * numel(result[2:]), weight[0] // groups, numel(weight[1:])
 
 
 def _pooling(saves: str) -> Maker:

@@ -49,6 +49,7 @@ def _embedding(node: fx.Node) -> Rule:
         results=((*names, hidden),),
         linear=(frozenset({0}),) if all_float(node, operands(node)[:1]) else (),
         saves=(1,) if grads_of(operands(node))[0] else (),
+        looked_up=frozenset({0}),
         localize=localize,
     )
 
@@ -81,6 +82,7 @@ def _index(node: fx.Node) -> Rule:
             results=(names,),
             linear=(frozenset({0}),) if all_float(node, sources[:1]) else (),
             saves=tuple(range(1, len(sources))) if grads_of(sources)[0] else (),
+            looked_up=frozenset({0}),
         )
         if after <= len(x)
         else replicated_rule(tuple(map(len, shapes)), (len(result),))
@@ -101,6 +103,7 @@ def _index_select(node: fx.Node) -> Rule:
         results=(names,),
         linear=(frozenset({0}),) if all_float(node, operands(node)[:1]) else (),
         saves=(1,) if grads_of(operands(node))[0] else (),
+        looked_up=frozenset({0}),
     )
 
 
@@ -119,6 +122,7 @@ def _gather(node: fx.Node) -> Rule:
         linear=(frozenset({0}),) if all_float(node, operands(node)[:1]) else (),
         saves=(0, 1) if grads_of(operands(node))[0] else (),
         flops=float(numel(index)),
+        looked_up=frozenset({0}),
     )
 
 

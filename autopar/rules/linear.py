@@ -10,9 +10,23 @@ from torch import fx
 
 from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, dim_name, grads_of, numel, shapes_of
-from autopar.rules.rule import Dims, Factor, Rule, replicated_rule
+from autopar.rules.rule import Dims, Factor, Product, Rule, Shapes, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
+Sizes = Callable[[Shapes, Shapes], tuple[int, int, int, int]]
+
+
+def _linear_sizes(operand_shapes: Shapes, _: Shapes) -> tuple[int, int, int, int]:
+    x, weight = operand_shapes[:2]
+    return 1, numel(x[:-1]), weight[0], x[-1]
+
+
+def _matmul_sizes(operand_shapes: Shapes, result_shapes: Shapes) -> tuple[int, int, int, int]:
+    """A batch beside a single matrix is rows of one product, as torch folds it."""
+    a, b = operand_shapes[-2:]
+    if len(b) == 2:
+        return 1, numel(a[:-1]), b[-1], a[-1]
+    return numel(result_shapes[0][:-2]), a[-2], b[-1], a[-1]
 
 
 def product_rule(
@@ -26,6 +40,7 @@ def product_rule(
     bias_first: bool = False,
     flops: float,
     copied: tuple[int, int] = (0, 0),
+    sizes: Sizes = _matmul_sizes,
 ) -> Rule:
     """The rule of `left x right + bias`; each factor of the product is saved for the gradient of the other.
 
@@ -49,6 +64,7 @@ def product_rule(
         saves_nbytes=sum(filter(None, kept)),
         flops=flops,
         backward_flops=flops * (grads[first] + grads[second]),
+        product=Product(left=first, right=second, sizes=sizes),
     )
 
 
@@ -77,6 +93,7 @@ def _linear(node: fx.Node) -> Rule:
         result=(*batch, columns),
         factors=factors,
         flops=2.0 * numel(x) * weight[0],
+        sizes=_linear_sizes,
     )
 
 

@@ -71,6 +71,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
         backward_flops=2.0 * numel(shape),
         localize=localize,
         messages=messages,
+        reads=3,
     )
 
 

@@ -83,6 +83,21 @@ class Local:
         return math.prod(n for n, c in zip(self.mesh.shape, self.choices, strict=True) if not c.name.startswith(whole))
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """An op whose work is matrix products: of operands `left` and `right`, each of the two products of their gradients.
+
+    `sizes` of operands' and results' shapes: (batch, m, n, k) of `batch` products (m, k) x (k, n).
+    """
+
+    left: int
+    right: int
+    sizes: Callable[[Shapes, Shapes], tuple[int, int, int, int]]
+
+
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -101,6 +116,9 @@ class Rule:
     backward_flops: of its backward pass, None for twice the forward (matmuls) .
     localize: the call that runs on one rank; None where the node's own call fits local shapes as it is.
     messages: collectives inside the body (forward, backward).
+    product: the matrix products that the op is, if it is; `is_attention`: it is a fused attention.
+    reads: times that forward reads its operands (a softmax: for the maximum, the sum, the result).
+    looked_up: operands of which no more is read than the results hold (a table).
     known: False for ops without a rule of their own.
     """
 
@@ -118,6 +136,10 @@ class Rule:
     backward_flops: float | None = None
     localize: Callable[[Local], Call] | None = None
     messages: Callable[[Local], tuple[tuple[Message, ...], tuple[Message, ...]]] | None = None
+    product: Product | None = None
+    is_attention: bool = False
+    reads: int = 1
+    looked_up: frozenset[int] = frozenset()
     known: bool = True
 
 

@@ -79,12 +79,12 @@ def _seconds(
             add(price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
         tensor = journeys[name].tensor
-        add(pricer.step(step, tensor.shape, tensor.element_size)[0])
+        add(pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")[0])
     for journey in journeys.values():
         tensor = journey.tensor
         times = 1 if plan.lifetimes.get(tensor.name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
-            forward, backward = pricer.step(step, tensor.shape, tensor.element_size)
+            forward, backward = pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
             add(forward, times)
             if target in journey.in_backward:
                 add(backward, times)
@@ -97,7 +97,7 @@ def _seconds(
             tensor = journeys[name].tensor
             for step in regathered(journeys[name].path(layout)):
                 for _ in uses:
-                    add(pricer.step(step, tensor.shape, tensor.element_size)[0])
+                    add(pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")[0])
     return seconds
 
 

@@ -36,18 +36,20 @@ class Lattices:
     pricer: Pricer
     _made: dict[object, Lattice]
 
-    def of(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, nested: bool) -> Lattice:
-        """All layouts with these placements and whole ones (nested otherwise than in mesh order only if `nested`)."""
-        key = (shape, element_size, grad, axes, nested)
+    def of(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool) -> Lattice:
+        """All layouts with these placements and whole ones (those of parameters nested in any order)."""
+        key = (shape, element_size, grad, axes, parameter)
         if key not in self._made:
-            self._made[key] = self._make(shape, element_size, grad, axes, nested)
+            self._made[key] = self._make(shape, element_size, grad, axes, parameter)
         return self._made[key]
 
-    def _make(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, nested: bool) -> Lattice:
-        layouts, steps = _steps(axes, len(shape), grad, self.pricer.mesh.shape, nested)
+    def _make(
+        self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool
+    ) -> Lattice:
+        layouts, steps = _steps(axes, len(shape), grad, self.pricer.mesh.shape, parameter)
         steps = tuple(s for s in steps if is_possible(s, shape, self.pricer.mesh))
         number = {layout: i for i, layout in enumerate(layouts)}
-        prices = [self.pricer.step(s, shape, element_size) for s in steps]
+        prices = [self.pricer.step(s, shape, element_size, parameter) for s in steps]
         return Lattice(
             layouts=layouts,
             number=number,

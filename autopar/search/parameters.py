@@ -177,7 +177,7 @@ def _way(
     again = 0.0
     if lifetime == "use":
         again = microbatches * sum(
-            total(pricer.step(s, tensor.shape, tensor.element_size)[0]) for s in regathered(list(steps))
+            total(pricer.step(s, tensor.shape, tensor.element_size, True)[0]) for s in regathered(list(steps))
         )
     times = 1 if lifetime == "step" else microbatches
     nbytes = pricer.local_nbytes(tensor, use)

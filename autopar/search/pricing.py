@@ -1,23 +1,26 @@
 """What does one choice of one op cost, and one redistribution step? Cached prices for evaluation and search alike.
 
-Compute is the roofline of `cost_models.compute` on local shapes; views cost nothing. Forward moves the bytes of its
-local operands and results, backward moves them twice (values read again, gradients written). Collectives are α–β on
-the links of their axes. Nothing overlaps yet: the runtime waits for every collective where it stands, so a step is a
-plain sum.
+Compute is `cost_models.compute` on local shapes, the formulas of `autopar simulate`; views cost nothing. Forward moves
+the bytes of its local operands and results, backward reads what autograd kept and the results' gradients, and writes
+the operands'. Collectives are α–β on the links of their axes, slower by what a training step's contention takes of them
+where that is fitted, apart for parameters and for activations. Nothing overlaps yet: the runtime waits for every
+collective where it stands, so a step is a plain sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
-from autopar.cost_models.compute import compute_seconds
+from autopar.cost_models.compute import Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
 from autopar.mesh import Mesh
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
 from autopar.redistribution import Message, Step, messages
-from autopar.rules.rule import is_splittable, layouts, localized
+from autopar.rules.rule import Local, is_splittable, layouts, localized
 from autopar.search.program import Op, Tensor
 
 Timed = tuple[tuple[str, float], ...]
@@ -41,7 +44,7 @@ class OpPrice:
     kept: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Pricer:
     """Prices on one mesh of one cluster."""
 
@@ -49,32 +52,37 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
-    _steps: dict[tuple[Step, tuple[int, ...], int], tuple[Timed, Timed]] = field(default_factory=dict)
+    _steps: dict[tuple[Step, tuple[int, ...], int, bool], tuple[Timed, Timed]] = field(default_factory=dict)
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
-    _sent: dict[tuple[str, tuple[int, ...], int], tuple[float, str]] = field(default_factory=dict)
+    _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
 
-    def message(self, kind: str, axes: tuple[int, ...], nbytes: int) -> tuple[float, str]:
-        """Seconds of a collective along mesh axes, and the algorithm that takes them."""
-        key = (kind, axes, nbytes)
+    @cached_property
+    def rates(self) -> Rates:
+        return rates_of(self.cluster.device)
+
+    def message(self, kind: str, axes: tuple[int, ...], nbytes: int, parameter: bool) -> tuple[float, str]:
+        """Seconds of a collective along mesh axes, and the algorithm that takes them. `parameter`: of what is sent."""
+        key = (kind, axes, nbytes, parameter)
         found = self._sent.get(key)
         if found is None:
             forms = self._forms.get((kind, axes))
             if forms is None:
                 forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
                 self._forms[kind, axes] = forms
-            found = self._sent[key] = least(forms, nbytes)
+            seconds, name = least(forms, nbytes)
+            found = self._sent[key] = seconds / self.rates.link(parameter), name
         return found
 
-    def timed(self, sent: tuple[Message, ...]) -> Timed:
-        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes)[0]) for m in sent)
+    def timed(self, sent: tuple[Message, ...], parameter: bool = False) -> Timed:
+        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter)[0]) for m in sent)
 
-    def step(self, step: Step, shape: tuple[int, ...], element_size: int) -> tuple[Timed, Timed]:
+    def step(self, step: Step, shape: tuple[int, ...], element_size: int, parameter: bool) -> tuple[Timed, Timed]:
         """Collectives of the forward and of the backward pass of one redistribution step."""
-        key = (step, shape, element_size)
+        key = (step, shape, element_size, parameter)
         if key not in self._steps:
             forward, backward = messages(step, shape, element_size, self.mesh)
-            self._steps[key] = self.timed(forward), self.timed(backward)
+            self._steps[key] = self.timed(forward, parameter), self.timed(backward, parameter)
         return self._steps[key]
 
     def nbytes(self, shape: tuple[int, ...], element_size: int, layout: Layout) -> int:
@@ -101,7 +109,7 @@ class Pricer:
         return price
 
     def _price(self, op: Op, names: tuple[str, ...]) -> OpPrice:
-        rule, mesh, device = op.rule, self.mesh, self.cluster.device
+        rule, mesh = op.rule, self.mesh
         chosen = tuple(op.choices[n] for n in names)
         wanted, given = layouts(chosen, op.operand_grads, op.result_grads)
         sizes = [self.nbytes(*t) for t in zip(op.operand_shapes, op.operand_sizes, wanted, strict=True)]
@@ -112,11 +120,7 @@ class Pricer:
         forward_sent: Timed = ()
         backward_sent: Timed = ()
         if rule.alias is None:
-            moved = sum(sizes) + sum(results)
-            forward = compute_seconds(rule.flops / parts, moved, op.dtype, device)
-            if op.has_backward:
-                flops = 2 * rule.flops if rule.backward_flops is None else rule.backward_flops
-                backward = compute_seconds(flops / parts, 2 * moved, op.dtype, device)
+            forward, backward = _compute_seconds(op, sizes, results, parts, self.rates, local)
         if rule.messages is not None:
             sent = rule.messages(local)
             forward_sent = self.timed(sent[0])
@@ -142,12 +146,47 @@ class Pricer:
     def optimizer_seconds(self, tensor: Tensor, storage: Layout) -> float:
         """One optimizer step over the rank's shard, padding included."""
         elements = self.local_nbytes(tensor, storage) / tensor.element_size
-        return optimizer_step_seconds(self.config.optimizer, elements, tensor.element_size, self.cluster.device)
+        return optimizer_step_seconds(self.config.optimizer, elements, tensor.element_size, self.rates)
 
     def state_nbytes(self, tensor: Tensor, storage: Layout) -> int:
         """Optimizer state of the rank's shard."""
         elements = self.local_nbytes(tensor, storage) // tensor.element_size
         return elements * optimizer_state_nbytes(self.config.optimizer, tensor.element_size)
+
+
+def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:
+    """Bytes that forward and backward move: `kept` are those that autograd keeps beside operands and results."""
+    rule, written = op.rule, sum(results)
+    read = sum(min(n, written) if i in rule.looked_up else n for i, n in enumerate(sizes))
+    saved = sum(sizes[i] for i in rule.saves) + sum(results[i] for i in rule.saves_results)
+    given = [n for n, g in zip((*sizes, *results), op.operand_grads + op.result_grads, strict=True) if g]
+    return rule.reads * read + written + (kept if op.has_backward else 0.0), saved + kept + sum(given)
+
+
+def _compute_seconds(
+    op: Op, sizes: list[int], results: list[int], parts: int, rates: Rates, local: Local
+) -> tuple[float, float]:
+    """Forward and backward of one rank."""
+    rule, backward = op.rule, 0.0
+    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)
+    backward_flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
+    if rule.product is not None:
+        batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
+        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
+        forward = rates.products([(batch, m, n, k)], nbytes, op.dtype)
+        gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
+        if op.has_backward:
+            asked = [sizes for operand, sizes in gradients.items() if op.operand_grads[operand]]
+            backward = rates.products(asked, nbytes, op.dtype)
+    elif rule.is_attention:
+        forward = rates.attention(rule.flops / parts, moved[0], op.dtype)
+        if op.has_backward:
+            backward = rates.attention(backward_flops, moved[1], op.dtype, backward=True)
+    else:
+        forward = rates.other(rule.flops / parts, moved[0], op.dtype)
+        if op.has_backward:
+            backward = rates.other(backward_flops, moved[1], op.dtype)
+    return forward, backward
 
 
 def total(timed: Timed) -> float:

@@ -1,6 +1,6 @@
 """What does a step cost at least, whatever the plan? All work split evenly over all ranks, and nothing sent.
 
-    sum over micro-batches and ops of roofline(flops / n, bytes / n), forward and backward
+    sum over micro-batches and ops of max(flops / n / rate, bytes / n / bandwidth), forward and backward
     + sum over parameters of the optimizer's step over 1/n of the elements
 
 with n ranks (1 for ops without a rule, which run whole). A choice splits an op into at most n parts, and a rank's part
@@ -9,9 +9,8 @@ of a tensor has at least 1/n of its elements. A weak bound, but one that costs n
 
 import math
 
-from autopar.cost_models.compute import compute_seconds
 from autopar.cost_models.memory import optimizer_step_seconds
-from autopar.search.pricing import Pricer
+from autopar.search.pricing import Pricer, moved_nbytes
 from autopar.search.program import Op, Program
 
 
@@ -26,21 +25,24 @@ def work_bound(program: Program, pricer: Pricer) -> float:
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
             elements = math.prod(tensor.shape) / pricer.mesh.size
-            total += optimizer_step_seconds(
-                pricer.config.optimizer, elements, tensor.element_size, pricer.cluster.device
-            )
+            total += optimizer_step_seconds(pricer.config.optimizer, elements, tensor.element_size, pricer.rates)
     return total
 
 
 def _op_seconds(op: Op, pricer: Pricer) -> float:
-    rule, device = op.rule, pricer.cluster.device
+    rule, rates = op.rule, pricer.rates
     if rule.alias is not None:
         return 0.0
     parts = pricer.mesh.size if rule.known else 1
     shapes, sizes = (*op.operand_shapes, *op.result_shapes), (*op.operand_sizes, *op.result_sizes)
-    moved = sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True)) / parts
-    seconds = compute_seconds(rule.flops / parts, moved, op.dtype, device)
-    if op.has_backward:
-        flops = 2 * rule.flops if rule.backward_flops is None else rule.backward_flops
-        seconds += compute_seconds(flops / parts, 2 * moved, op.dtype, device)
-    return seconds
+    nbytes = [math.prod(shape) * size / parts for shape, size in zip(shapes, sizes, strict=True)]
+    split = len(op.operand_shapes)
+    moved = moved_nbytes(op, nbytes[:split], nbytes[split:], rule.saves_nbytes / parts)
+    flops = rule.flops, 2 * rule.flops if rule.backward_flops is None else rule.backward_flops
+    is_product = rule.product is not None
+    if rule.product is not None:  # a bias is not counted, and each gradient's product moves what forward's does
+        factors = [nbytes[rule.product.left], nbytes[rule.product.right], *nbytes[split:]]
+        both = op.operand_grads[rule.product.left] + op.operand_grads[rule.product.right]
+        moved = sum(factors), both * sum(factors)
+    passes = zip(flops, moved, strict=True) if op.has_backward else [(flops[0], moved[0])]
+    return sum(rates.least(f / parts, n, op.dtype, products=is_product, attention=rule.is_attention) for f, n in passes)

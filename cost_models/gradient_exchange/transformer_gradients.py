@@ -11,8 +11,8 @@ from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.gradient_exchange.model import ExchangeModel, Gradient
 from autopar.cost_models.layer_work import PassWork, embedding_work, head_work, layer_work
 from autopar.cost_models.step_time import step_parts
-from autopar.cost_models.step_work import grad_nbytes, step_work, tensor_work
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.step_work import step_work, tensor_work
+from autopar.cost_models.training_config import TrainingConfig, grad_nbytes
 from autopar.cost_models.transformer import TransformerShape, attention_params, embedding_params, expert_params
 from autopar.errors import ArgumentError
 

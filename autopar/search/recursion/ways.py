@@ -90,7 +90,7 @@ class Ways:
                 shape[a.dim] = chunk_size(shape[a.dim], self.pricer.mesh.shape[axis])
                 free = free and all(i > axis or a not in ends for i, *ends in changed)
         local = tuple(shape) if free else (source, target, tensor.shape)
-        key = (local, tuple(changed), tensor.element_size, tensor.requires_grad)
+        key = (local, tuple(changed), tensor.element_size, tensor.requires_grad, tensor.kind == "parameter")
         fare = self._fares.get(key)
         if fare is None:
             if self.pricer.mesh.num_axes > SEARCHED_AXES:
@@ -101,7 +101,9 @@ class Ways:
         return fare
 
     def _paid(self, path: Path, tensor: Tensor) -> Fare:
-        prices = [self.pricer.step(step, tensor.shape, tensor.element_size) for step in path]
+        prices = [
+            self.pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter") for step in path
+        ]
         return Fare(
             forward=sum(total(forward) for forward, _ in prices),
             backward=sum(total(back) for _, back in prices),
@@ -131,7 +133,12 @@ class Ways:
                     local[after.dim] = chunk_size(local[after.dim], n)
                     whole = whole // n if isinstance(before, Shard) else whole
                 kinds = TABLE[type(before), type(after)]
-                costs = [self.pricer.message(k, tuple(group), whole)[0] if k in COLLECTIVES else 0.0 for k in kinds]
+                costs = [
+                    self.pricer.message(k, tuple(group), whole, tensor.kind == "parameter")[0]
+                    if k in COLLECTIVES
+                    else 0.0
+                    for k in kinds
+                ]
                 forward, backward = forward + costs[0], backward + costs[1]
                 gathers += costs[0] if kinds[0] == "all_gather" else 0.0
         return Fare(forward=forward, backward=backward, gathers=gathers)
@@ -152,7 +159,9 @@ class Ways:
             done.add(layout)
             for step in self._straight(layout, target):
                 if step.target not in done and is_possible(step, tensor.shape, self.pricer.mesh):
-                    forward, back = self.pricer.step(step, tensor.shape, tensor.element_size)
+                    forward, back = self.pricer.step(
+                        step, tensor.shape, tensor.element_size, tensor.kind == "parameter"
+                    )
                     cost = seconds + total(forward) + (total(back) if tensor.requires_grad else 0.0)
                     heapq.heappush(queue, (cost, length + 1, next(counter), step.target, (*path, step)))
         raise AssertionError(f"no way from {source} to {target} for a tensor of shape {tensor.shape}")
