@@ -111,8 +111,8 @@ def test_plans_fit_a_limit_that_binds_or_say_that_none_was_found(family: str, me
 def test_equal_blocks_decide_once() -> None:
     """Folded or not, the same ops are decided; folded decisions cost what they say."""
     program, pricer = program_of("llama"), pricer_of((2, 2))
-    folded = double_recursion(program, pricer, limit=None, fold=True)
-    whole = double_recursion(program, pricer, limit=None, fold=False)
+    folded = double_recursion(program, pricer, limit=None, coarse=True, fold=True)
+    whole = double_recursion(program, pricer, limit=None, coarse=True, fold=False)
     assert len(folded.neighbours.clusters) < len(whole.neighbours.clusters)
     plans = [plan_of(d, program) for d in (folded, whole)]
     assert plans[0].choices.keys() == plans[1].choices.keys()
