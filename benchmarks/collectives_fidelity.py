@@ -134,7 +134,7 @@ def _of(measurements: Sequence[Measurement], cluster: str) -> list[Measurement]:
     return [m for m in measurements if m.cluster == cluster]
 
 
-def _text(rows: Sequence[Mapping[str, Any]]) -> str:
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}%"
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = table(arguments.references)
-    print(json.dumps(rows, indent=1) if arguments.json else _text(rows))
+    print(json.dumps(rows, indent=1) if arguments.json else text(rows))
 
 
 if __name__ == "__main__":

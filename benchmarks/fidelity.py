@@ -7,6 +7,9 @@ Step time is predicted by leave-one-source-out: the constants of a GPU type are 
 that the package's constants were not fitted on is predicted with those. The second column lets one multiplier a
 software stack correct it (the median of its own rows). Layout choice: in every group of layouts of one task, the
 measured time of the layout predicted fastest, of those predicted to fit, over that of the fastest.
+
+A folder with `ddl_survey.csv` and `nccl.csv` has the tables of `benchmarks.survey` and `benchmarks.collectives_fidelity`
+too.
 """
 
 import argparse
@@ -27,10 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autopar.cost_models.efficiency import RANGES, Efficiency, load_efficiency
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_work import StepWork
+from benchmarks import collectives_fidelity, survey
 from benchmarks.fidelity_fit import MEASURED, NUM_SMS, STARTS, TYPES, case_work, fit, predicted_seconds
 from benchmarks.layer_rows import layer_cases
 from benchmarks.reference_rows import Case, groups, read_folder
 
+SURVEY, COLLECTIVES = "ddl_survey.csv", "nccl.csv"
 ROOT = Path(__file__).resolve().parents[1]
 GIB_A_GB = 2**30 / 1e9  # an "80 GB" card has 80 GiB; the hardware files read the figure as 10^9
 FITTED = "least squares on log step time of "
@@ -72,10 +77,20 @@ def main() -> None:
         "constants": {name: constant_row(value) for name, value in constants.items()},
         "left_out": {reason: len(ids) for reason, ids in reading.left_out.items()},
     }
+    has_survey, has_collectives = ((arguments.references / name).is_file() for name in (SURVEY, COLLECTIVES))
+    predicted = survey.predictions(arguments.references) if has_survey else None
+    collectives = collectives_fidelity.table(arguments.references) if has_collectives else None
     if arguments.json:
-        print(json.dumps(report, indent=1))
-    else:
-        print_report(report, Console(width=120))
+        tables = {"survey": predicted and survey.report(predicted[1]), "collectives": collectives}
+        print(json.dumps(report | tables, indent=1))
+        return
+    print_report(report, Console(width=120))
+    if predicted is not None:
+        print("\nGradient-exchange systems of the survey (Shi et al. 2020); should hold: 6% each\n")
+        survey.print_report(*predicted)
+    if collectives is not None:
+        print("\nCollectives; should hold: median 10% fitted, 25% left out\n")
+        print(collectives_fidelity.text(collectives))
 
 
 def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[str, Efficiency]]:

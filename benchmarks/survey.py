@@ -89,9 +89,19 @@ def main() -> None:
     arguments = parser.parse_args()
     constants, table = predictions(arguments.references)
     if arguments.json:
-        answer = {"rows": table, "mean_errors": mean_errors(table), "profiled_error": profiled_error(table)}
-        print(json.dumps(answer | {"choices": choices(table, "profiled"), "headlines": headlines(table)}))
-        return
+        print(json.dumps(report(table)))
+    else:
+        print_report(constants, table)
+
+
+def report(table: Table) -> dict[str, Any]:
+    """Everything that there is to say, for JSON."""
+    answer = {"rows": table, "mean_errors": mean_errors(table), "profiled_error": profiled_error(table)}
+    return answer | {"choices": choices(table, "profiled"), "headlines": headlines(table)}
+
+
+def print_report(constants: Constants, table: Table) -> None:
+    """The same as text."""
     print_constants(constants)
     print_errors(table)
     for row in headlines(table):

@@ -30,6 +30,7 @@ from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
 from autopar.plan import TrainConfig
 from autopar.search.baselines import make_baseline
+from autopar.search.evaluate import live_nbytes
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 
@@ -134,5 +135,7 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
     blocks = pytest.approx(stored, abs=512)
     assert estimate.memory["parameters"] == stored
     assert held["parameters"] == blocks
-    assert held["gradients"] == blocks  # the plan's gradients have the layout that parameters are stored in
+    assert held["gradients"] == blocks
+    live = live_nbytes(plan, program, pricer)
+    assert live["gradients"].max() == stored
     assert held["optimizer state"] == pytest.approx(estimate.memory["optimizer"], abs=512)
