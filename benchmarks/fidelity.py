@@ -8,8 +8,7 @@ that the package's constants were not fitted on is predicted with those. The sec
 software stack correct it (the median of its own rows). Layout choice: in every group of layouts of one task, the
 measured time of the layout predicted fastest, of those predicted to fit, over that of the fastest.
 
-A folder with `ddl_survey.csv` and `nccl.csv` has the tables of `benchmarks.survey` and `benchmarks.collectives_fidelity`
-too.
+A folder with `ddl_survey.csv` or `nccl.csv` has the table of `benchmarks.survey` or `benchmarks.collectives_fidelity`.
 """
 
 import argparse
