@@ -46,8 +46,8 @@ def mark_again(graph: fx.Graph, plan: Plan) -> None:
             node.meta["again"] = made in waited and (made is node or "step" in node.meta or not _is_pure_view(node))
 
 
-PURE_VIEWS = frozenset({"view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
-                        "split_with_sizes", "chunk", "unbind", "detach", "alias"})  # fmt: skip
+PURE_VIEWS = frozenset({"view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
+                        "split", "split_with_sizes", "chunk", "unbind", "detach", "alias"})  # fmt: skip
 """Views that never copy; a reshape may."""
 
 

@@ -59,6 +59,7 @@ class Problem:
     """A strategy graph and what its numbers stand for.
 
     options[node]: options of a cluster; parameters, inputs by node: (names of the tensors, their options).
+    num_kept[node]: options from this number on recompute. replayed_arcs[group]: which arcs are of layer R.
     travels[group]: (names of the tensors, layout of each vertex, None for auxiliary ones; steps of each arc).
     """
 
@@ -73,6 +74,8 @@ class Problem:
     travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], tuple[tuple[Step, ...], ...]]] = field(
         default_factory=list
     )
+    num_kept: dict[int, int] = field(default_factory=dict)
+    replayed_arcs: dict[int, list[bool]] = field(default_factory=dict)
     graph: StrategyGraph = field(default_factory=lambda: StrategyGraph(nodes=()))
 
 

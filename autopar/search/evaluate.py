@@ -8,7 +8,6 @@ Moments: the forward of each op in graph order, their backward in reverse, the o
                             backward (`search.replays`); views share storage
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads them
     working                 operands and results of the op that runs, if they are not saved; in backward gradients
-                            and the same of ops that are run again
     inputs                  inputs, buffers and constants, with the layouts of them that are saved, always
 A tensor that nothing saves is counted while its producer and its readers run, not in between.
 """
@@ -145,21 +144,7 @@ def _memory(
         elif tensor.kind != "op":
             for layout in inputs[name] | {journey.source}:
                 add("inputs", pricer.local_nbytes(tensor, layout), moments.always())
-    _add_replays(live["working"], moments, plan, program, pricer, replays)
     return live
-
-
-def _add_replays(
-    working: Floats, moments: Moments, plan: Plan, program: Program, pricer: Pricer, replays: Replays
-) -> None:
-    """The most working space of the ops that are replayed at one moment."""
-    most: dict[int, float] = {}
-    for number, position in replays.ops.items():
-        op = program.ops[number]
-        price = pricer.op(op, plan.choices[op.name])
-        most[position] = max(most.get(position, 0.0), price.working_forward)
-    for position, nbytes in most.items():
-        working[moments.backward(position)] += nbytes
 
 
 def _add_parameter(

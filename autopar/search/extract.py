@@ -20,10 +20,15 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
     layouts = {name: whole for name, tensor in program.tensors.items() if tensor.producer is None}
     lifetimes: dict[str, str] = {}
     gathered: set[str] = set()
+    recompute: set[str] = set()
+    remade: dict[str, tuple[Layout, ...]] = {}
     for node, options in problem.options.items():
-        option = options[int(solution.choice[node])]
+        number = int(solution.choice[node])
+        option = options[number]
         for positions in problem.clusters[node].instances:
             choices.update((program.ops[p].name, n) for p, n in zip(positions, option.names, strict=True))
+            if number >= problem.num_kept.get(node, len(options)):
+                recompute.update(program.ops[p].name for p in positions)
     for node, (names, given) in problem.inputs.items():
         layouts.update(dict.fromkeys(names, given[int(solution.choice[node])]))
     for node, (names, space) in problem.parameters.items():
@@ -42,11 +47,17 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
             continue
         if any(step.forward == "all_gather" for arc in used for step in steps[arc]):
             gathered.update(names)
+        if number in problem.replayed_arcs:
+            again = {step.target for arc in used if problem.replayed_arcs[number][arc] for step in steps[arc]}
+            if again:
+                remade.update(dict.fromkeys(names, tuple(sorted(again, key=str))))
         paths: dict[Layout, Path] = {}
         for walked in _walks(group.arc_source.tolist(), group.arc_target.tolist(), steps, used, start):
             if not walked:
                 continue
             path = (source, *(step.target for step in walked))
+            if path[-1] in paths:
+                continue
             usual = route(source, path[-1], tensor.shape, tensor.element_size, pricer.mesh, tensor.requires_grad)
             if path != (source, *(step.target for step in usual)):
                 paths[path[-1]] = path
@@ -63,6 +74,8 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
         lifetimes={n: _lifetime(v, n in gathered, program.microbatches) for n, v in lifetimes.items()},
         routes=routes,
         microbatches=program.microbatches,
+        recompute=frozenset(recompute),
+        remade=remade,
         origin=origin,
     )
 

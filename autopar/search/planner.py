@@ -9,6 +9,7 @@ cheaper, it is taken.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -18,10 +19,12 @@ from autopar.mesh import Mesh
 from autopar.plan import Estimate, Plan, TrainConfig
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.build import Problem, build
+from autopar.search.build_recompute import build_with_recompute
+from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.highs_log import Progress
-from autopar.search.ilp import solve
+from autopar.search.ilp import SearchTimeoutError, solve
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.double_recursion import double_recursion
@@ -31,6 +34,8 @@ from autopar.search.strategy_graph import Solution
 from autopar.search.work_bound import work_bound
 
 GB = 1e9
+TRIAL_GAP = 1e-2
+"""How exactly the plan without a limit is found that tells whether memory binds."""
 SOLVERS = ("auto", "ilp", "double-recursive")
 
 
@@ -119,7 +124,7 @@ def _exact(
 ) -> Found:
     began = time.perf_counter()
     tell("building the strategy graph")
-    problem = build(program, pricer, limit=limit, fold=fold)
+    problem = _problem(program, pricer, limit, fold, seconds, tell)
     built = time.perf_counter()
 
     def show(state: Progress) -> None:
@@ -135,6 +140,22 @@ def _exact(
         "solve_seconds": solved - built,
     }
     return plan, solution.bound, facts
+
+
+def _problem(
+    program: Program, pricer: Pricer, limit: float, fold: bool, seconds: float | None, tell: Callable[[str], None]
+) -> Problem:
+    """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
+    problem = build(program, pricer, limit=limit, fold=fold)
+    graph = problem.graph
+    try:
+        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
+    except SearchTimeoutError:
+        return problem
+    if within(graph, fastest.choice, fastest.arcs):
+        return problem
+    tell("the memory limit binds: adding recompute to the strategy graph")
+    return build_with_recompute(program, pricer, limit=limit, fold=fold)
 
 
 def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell: Callable[[str], None]) -> Found:

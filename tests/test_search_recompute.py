@@ -1,0 +1,109 @@
+"""Recompute in the search: the graph prices what the plan costs, memory is never counted less, nothing is better."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.plan import Plan
+from autopar.search.build import Problem, build
+from autopar.search.build_recompute import block_of, build_with_recompute
+from autopar.search.evaluate import evaluate_program
+from autopar.search.extract import extract
+from autopar.search.ilp import solve
+from autopar.search.options import Restriction
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program
+from autopar.search.strategy_graph import Solution, usage
+from tests.search_cases import captured_of, pricer_of, program_of
+
+TIED = ("gpt2", "bert", "t5", "whisper")
+EXACT = 1e-7
+
+
+def solved(
+    program: Program, pricer: Pricer, limit: float, restriction: Restriction | None = None, gap: float = EXACT
+) -> tuple[Problem, Solution, Plan]:
+    problem = build_with_recompute(program, pricer, limit=limit, restriction=restriction)
+    solution = solve(problem.graph, relative_gap=gap)
+    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
+    return problem, solution, plan.with_estimate(evaluate_program(plan, program, pricer))
+
+
+def free_peak(program: Program, pricer: Pricer, restriction: Restriction | None = None) -> float:
+    problem = build(program, pricer, limit=None, restriction=restriction)
+    plan = extract(problem, solve(problem.graph), pricer.cluster, pricer.config, "ilp")
+    return evaluate_program(plan, program, pricer).peak_nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_less_memory_never_costs_less_and_prices_are_those_of_the_plan(family: str) -> None:
+    program, pricer = program_of(family), pricer_of((4,), bandwidth=2e9)
+    peak, last, recomputed = free_peak(program, pricer), 0.0, 0
+    for part in (1.5, 0.95, 0.85, 0.75, 0.65):
+        try:
+            problem, solution, plan = solved(program, pricer, part * peak, gap=1e-4)
+        except InfeasibleError as error:
+            assert error.least_nbytes is not None and error.least_nbytes > part * peak
+            break
+        seconds = plan.estimate.step_seconds
+        assert seconds <= solution.seconds * (1 + 1e-9)
+        assert seconds == pytest.approx(solution.seconds, rel=2e-2 if family in TIED else 1e-9)
+        assert plan.estimate.peak_nbytes <= usage(problem.graph, solution.choice, solution.arcs).max() <= part * peak
+        assert solution.seconds >= last * (1 - 1e-4)
+        last, recomputed = solution.seconds, max(recomputed, len(plan.recompute))
+        insert_collectives(captured_of(family), plan)
+    assert recomputed, "memory never bound"
+
+
+def test_without_a_limit_nothing_is_recomputed_and_the_optimum_is_the_same() -> None:
+    program, pricer = program_of("llama"), pricer_of((4,))
+    plain = solve(build(program, pricer, limit=1e9).graph, relative_gap=EXACT)
+    _, solution, plan = solved(program, pricer, 1e9)
+    assert solution.seconds == pytest.approx(plain.seconds, rel=1e-6)
+    assert not plan.recompute and not plan.remade
+
+
+@pytest.mark.parametrize("part", [0.95, 0.85])
+def test_for_a_fixed_sharding_no_recompute_set_is_better(part: float) -> None:
+    """All sets of the clusters that the graph may recompute, equal blocks alike, priced by `evaluate`.
+
+    The graph counts replayed bytes while the whole block runs backward, so a tenth of the limit is left to it.
+    """
+    program, pricer = program_of("llama"), pricer_of((1,))
+    peak = free_peak(program, pricer)
+    problem, solution, plan = solved(program, pricer, part * peak)
+    kinds = [
+        {program.ops[p].name for positions in cluster.instances for p in positions}
+        for node, cluster in enumerate(problem.clusters)
+        if len(problem.options[node]) > problem.num_kept[node]
+    ]
+    assert len(kinds) > 8
+    rng, best = random.Random(0), float("inf")
+    sets = list(itertools.product((False, True), repeat=len(kinds)))
+    for chosen in rng.sample(sets, min(len(sets), 1000)):
+        names = frozenset().union(*(names for names, is_in in zip(kinds, chosen, strict=True) if is_in))
+        estimate = evaluate_program(replace(plan, recompute=names, remade={}), program, pricer)
+        if estimate.peak_nbytes <= 0.9 * part * peak:
+            best = min(best, estimate.step_seconds)
+    assert best < float("inf")
+    assert solution.seconds <= best * (1 + 1e-6)
+
+
+def test_what_leaves_a_block_is_kept() -> None:
+    """Else all blocks could lean on each other, and memory would be that of one block."""
+    program, pricer = program_of("gpt2"), pricer_of((1,))
+    problem = build_with_recompute(program, pricer, limit=1e9)
+    for node, cluster in enumerate(problem.clusters):
+        if len(problem.options[node]) == problem.num_kept[node]:
+            continue
+        for positions in cluster.instances:
+            waiting = [r for r in program.ops[positions[-1]].results if r is not None]
+            while waiting:
+                for position, slot in program.readers[waiting.pop()]:
+                    op = program.ops[position]
+                    assert block_of(op.module) == block_of(program.ops[positions[-1]].module) is not None
+                    waiting += [r for r in op.results if r is not None and op.rule.alias == slot]
