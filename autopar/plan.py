@@ -43,12 +43,14 @@ class Estimate:
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
+    rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds over the space searched.
     baselines: named baselines: seconds, or why they do not apply.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
+    rates: str = ""
     bound: float = 0.0
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)

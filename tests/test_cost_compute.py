@@ -1,9 +1,12 @@
-"""Compute: the roofline and its two slopes."""
+"""Compute: the roofline and its two slopes; fitted constants never below the physical floor."""
+
+import random
+from dataclasses import replace
 
 import pytest
 
 from autopar.cluster import load_cluster
-from autopar.cost_models.compute import compute_seconds
+from autopar.cost_models.compute import compute_seconds, rates_of
 from autopar.errors import ArgumentError
 
 DEVICE = load_cluster("8xh100").device
@@ -31,3 +34,31 @@ def test_flops_in_a_dtype_without_peak_are_refused_bytes_are_not() -> None:
     )
     with pytest.raises(ArgumentError, match="h100 has no peak flop/s for int64"):
         compute_seconds(1, 0, "int64", DEVICE)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100", "h200", "v100", "rtx2080ti"])
+def test_no_price_is_below_flops_at_the_peak_or_bytes_at_the_bandwidth(gpu: str) -> None:
+    device = load_cluster(f"1x{gpu}").device
+    rates, rng = rates_of(device), random.Random(0)
+    peak = device.peak("fp16")
+    for _ in range(200):
+        batch, m, n, k = rng.choice([1, 1, 7]), *(int(10 ** rng.uniform(0, 4)) for _ in range(3))
+        flops, nbytes = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
+        floor = max(flops / peak, nbytes / device.memory_bandwidth)
+        prices = [
+            rates.products([(batch, m, n, k)], nbytes, "fp16"), rates.attention(flops, nbytes, "fp16"),
+            rates.attention(flops, nbytes, "fp16", backward=True), rates.other(flops, nbytes, "fp16"),
+        ]  # fmt: skip
+        assert min(prices) >= floor
+        assert rates.least(flops, nbytes, "fp16", products=True) <= prices[0] * (1 + 1e-12)
+        assert rates.least(flops, nbytes, "fp16", attention=True) <= prices[1] * (1 + 1e-12)
+        assert rates.products([(batch, 2 * m, n, k)], nbytes, "fp16") >= prices[0]
+
+
+def test_a_device_is_priced_by_fitted_constants_unless_it_was_calibrated_or_nobody_fitted_any() -> None:
+    assert rates_of(DEVICE).name == "fitted constants of h100"
+    assert rates_of(replace(DEVICE, memory_bytes=1)).name == "fitted constants of h100"
+    assert rates_of(load_cluster("8xa100-40gb").device).name == "fitted constants of a100"
+    calibrated = replace(DEVICE, efficiency=0.9, sources=(("efficiency", "measured"),))
+    assert rates_of(calibrated).name == "roofline of h100"
+    assert rates_of(load_cluster("1xv100").device).name == "roofline of v100"

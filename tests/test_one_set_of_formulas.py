@@ -113,6 +113,7 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
         assert both == pytest.approx(forward[Kind.MEMORY] + backward[Kind.MEMORY], rel=0.12)
 
     estimate = plan.estimate
+    assert estimate.rates == f"fitted constants of {gpu}"
     sent = sum(estimate.seconds[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
     data_links = axis_links(cluster, mesh.shape, (0,))
     agreeing = sum(collective_seconds("all_reduce", n, data_links)[0] for n in LOSS_NBYTES) if config.dp > 1 else 0.0

@@ -48,7 +48,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     live = _memory(plan, program, pricer, journeys, replays)
     peak = int(np.argmax(sum(live.values())))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
-    return replace(plan.estimate, seconds=seconds, memory=memory)
+    return replace(plan.estimate, seconds=seconds, memory=memory, rates=pricer.rates.name)
 
 
 def live_nbytes(plan: Plan, program: Program, pricer: Pricer) -> dict[str, Floats]:
