@@ -17,6 +17,7 @@ from autopar.placement import Shard, local_shape
 from autopar.plan import ONCE_A_STEP, TrainConfig
 from autopar.search.baselines import make_baseline
 from autopar.search.build import Problem, build
+from autopar.search.build_recompute import build_with_recompute
 from autopar.search.evaluate import evaluate, evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
@@ -135,3 +136,17 @@ def test_planning_for_micro_batches(solver: str) -> None:
     )
     assert plan.estimate.step_seconds >= whole.estimate.bound * (1 - 1e-9)
     assert plan.estimate.memory["activations"] < whole.estimate.memory["activations"]
+
+
+def test_recompute_and_micro_batches_are_priced_together() -> None:
+    """Under a limit that keeping everything does not meet, the solution still costs and holds what its plan does."""
+    program, pricer, problem = problem_of("vit", 4, None)
+    free = extract(problem, solve(problem.graph, relative_gap=1e-4), pricer.cluster, pricer.config, "ilp")
+    limit = evaluate_program(free, program, pricer).peak_nbytes * 0.85
+    problem = build_with_recompute(program, pricer, limit=limit)
+    solution = solve(problem.graph, relative_gap=1e-3)
+    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
+    estimate = evaluate_program(plan, program, pricer)
+    assert estimate.step_seconds == pytest.approx(solution.seconds, rel=1e-6)
+    assert estimate.peak_nbytes <= limit * (1 + 1e-9)
+    insert_collectives(program.captured, plan)
