@@ -8,17 +8,19 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan
+from autopar.plan import Plan, TrainConfig
+from autopar.report.recompute_text import recompute_text
 from autopar.search.build import Problem, build
 from autopar.search.build_recompute import block_of, build_with_recompute
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
 from autopar.search.options import Restriction
+from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program
 from autopar.search.strategy_graph import Solution, usage
-from tests.search_cases import captured_of, pricer_of, program_of
+from tests.search_cases import captured_of, machine, pricer_of, program_of
 
 TIED = ("gpt2", "bert", "t5", "whisper")
 EXACT = 1e-7
@@ -107,3 +109,18 @@ def test_what_leaves_a_block_is_kept() -> None:
                     op = program.ops[position]
                     assert block_of(op.module) == block_of(program.ops[positions[-1]].module) is not None
                     waiting += [r for r in op.results if r is not None and op.rule.alias == slot]
+
+
+def test_the_planner_recomputes_where_the_limit_binds_and_says_what() -> None:
+    captured, pricer = captured_of("llama"), pricer_of((4,))
+    limit = 0.8 * free_peak(program_of("llama"), pricer)
+    config = TrainConfig(memory_nbytes=limit)
+    plan = make_plan(captured, machine(), pricer.mesh, config, with_baselines=False)
+    assert plan.recompute and plan.estimate.peak_nbytes <= limit
+    text = recompute_text(plan, insert_collectives(captured, plan))
+    assert "run again in backward, model.layers ×2: " in text and "a device less than" in text
+    trade = plan.estimate.solver["recompute"]
+    assert trade["seconds"] > 0 and trade["nbytes"] > 0
+    whole = make_plan(captured, machine(), pricer.mesh, TrainConfig(), with_baselines=False)
+    assert not whole.recompute and not recompute_text(whole, insert_collectives(captured, whole))
+    assert whole.estimate.step_seconds < plan.estimate.step_seconds

@@ -20,6 +20,7 @@ from autopar.errors import ClusterError
 from autopar.graph import LocalModel
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
+from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections, unruled
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
@@ -39,6 +40,8 @@ def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None)
     """The plan for a rich console. Without `local` (a plan just loaded) the tables of operations are left out."""
     clock = Clock(plan, machine or _known(plan.cluster))
     parts: list[RenderableType] = [heading(plan, machine or _known(plan.cluster))]
+    if local is not None and (again := recompute_text(plan, local)):
+        parts.append(Text(again + "\n"))
     if local is not None:
         words = choice_words(local.captured, plan.mesh)
         parts += [_section_table(section, clock) for section in plan_sections(local, words)]

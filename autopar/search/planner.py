@@ -81,6 +81,8 @@ def make_plan(
     else:
         plan, bound, facts = _exact(program, pricer, limit, relative_gap, seconds, fold, tell)
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))
+    if plan.recompute or plan.remade:
+        facts["recompute"] = _traded(plan, program, pricer)
     if not fold and "build_seconds" in facts:
         folded, _, _ = _exact(program, pricer, limit, relative_gap, seconds, True, tell)
         folded = folded.with_estimate(evaluate_program(folded, program, pricer))
@@ -156,6 +158,15 @@ def _problem(
         return problem
     tell("the memory limit binds: adding recompute to the strategy graph")
     return build_with_recompute(program, pricer, limit=limit, fold=fold)
+
+
+def _traded(plan: Plan, program: Program, pricer: Pricer) -> dict[str, float]:
+    """Seconds that recompute takes, and bytes at the peak that it saves, beside the same plan that keeps everything."""
+    kept = evaluate_program(replace(plan, recompute=frozenset(), remade={}), program, pricer)
+    return {
+        "seconds": plan.estimate.step_seconds - kept.step_seconds,
+        "nbytes": kept.peak_nbytes - plan.estimate.peak_nbytes,
+    }
 
 
 def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell: Callable[[str], None]) -> Found:

@@ -1,0 +1,36 @@
+"""What does a plan run again in backward, and what does that trade? Block by block, in words."""
+
+from autopar.export.body import is_collective
+from autopar.export.expressions import short_name
+from autopar.graph import LocalModel
+from autopar.passes.recompute import is_replayed
+from autopar.plan import Plan
+from autopar.report.units import nbytes_text, seconds_text
+
+
+def recompute_text(plan: Plan, local: LocalModel) -> str:
+    """One line a kind of block, and one for the trade; empty if nothing is run again."""
+    kinds: dict[str, dict[str, dict[str, None]]] = {}
+    blocks: dict[str, set[str]] = {}
+    for node in local.graph.nodes:
+        if node.op != "call_function" or not is_replayed(node):
+            continue
+        parts = node.meta.get("module", "").split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+        kind = ".".join(parts[:number]) or "outside of blocks"
+        blocks.setdefault(kind, set()).add(parts[number])
+        inside = ".".join(parts[number + 1 :]) or "the block itself"
+        name = short_name(node).replace("_", "-") if is_collective(node) else short_name(node)
+        kinds.setdefault(kind, {}).setdefault(inside, {})[name] = None
+    lines = []
+    for kind, modules in kinds.items():
+        listed = "; ".join(f"{module}: {', '.join(names)}" for module, names in modules.items())
+        count = len(blocks[kind])
+        lines.append(f"run again in backward, {kind}{f' ×{count}' if count > 1 else ''}: {listed}")
+    trade = plan.estimate.solver.get("recompute")
+    if lines and trade:
+        lines.append(
+            f"that takes {seconds_text(trade['seconds'])} a step, and {nbytes_text(trade['nbytes'])} a device less "
+            "than keeping everything under this sharding"
+        )
+    return "\n".join(lines)
