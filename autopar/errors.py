@@ -44,6 +44,10 @@ class InfeasibleError(AutoparError):
         self.least_nbytes = least_nbytes
 
 
+class SearchTimeoutError(AutoparError):
+    """The time given ended before any solution was found."""
+
+
 class ContestFileError(AutoparError):
     """A strategy graph file that is not valid, or a choice of options that is not one of its graph."""
 

@@ -30,7 +30,7 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        self.close()
 
     def solve(self, model: ArrayModel, *, seconds: float, **options: Any) -> Answer | None:
         """`model.solve(**options)`, None where it has not come to an end in so many seconds."""
@@ -40,12 +40,13 @@ class Worker:
         _write(process.stdin, (model, stop, options))
         answered = select.select([process.stdout], [], [], max(stop - monotonic(), 0.0))[0]
         if not answered:
-            self._end()
+            self.close()
             return None
         answer: Answer = pickle.load(process.stdout)
         return answer
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the process, whatever it is at."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

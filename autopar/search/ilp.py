@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from ortools.math_opt.python import mathopt
 
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.completion import Completed, complete, within
 from autopar.search.formulation import Formulation, formulate
 from autopar.search.highs_log import Progress, progress_of
@@ -33,10 +33,6 @@ FIRST_SLACK = 0.01
 """How much reduced cost, as a part of the relaxation's optimum, the first program admits."""
 ROUNDS = 30
 """How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
-
-
-class SearchTimeoutError(AutoparError):
-    """The time given ended before any solution was found."""
 
 
 def solve(
@@ -117,7 +113,7 @@ class _Run:
             arcs=best.arcs,
             seconds=seconds,
             bound=min(outcome.bound, seconds),
-            status="optimal" if self.proved(best, outcome.bound) else "feasible",
+            status="optimal" if self.proved(best, outcome.bound) else "time limit",
             phases=dict(self.phases),
         )
 

@@ -118,7 +118,7 @@ class Solution:
     seconds: float
     bound: float
     status: str
-    """`optimal` (within the tolerance asked for), `feasible` (stopped early)."""
+    """Why it stopped: `optimal` (within the tolerance asked for), `time limit` or `interrupted`."""
     phases: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -2,7 +2,8 @@
 
 Rounds. The first ones anneal from afresh (soft, forced to fit, hard) at several temperatures, for what is hot differs
 from graph to graph by orders of magnitude; later ones anneal longer around the temperature that did best, or reheat the
-best choice within the limit. With a budget in seconds, regions are also solved exactly in between (`regions`).
+best choice within the limit. With a budget in seconds, regions are also solved in between (`regions`). With a guide
+(what a dual bound leaves over) annealing starts from the options that it leaves least of, and regions are where waste is.
 A run with a budget in sweeps depends on nothing but the seed.
 """
 
@@ -18,8 +19,9 @@ from autopar.search.pairwise.anneal import COOLED, Best, force, harden, keep, so
 from autopar.search.pairwise.compiled import State, below, seeded, uniform
 from autopar.search.pairwise.forests import sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
+from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate
-from autopar.search.pairwise.regions import Size, improve, region
+from autopar.search.pairwise.regions import Program, Size, improve, in_process, region
 
 _HEAT = 4.0  # times the cost a node above its least: the first temperature
 _RUNG, _RUNGS = 8.0, 7  # from one temperature to the next, and how many are tried
@@ -43,7 +45,7 @@ class Found:
     regions: int
 
 
-class _Over(Exception):
+class SearchOver(Exception):
     """The budget is spent."""
 
 
@@ -60,8 +62,11 @@ class Search:
         start: Ints | None,
         prices: Floats | None,
         on_progress: Callable[[float], None] | None,
+        guide: Guide | None = None,
+        program: Program = in_process,
     ) -> None:
         self.problem, self.graph = problem, graph_of(problem)
+        self.guide, self.program = guide, program
         self.work = work_for(self.graph)
         self.state: State = seeded(seed)
         self.best = Best(np.zeros(problem.num_nodes, np.int64), np.full(1, np.inf), np.full(1, np.inf))
@@ -97,12 +102,12 @@ class Search:
         while first < sweeps:
             began = monotonic()
             if self.budget is None and began >= self.stop:
-                raise _Over
+                raise SearchOver
             count = max(1, min(sweeps - first, int(self._rate * _CHUNK_SECONDS) if self.budget is None else 16))
             if self.budget is not None:
                 count = min(count, self.budget - self.done)
                 if count <= 0:
-                    raise _Over
+                    raise SearchOver
             made = run(first, count)
             first += count
             self.done += made
@@ -123,6 +128,8 @@ class Search:
                 sweep(self.graph, self.work, self.start, before, 0.0, False, 0.0, self.state)
             return count
 
+        if self.guide is not None:
+            return self.guide.unit()
         self.chunked(10, run)
         keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
         problem = self.problem
@@ -216,8 +223,9 @@ class Search:
             allowed = min(_REGION_SECONDS, 0.25 * (self.stop - began))
             if allowed < _LEAST_REGION_SECONDS:
                 return
-            inside = region(self.problem, self.graph, self.best.choice, int(self.size.nodes), self.state)
-            choice = improve(self.problem, self.best.choice, inside, seconds=allowed)
+            guide, size = self.guide, int(self.size.nodes * np.exp(uniform(self.state) - 0.5))
+            inside = region(self.problem, self.graph, self.best.choice, size, self.state, guide)
+            choice = improve(self.problem, self.best.choice, inside, seconds=allowed, guide=guide, program=self.program)
             self.size.adapt(monotonic() - began, allowed, self.problem.num_nodes)
             if choice is not self.best.choice:
                 self.regions += 1
@@ -270,7 +278,7 @@ def search(
     under_way = Search(
         problem, seed=seed, stop=stop, sweeps=sweeps, start=start, prices=prices, on_progress=on_progress
     )
-    with suppress(_Over, KeyboardInterrupt):
+    with suppress(SearchOver, KeyboardInterrupt):
         under_way.run()
     best = under_way.best
     if best.cost[0] == np.inf:

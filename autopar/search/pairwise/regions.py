@@ -1,26 +1,34 @@
 """What is the best choice in a part of the graph while the rest stays as it is? Found exactly, part after part.
 
-A region is some tens of nodes: those around a node, or those that take memory at one time and what is around them, so
-that memory can change hands. What stays fixed turns into option costs and base bytes; what is left is reduced, bounded
-by messages below what the region costs now, and what that does not close is a mixed program over the options and pairs
-that may still do better.
+A region is some tens to thousands of nodes: around what the choice wastes by a dual bound (`guide`), around a node, or
+those that take memory at one time and what is around them, so that memory can change hands. What stays fixed turns into
+option costs and base bytes; what is left is reduced, bounded by messages below what the region costs now, and what that
+does not close is a mixed program over the options and pairs that may still do better.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
+from autopar.search.array_model import Answer, ArrayModel
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.compiled import State, below, compiled, draw
 from autopar.search.pairwise.graph import Graph
+from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits, usage
 from autopar.search.pairwise.reduce.pipeline import reduce
 from autopar.search.pairwise.transport import Transport
 
 Flags = NDArray[np.bool_]
+Program = Callable[[ArrayModel, float, bool], Answer | None]
+"""model, seconds, relaxed -> its answer, None where the time did not do."""
+
+GAP = 0.05
+"""Of what a region may still gain: where its program stops proving, for the next region gains more than the rest."""
 
 _PASSES = 60
 _UNITS = 1e3
@@ -78,11 +86,14 @@ def grow(graph: Graph, seeds: Ints, size: int, state: State, inside: Flags) -> N
                 width += 1
 
 
-def region(problem: Pairwise, graph: Graph, choice: Ints, size: int, state: State) -> Flags:
-    """A random region: around a node, or around nodes with memory to trade at a time that is nearly full."""
+def region(problem: Pairwise, graph: Graph, choice: Ints, size: int, state: State, guide: Guide | None = None) -> Flags:
+    """A random region: with a guide mostly around what is wasted, else around a node, or around nodes with memory to
+    trade at a time that is nearly full."""
     inside = np.zeros(problem.num_nodes, np.bool_)
     seeds = np.array([below(state, problem.num_nodes)], np.int64)
-    if len(graph.base) and below(state, 2):
+    if guide is not None and below(state, 8) and len(wasteful := guide.seeds(choice, state)):
+        seeds = wasteful
+    elif len(graph.base) and below(state, 2):
         taken = usage(problem, choice)
         full = np.flatnonzero(taken >= 0.9 * taken.max())
         time = full[below(state, len(full))]
@@ -137,11 +148,27 @@ def induced(problem: Pairwise, choice: Ints, inside: Flags) -> Pairwise:
     )
 
 
-def improve(problem: Pairwise, choice: Ints, inside: Flags, *, seconds: float) -> Ints:
-    """A choice that is no worse and differs inside only; the best such one if time allows. `choice` must fit."""
+def in_process(model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
+    """Solved here: no start to pay, but HiGHS may overrun its time."""
+    return model.solve(relaxed=relaxed, relative_gap=GAP, seconds=seconds)
+
+
+def improve(
+    problem: Pairwise,
+    choice: Ints,
+    inside: Flags,
+    *,
+    seconds: float,
+    guide: Guide | None = None,
+    program: Program = in_process,
+) -> Ints:
+    """A choice that is no worse and differs inside only; if time allows, what it gains is within `GAP` of the most that
+    can be gained inside. `choice` must fit."""
     stop = monotonic() + seconds
     part = induced(problem, choice, inside)
     stood = evaluate(part, choice[inside])
+    if guide is not None:
+        part = _without_waste(part, guide, choice, inside)
     try:
         reduced = reduce(part, seconds=seconds)
     except InfeasibleError:
@@ -152,12 +179,24 @@ def improve(problem: Pairwise, choice: Ints, inside: Flags, *, seconds: float) -
     dual.ascend(passes=_PASSES, seconds=max(stop - monotonic(), 0.01) / 3.0)
     if dual.closed:
         return choice
-    better = _solve(dual, stop)
+    better = _solve(dual, stop, program)
     return choice if better is None else _put(problem, choice, inside, reduced.lift(better))
 
 
-def _solve(dual: DualBound, stop: float) -> Ints | None:
-    """The best choice below the dual's `upper`, None if there is none or time is up."""
+def _without_waste(part: Pairwise, guide: Guide, choice: Ints, inside: Flags) -> Pairwise:
+    """The region without options and pairs that alone waste more than all of it does now."""
+    left = replace(guide.problem, cost=guide.remainder.option, pair_cost=guide.remainder.pair)
+    left = induced(left, choice, inside)
+    most = evaluate(left, choice[inside]) + guide.idle(choice)
+    most += 1e-9 * abs(guide.remainder.bound)
+    if not np.isfinite(most):
+        return part
+    cost = np.where(left.cost > most, np.inf, part.cost)
+    return replace(part, cost=cost, pair_cost=np.where(left.pair_cost > most, np.inf, part.pair_cost))
+
+
+def _solve(dual: DualBound, stop: float, program: Program) -> Ints | None:
+    """A good choice below the dual's `upper`, None if there is none or time is up."""
     problem, floors = dual.problem, dual.floors()
     if dual.closed:
         return None
@@ -170,8 +209,8 @@ def _solve(dual: DualBound, stop: float) -> Ints | None:
         left = stop - monotonic()
         if left <= 0.0:
             return None
-        answer = transport.model.solve(relaxed=relaxed, seconds=left)
-        if answer.values is None:
+        answer = program(transport.model, left, relaxed)
+        if answer is None or answer.values is None:
             return None
         if relaxed:
             missing = transport.violated(transport.usage_of(answer.values), by=1e-6)

@@ -7,6 +7,7 @@ violate them. Proofs are HiGHS's, good to 1e-6 of what lies between bound and th
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
 
@@ -38,15 +39,20 @@ class Outcome:
 
 
 def solve_restricted(
-    dual: DualBound, *, seconds: float | None = None, on_progress: Callable[[float, float], None] | None = None
+    dual: DualBound,
+    *,
+    seconds: float | None = None,
+    on_progress: Callable[[float, float], None] | None = None,
+    worker: Worker | None = None,
 ) -> Outcome:
     """Climb the ladder until the optimum is proved or time is up; the dual's `upper` and `bound` follow.
 
-    With a time limit HiGHS runs in a process of its own; a limit that it overruns costs what it was at, not more time.
+    With a time limit HiGHS runs in a process of its own (the `worker`'s, which stays); a limit that it overruns costs
+    what it was at, not more time.
     """
     stop = np.inf if seconds is None else monotonic() + seconds
     best: Ints | None = None
-    with Worker() as worker:
+    with nullcontext(worker) if worker is not None else Worker() as worker:
         for delta in _LADDER:
             if dual.closed or monotonic() >= stop:
                 break

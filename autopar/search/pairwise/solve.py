@@ -1,0 +1,241 @@
+"""Which choice of a pairwise graph is cheapest, and how far can any other be below it? Two threads on a reduced graph.
+
+- The *proof* raises a lower bound by prices and messages (`bound`), then climbs the ladder of mixed programs
+  (`restricted`).
+- The *search* anneals and solves regions (`anytime`): at first blindly, soon guided by what the bound leaves over.
+
+Each tells the other what it found: costs close options for the proof, choices of the programs join the search. Mixed
+programs run in processes of their own, that may be killed. The end comes when the gap is closed, or with the time.
+"""
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.search.array_model import Answer, ArrayModel
+from autopar.search.array_worker import Worker
+from autopar.search.highs_log import Progress
+from autopar.search.pairwise.anneal import keep
+from autopar.search.pairwise.anytime import Search, SearchOver
+from autopar.search.pairwise.bound import DualBound
+from autopar.search.pairwise.graph import usage_of
+from autopar.search.pairwise.guide import Guide
+from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits
+from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
+from autopar.search.pairwise.regions import GAP
+from autopar.search.pairwise.restricted import solve_restricted
+from autopar.search.strategy_graph import Solution
+
+REDUCTION_SHARE = 0.35
+"""Of the time, at most."""
+GUIDE_SHARE, GUIDE_SECONDS = 0.15, 25.0
+"""Of the time left, and at most: how long the bound climbs before the search goes by what it leaves over."""
+ASCENT_SECONDS = 0.5
+"""Between two looks at what the search has found."""
+ENDING_SECONDS, ENDING_SECONDS_A_PAIR = 0.3, 5e-8
+"""Kept for lifting and evaluating the answer."""
+
+
+def solve(
+    problem: Pairwise,
+    *,
+    seconds: float | None = None,
+    relative_gap: float = 0.0,
+    seed: int = 0,
+    start: Ints | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The cheapest choice found in `seconds` (None: until it is proved), with a lower bound on every choice's cost.
+
+    Args:
+        relative_gap: stop when the choice is proved to be within this of the optimum.
+        start: a choice to begin with; it need not fit.
+        on_progress: told the best cost and the bound as they improve.
+
+    An interrupt (Ctrl-C) ends the search with the best so far.
+
+    Raises:
+        InfeasibleError: if it is proved that no choice is allowed or fits.
+        SearchTimeoutError: if none was found in time.
+    """
+    began = monotonic()
+    ending = ENDING_SECONDS + ENDING_SECONDS_A_PAIR * len(problem.pair_cost)
+    stop = np.inf if seconds is None else began + max(seconds - ending, 0.5 * seconds)
+    reduced = reduce(problem, seconds=None if seconds is None else REDUCTION_SHARE * seconds)
+    reduced_at = monotonic()
+    if reduced.problem.num_nodes == 0:
+        choice = reduced.lift(np.zeros(0, np.int64))
+        phases = {"reduction": reduced_at - began}
+        return _solution(problem, choice, reduced.offset, "optimal", phases)
+    race = _Race(reduced, stop=stop, relative_gap=relative_gap, seed=seed, began=began, on_progress=on_progress)
+    race.run(None if start is None else reduced.lower(start))
+    phases = {"reduction": reduced_at - began, "search and proof": monotonic() - reduced_at}
+    if race.failed is not None:
+        raise race.failed
+    if race.best is None:
+        if race.dual.bound == np.inf:
+            raise InfeasibleError(
+                f"no choice fits into {problem.limit:,.0f} bytes, proved by its lower bound; raise the limit"
+            )
+        raise SearchTimeoutError(
+            f"no choice within {problem.limit:,.0f} bytes was found in {monotonic() - began:.0f} s, nor is it proved "
+            "that there is none; give more time or raise the limit"
+        )
+    choice = reduced.lift(race.best)
+    status = "optimal" if race.proved() else "interrupted" if race.interrupted else "time limit"
+    return _solution(problem, choice, race.dual.bound + reduced.offset, status, phases)
+
+
+def _solution(problem: Pairwise, choice: Ints, bound: float, status: str, phases: dict[str, float]) -> Solution:
+    cost = evaluate(problem, choice)
+    assert fits(problem, choice), "a lifted choice is over the limit"
+    return Solution(choice=choice, arcs=(), seconds=cost, bound=min(bound, cost), status=status, phases=phases)
+
+
+class _Race:
+    """Search and proof on one reduced graph; whoever closes the gap ends both."""
+
+    def __init__(
+        self,
+        reduced: Reduced,
+        *,
+        stop: float,
+        relative_gap: float,
+        seed: int,
+        began: float,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.reduced, self.problem = reduced, reduced.problem
+        self.stop, self.relative_gap, self.seed, self.began = stop, relative_gap, seed, began
+        self.on_progress = on_progress
+        self.dual = DualBound(self.problem)
+        self.guide: Guide | None = None
+        self.lock = threading.Lock()
+        self.prover, self.regions = Worker(), Worker()
+        self.best: Ints | None = None
+        self.cost = np.inf
+        self.searching: Search | None = None
+        self.over = False
+        self.interrupted = False
+        self.failed: BaseException | None = None
+        self._told = (np.inf, -np.inf)
+
+    def proved(self) -> bool:
+        cost, bound = self.cost + self.reduced.offset, self.dual.bound + self.reduced.offset
+        return self.dual.bound >= self.cost or cost - bound <= self.relative_gap * abs(cost)
+
+    def run(self, start: Ints | None) -> None:
+        """Until it is proved, or the time is over, or someone interrupts."""
+        proof = threading.Thread(target=self._prove, daemon=True)
+        try:
+            with self.prover, self.regions:
+                proof.start()
+                self._search(start)
+                while proof.is_alive() and not self._ended():
+                    proof.join(0.05)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        self.over = True
+        self.prover.close()
+        proof.join()
+
+    def _ended(self) -> bool:
+        return self.over or monotonic() >= self.stop
+
+    def _search(self, start: Ints | None) -> None:
+        """Blindly until there is a guide, then by it, until someone ends it."""
+        seed = self.seed
+        while not self._ended():
+            guide = self.guide
+            prices = None if guide is None else guide.remainder.prices
+            begin = guide.start() if guide is not None else start
+            search = Search(
+                self.problem,
+                seed=seed,
+                stop=self.stop,
+                sweeps=None,
+                start=begin,
+                prices=prices,
+                on_progress=lambda _: self._heard(),
+                guide=guide,
+                program=self._region_program,
+            )
+            if self.best is not None:
+                keep(search.graph, self.best, usage_of(search.graph, self.best), search.best)
+            self.searching = search
+            try:
+                search.run()
+            except SearchOver:
+                pass
+            finally:
+                self._heard()
+            seed += 1
+
+    def _region_program(self, model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
+        return self.regions.solve(model, seconds=seconds, relaxed=relaxed, relative_gap=GAP)
+
+    def _heard(self) -> None:
+        search = self.searching
+        if search is not None:
+            self._take(search.best.choice.copy(), float(search.best.cost[0]))
+
+    def _take(self, choice: Ints, cost: float) -> None:
+        """A choice that fits, from either side."""
+        with self.lock:
+            if cost >= self.cost:
+                return
+            self.best, self.cost = choice, cost
+        self._tell()
+
+    def _tell(self) -> None:
+        state = (self.cost + self.reduced.offset, min(self.dual.bound, self.cost) + self.reduced.offset)
+        if self.on_progress is not None and state != self._told:
+            self._told = state
+            elapsed = monotonic() - self.began
+            self.on_progress(Progress(phase="search", incumbent=state[0], bound=state[1], elapsed=elapsed))
+
+    def _end_search(self) -> None:
+        if self.searching is not None:
+            self.searching.stop = -np.inf
+
+    def _prove(self) -> None:
+        try:
+            self._climb()
+        except BaseException as error:
+            if not self.over:  # else a worker that was closed
+                self.failed = error
+        if self.failed is not None or self.proved() or self.dual.bound == np.inf:
+            self.over = True
+            self._end_search()
+
+    def _climb(self) -> None:
+        dual = self.dual
+        guided_at = monotonic() + min(GUIDE_SECONDS, GUIDE_SHARE * (self.stop - monotonic()))
+        while not (dual.closed or dual.settled or self.proved() or self._ended()):
+            dual.lower_upper(self.cost)
+            dual.ascend(seconds=min(ASCENT_SECONDS, max(self.stop - monotonic(), 0.01)))
+            self._tell()
+            if self.guide is None and monotonic() >= guided_at:
+                self._show_guide()
+        dual.lower_upper(self.cost)
+        if dual.closed or self.proved() or self._ended():
+            return
+        self._show_guide()
+        left = None if self.stop == np.inf else self.stop - monotonic()
+        outcome = solve_restricted(dual, seconds=left, on_progress=lambda *_: self._tell(), worker=self.prover)
+        if outcome.choice is not None:
+            self._take(outcome.choice, evaluate(self.problem, outcome.choice))
+        self._tell()
+
+    def _show_guide(self) -> None:
+        """The first guide ends the blind search; a better one joins the search under way."""
+        first = self.guide is None
+        self.guide = Guide(problem=self.problem, remainder=self.dual.remainder())
+        if self.searching is not None:
+            if first:
+                self._end_search()
+            else:
+                self.searching.guide = self.guide
