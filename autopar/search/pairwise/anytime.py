@@ -3,8 +3,8 @@
 Rounds. The first ones anneal from afresh (soft, forced to fit, hard) at several temperatures, for what is hot differs
 from graph to graph by orders of magnitude; later ones anneal longer around the temperature that did best, or reheat the
 best choice within the limit. With a budget in seconds, regions are also solved in between (`regions`). With a guide
-(what a dual bound leaves over) annealing starts from the options that it leaves least of, and regions are where waste is.
-A run with a budget in sweeps depends on nothing but the seed.
+(what a dual bound leaves over) annealing starts from the options that it leaves least of, and regions lie where waste
+is. A run with a budget in sweeps depends on nothing but the seed.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,17 @@ from autopar.search.pairwise.regions import Program, Size, improve, in_process, 
 
 _HEAT = 4.0  # times the cost a node above its least: the first temperature
 _RUNG, _RUNGS = 8.0, 7  # from one temperature to the next, and how many are tried
+_GUIDED_HEATS, _MELTS = (0.001, 0.1, 2.0, 10.0), 1.0  # times the bound a node: tried first where there is a guide
+_GUIDED_TURN, _GUIDED_REHEAT = 0.15, 0.02  # of what is left
 _TRIAL = 0.04  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
 _AFRESH = 0.2  # of what is left: each of the later rounds from afresh
 _TURNS, _TURN = 16, 0.05  # after it, each of so much of what is left
+_GUIDED_NODES = 150.0  # of a region, at first: what is wasted has causes farther away
 _REGION_SECONDS, _LEAST_REGION_SECONDS = 4.0, 0.2
 _CHUNK_SECONDS = 0.05
+_HORIZON_SECONDS = 60.0
 _LEAST_ROUND = 20
 
 
@@ -76,7 +80,7 @@ class Search:
         self.learnt = self.prices
         self.start = np.zeros(problem.num_nodes, np.int64) if start is None else start.copy()
         self.on_progress = on_progress
-        self.size = Size()
+        self.size = Size() if guide is None else Size(nodes=_GUIDED_NODES)
         self._rate = 0.0
         self._told = np.inf
         keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
@@ -94,7 +98,11 @@ class Search:
         """Sweeps that may still be made."""
         if self.budget is not None:
             return float(self.budget - self.done)
-        return max(self.stop - monotonic(), 0.0) * self._rate
+        return self.seconds_left() * self._rate
+
+    def seconds_left(self) -> float:
+        """Until the end; as if there were a minute where there is none."""
+        return min(max(self.stop - monotonic(), 0.0), _HORIZON_SECONDS)
 
     def chunked(self, sweeps: int, run: Callable[[int, int], int]) -> bool:
         """run(first, count) in pieces short enough to look at the clock in between, until one needs fewer sweeps."""
@@ -128,10 +136,10 @@ class Search:
                 sweep(self.graph, self.work, self.start, before, 0.0, False, 0.0, self.state)
             return count
 
-        if self.guide is not None:
-            return self.guide.unit()
         self.chunked(10, run)
         keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
+        if self.guide is not None:
+            return self.guide.unit()
         problem = self.problem
         low = np.minimum.reduceat(problem.cost, problem.first_option[:-1]).sum()
         if problem.num_edges:
@@ -142,7 +150,11 @@ class Search:
 
     def run(self) -> None:
         """Rounds until the budget is spent."""
-        hot, least = self._ladder(_HEAT * self.explore())
+        unit = self.explore()
+        if self.guide is not None:
+            hot, least = self._from_the_guide(unit)
+        else:
+            hot, least = self._ladder(_HEAT * unit)
         while True:
             tried = hot * 4.0 ** (2.0 * uniform(self.state) - 1.0)
             cost = self.fresh(tried, max(int(_AFRESH * self.left()), _LEAST_ROUND))
@@ -150,6 +162,20 @@ class Search:
                 hot, least = tried, cost
             if self.best.cost[0] < np.inf:
                 self._refine(hot)
+
+    def _from_the_guide(self, unit: float) -> tuple[float, float]:
+        """Short rounds from cold to hot: where the start is nearly best heat destroys it, elsewhere it must melt. Then,
+        with a budget in seconds, regions to the end, with a little reheating in between."""
+        sweeps = max(int(_TRIAL * self.left()), _LEAST_ROUND)
+        reached = {heat: self.fresh(heat * unit, sweeps) for heat in _GUIDED_HEATS}
+        heat = min(reached, key=lambda heat: reached[heat])
+        if heat >= _MELTS or self.best.cost[0] == np.inf:
+            self.fresh(heat * unit, max(int(_AFRESH * self.left()), _LEAST_ROUND))
+        while self.best.cost[0] < np.inf and self.budget is None:
+            self.polish(_GUIDED_TURN * self.seconds_left())
+            warm = heat * unit * 10.0 ** (-4.0 * uniform(self.state))
+            self.reheat(warm, max(int(_GUIDED_REHEAT * self.left()), _LEAST_ROUND))
+        return heat * unit, reached[heat]
 
     def _ladder(self, hot: float) -> tuple[float, float]:
         """Short rounds at temperatures a rung apart, up and down until they get worse; the best one and its cost."""
@@ -173,7 +199,7 @@ class Search:
                 regions = 1 - regions
             before = float(self.best.cost[0])
             if regions:
-                self.polish(_TURN * (self.stop - monotonic()))
+                self.polish(_TURN * self.seconds_left())
             else:
                 warm = hot * 10.0 ** (-4.0 * uniform(self.state))
                 self.reheat(warm, max(int(_TURN * self.left()), _LEAST_ROUND))
@@ -248,8 +274,11 @@ class Search:
         self.chunked(sweeps, run)
 
     def _floor(self, hot: float) -> float:
-        """The first price of a byte: what moves a node whose options differ by the limit against a little noise."""
-        return 1e-3 * hot / max(self.graph.limit, 1.0) if self.graph.limit < np.inf else 0.0
+        """The first price of a byte: what moves a node whose options differ by the limit against a little noise, and
+        where a bound gave prices, a little of the highest."""
+        if self.graph.limit == np.inf:
+            return 0.0
+        return max(1e-3 * hot / max(self.graph.limit, 1.0), 1e-3 * float(self.prices.max(initial=0.0)))
 
     def _merge(self, other: Best) -> None:
         if other.cost[0] < self.best.cost[0]:

@@ -1,11 +1,19 @@
 """How is a kernel of this folder compiled: by Numba, cached on disk, without the interpreter's lock, `/` as in NumPy.
 
+Numba's cache knows when a kernel's own file changes, not when one that it calls does; so the cache lies in a folder
+named by a hash of all kernels' sources, in the user's cache (`AUTOPAR_CACHE`, else `XDG_CACHE_HOME`, else ~/.cache).
+
 Kernels are iterative (recursive ones with a cache crashed) and use no generator of their own: whoever calls passes a
 `state`, one uint64, so that a seed decides everything (splitmix64: Steele, Lea, Flood, OOPSLA 2014).
 """
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -17,9 +25,32 @@ R = TypeVar("R")
 State = NDArray[np.uint64]
 
 
+@cache
+def cache_folder() -> str:
+    """Where compiled kernels of these very sources lie; a new folder of this process's own where none can be made."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        if b"@compiled" in (source := file.read_bytes()):
+            digest.update(source)
+    base = os.environ.get("AUTOPAR_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "autopar" / f"kernels-{digest.hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return tempfile.mkdtemp(prefix="autopar-kernels-")
+    return str(folder)
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """A kernel of whole loops."""
-    return cast(Callable[P, R], numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = cache_folder()  # read when a function is decorated
+    try:
+        kernel = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = before
+    return cast(Callable[P, R], kernel)
 
 
 def seeded(seed: int) -> State:

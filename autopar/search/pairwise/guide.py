@@ -46,7 +46,7 @@ class Guide:
 
     def idle(self, choice: Ints) -> float:
         """The price of what the choice leaves of the limit."""
-        if not len(self.remainder.prices):
+        if not len(self.remainder.prices) or self.problem.limit == np.inf:
             return 0.0
         return float((self.remainder.prices * (self.problem.limit - usage(self.problem, choice))).sum())
 

@@ -124,6 +124,9 @@ class _Race:
         self._told = (np.inf, -np.inf)
 
     def proved(self) -> bool:
+        """Whether the best is; or that there is none."""
+        if self.cost == np.inf:
+            return self.dual.bound == np.inf
         cost, bound = self.cost + self.reduced.offset, self.dual.bound + self.reduced.offset
         return self.dual.bound >= self.cost or cost - bound <= self.relative_gap * abs(cost)
 
