@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, InfeasibleError, MeshError
+from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
 from autopar.plan import Estimate, Plan, TrainConfig
@@ -24,7 +24,7 @@ from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.highs_log import Progress
-from autopar.search.ilp import SearchTimeoutError, solve
+from autopar.search.ilp import solve
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.double_recursion import double_recursion
