@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.mesh import Mesh
 from autopar.ops.groups import Groups, names_of, use_groups
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 240
 
 
 @dataclass

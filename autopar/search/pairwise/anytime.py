@@ -26,7 +26,7 @@ from autopar.search.pairwise.regions import Program, Size, improve, in_process, 
 _HEAT = 4.0  # times the cost a node above its least: the first temperature
 _RUNG, _RUNGS = 8.0, 7  # from one temperature to the next, and how many are tried
 _GUIDED_HEATS, _MELTS = (0.001, 0.1, 2.0, 10.0), 1.0  # times the bound a node: tried first where there is a guide
-_GUIDED_TURN, _GUIDED_REHEAT = 0.15, 0.02  # of what is left
+_GUIDED_TURN, _GUIDED_REHEAT = 0.2, 0.05  # of what is left
 _TRIAL = 0.04  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
@@ -165,13 +165,14 @@ class Search:
 
     def _from_the_guide(self, unit: float) -> tuple[float, float]:
         """Short rounds from cold to hot: where the start is nearly best heat destroys it, elsewhere it must melt. Then,
-        with a budget in seconds, regions to the end, with a little reheating in between."""
+        with a budget in seconds, rounds at the best heat (if that melts), regions and reheating to the end."""
         sweeps = max(int(_TRIAL * self.left()), _LEAST_ROUND)
         reached = {heat: self.fresh(heat * unit, sweeps) for heat in _GUIDED_HEATS}
         heat = min(reached, key=lambda heat: reached[heat])
-        if heat >= _MELTS or self.best.cost[0] == np.inf:
-            self.fresh(heat * unit, max(int(_AFRESH * self.left()), _LEAST_ROUND))
-        while self.best.cost[0] < np.inf and self.budget is None:
+        while self.budget is None:
+            if heat >= _MELTS or self.best.cost[0] == np.inf:
+                tried = heat * unit * 4.0 ** (2.0 * uniform(self.state) - 1.0)
+                self.fresh(tried, max(int(_AFRESH * self.left()), _LEAST_ROUND))
             self.polish(_GUIDED_TURN * self.seconds_left())
             warm = heat * unit * 10.0 ** (-4.0 * uniform(self.state))
             self.reheat(warm, max(int(_GUIDED_REHEAT * self.left()), _LEAST_ROUND))
