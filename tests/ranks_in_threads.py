@@ -54,6 +54,11 @@ class ThreadGroups(Groups):
         others = tuple(c for n, c in zip(self.mesh.names, coordinate, strict=True) if n not in names)
         return Member(self.rooms[names, others], self.index(names))
 
+    def members(self, axis: Any) -> list[int]:
+        mine = self.mesh.coordinate(self.rank)
+        fixed = [i for i, name in enumerate(self.mesh.names) if name not in names_of(axis)]
+        return [r for r, c in enumerate(self.mesh.coordinates()) if all(c[i] == mine[i] for i in fixed)]
+
 
 def all_reduce(out: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
     everyone = torch.stack(group.group.exchange(group.index, out))
@@ -84,9 +89,16 @@ def run_in_threads(mesh: Mesh, one_rank: Callable[[int], Any]) -> tuple[list[Any
         for thread in threads:
             thread.join()
     failures = [o for o in outcomes if isinstance(o, BaseException)]
-    for failure in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+    for failure in sorted(failures, key=_is_broken_barrier):
         raise failure
     return outcomes, groups
+
+
+def _is_broken_barrier(failure: BaseException) -> bool:
+    """Whether a rank failed only because another one did."""
+    return isinstance(failure, threading.BrokenBarrierError) or isinstance(
+        failure.__cause__, threading.BrokenBarrierError
+    )
 
 
 def _rooms(mesh: Mesh) -> dict[tuple[Any, ...], ThreadGroup]:
