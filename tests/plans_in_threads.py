@@ -94,6 +94,8 @@ def errors_of(
     written = again_graph(local.graph)
     hoisted = hoist_parameters(written, plan.lifetimes)
     graph = fx.GraphModule(nn.Module(), written)
+    # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
+    accumulator = None if accumulation is None else Accumulator(hoisted, accumulation)
     whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
@@ -113,7 +115,7 @@ def errors_of(
             {n: own(n, value.chunk(parts)[i]) if value.dim() else value for n, value in reference.inputs.items()}
             for i in range(parts)
         ]
-        if accumulation is None:
+        if accumulation is None or accumulator is None:
             with use_draws(Draws(seed=1, step=0, exact=True)), regathering():
                 loss, *mutated = graph(*({**arguments, **batches[0]}[n] for n in placeholders))
             loss.backward()
@@ -128,7 +130,7 @@ def errors_of(
                 return loss, results[-1] if accumulation.count is not None else None
 
             leaves = {p.placeholder: arguments[p.placeholder] for p in local.captured.parameters}
-            loss, found = Accumulator(hoisted, accumulation).step(leaves, batches, run)
+            loss, found = accumulator.step(leaves, batches, run)
             for name, gradient in found:
                 arguments[name].grad = gradient
         worst, name = 0.0, ""
