@@ -2,7 +2,8 @@
 
 The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
 this order), its output is `(loss, *mutated_buffers)` and, in a micro-batch's graph, perhaps the
-count of labels (`Accumulation`). Every node carries
+count of labels (`Accumulation`). The last inputs of a pipeline's stage (`passes.split_stages`) are what the stage
+before sends, and all stages but the last return what they send on in place of the loss. Every node carries
 
     node.meta["val"]            torch.Tensor on the meta device (or a tuple of them): global shape and dtype
     node.meta["requires_grad"]  bool: a trainable parameter is upstream and the dtype is floating
@@ -74,6 +75,8 @@ class CapturedModel:
 
     accumulation: None where a step is one batch; else the graph is that of one of its micro-batches
     (`passes.accumulate_gradients`).
+    received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
+    receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
     """
 
     name: str
@@ -84,6 +87,13 @@ class CapturedModel:
     loss: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     accumulation: Accumulation | None = None
+    received: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of the output's first values: the loss, or what is sent on. Backward begins at those with gradients."""
+        return (self.loss,) if self.loss else self.sends
 
     @property
     def microbatches(self) -> int:
@@ -91,7 +101,7 @@ class CapturedModel:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of the output's values after the loss: new values of buffers, the count of labels."""
+        """Names of the output's values after `ends`: new values of buffers, the count of labels."""
         mutated = tuple(b.mutated_by for b in self.buffers if b.mutated_by is not None)
         count = self.accumulation.count if self.accumulation is not None else None
         return mutated if count is None else (*mutated, count)
@@ -118,7 +128,8 @@ class CapturedModel:
 class LocalModel:
     """The graph that every rank runs: a captured graph rewritten by `passes.insert_collectives`.
 
-    Placeholders have the captured graph's names and order, and local shapes (`meta["val"]`). Every node also carries
+    Placeholders have the captured graph's names and order, and local shapes (`meta["val"]`). The output's
+    `meta["ends"]` is how many of its values are the captured graph's `ends`. Every other node also carries
 
         node.meta["layouts"]   tuple of Layout, one a result
         node.meta["global"]    tuple of global shapes, one a result

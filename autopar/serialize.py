@@ -59,6 +59,8 @@ def dump(captured: CapturedModel) -> bytes:
         "inputs": captured.inputs,
         "loss": captured.loss,
         "accumulation": captured.accumulation,
+        "received": captured.received,
+        "sends": captured.sends,
     }
     buffer = io.BytesIO()
     torch.save(dict(captured.constants), buffer)

@@ -2,12 +2,13 @@
 
 Every operand is brought from its producer's layout to the one that its consumer's choice wants, step by step along the
 plan's route. A layout of a tensor is made once and shared by all consumers. Parameters stored unevenly are padded to
-equal chunks first. The loss ends Invariant: whole, and with the whole gradient, on every rank.
+equal chunks first. The loss ends Invariant: whole, and with the whole gradient, on every rank. What a pipeline's stage
+sends ends in the layout in which the next stage takes it, so that each rank sends to its counterpart.
 """
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -25,15 +26,17 @@ from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, layouts, localized
 
 
-def insert_collectives(captured: CapturedModel, plan: Plan) -> LocalModel:
+def insert_collectives(captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout] | None = None) -> LocalModel:
     """The local graph of `captured` under `plan`.
+
+    sent: in which layout the next stage takes each of `captured.sends`.
 
     Raises:
         PlanMismatchError: if the plan is for another model or names a choice that the rules do not offer.
     """
     plan.check(captured)
     check_recompute(captured, plan)
-    return _Insertion(captured, plan).run()
+    return _Insertion(captured, plan, sent or {}).run()
 
 
 def chosen(node: fx.Node, plan: Plan) -> tuple[Choice, ...]:
@@ -61,8 +64,8 @@ def global_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 class _Insertion:
     """One run of the pass. `made[name, layout]` is the local value of a captured node's tensor in that layout."""
 
-    def __init__(self, captured: CapturedModel, plan: Plan) -> None:
-        self.captured, self.plan, self.mesh = captured, plan, plan.mesh
+    def __init__(self, captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout]) -> None:
+        self.captured, self.plan, self.mesh, self.sent = captured, plan, plan.mesh, sent
         self.graph = fx.Graph()
         self.made: dict[tuple[str, Layout], fx.Node] = {}
         self.layout: dict[str, Layout] = {}
@@ -128,11 +131,13 @@ class _Insertion:
         self._made(node, given[0], copy)
 
     def _output(self, node: fx.Node) -> None:
-        loss, *mutated = operands(node)
-        axes = self.mesh.num_axes
-        values = [self._redistributed(loss, Layout((INVARIANT,) * axes), "")]
-        values += [self._redistributed(value, Layout((REPLICATE,) * axes), "") for value in mutated]
-        self.graph.output(tuple(values))
+        nodes, axes = self.captured.nodes, self.mesh.num_axes
+        whole = Layout((REPLICATE,) * axes)
+        made = self.captured.loss
+        ends = {made: Layout((INVARIANT,) * axes)} if made else {name: self.sent[name] for name in self.captured.sends}
+        values = [self._redistributed(nodes[name], layout, "") for name, layout in ends.items()]
+        values += [self._redistributed(nodes[name], whole, "") for name in self.captured.results]
+        self.graph.output(tuple(values)).meta["ends"] = len(ends)
 
     def _redistributed(self, source: fx.Node, wanted: Layout, module: str) -> fx.Node:
         """The value of `source` in layout `wanted`, made on the way there if no consumer asked before."""
@@ -191,11 +196,11 @@ class _Insertion:
 
 
 def _drop_unused_backward(graph: fx.Graph) -> None:
-    """No gradient reaches values that no differentiable path joins to the loss: they send nothing in backward."""
+    """No gradient reaches values that no differentiable path joins to an end: they send nothing in backward."""
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output":
-            reached.add(operands(node)[0])
+            reached.update(operands(node)[: node.meta["ends"]])
         elif node in reached and requires_grad(node):
             reached.update(s for s in operands(node) if requires_grad(s))
         elif "messages" in node.meta:

@@ -133,11 +133,11 @@ def storage_of(node: fx.Node) -> fx.Node:
 
 
 def _reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that the backward pass from the loss runs through."""
+    """Nodes that the backward pass from the loss (or from what a stage sends on) runs through."""
     reached: set[fx.Node] = set()
     for node in reversed(list(nodes)):
         if node.op == "output":
-            reached.add(operands(node)[0])
+            reached.update(operands(node)[: node.meta["ends"]])
         elif node in reached:
             reached.update(s for s in operands(node) if requires_grad(s))
     return {node for node in reached if requires_grad(node)}

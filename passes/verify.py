@@ -24,7 +24,7 @@ def verify_local(local: LocalModel) -> None:
             _check_step(node)
         elif node.op == "call_function" and node.name in local.plan.choices:
             _check_call(node, local.plan)
-        elif node.op == "output":
+        elif node.op == "output" and local.captured.loss:
             loss = operands(node)[0]
             if any(p != INVARIANT for p in loss.meta["layouts"][0].axes) and requires_grad(loss):
                 raise PassError(f"the loss {loss.name} is {loss.meta['layouts'][0]}; rule: Invariant on every axis")

@@ -205,8 +205,8 @@ def constant_arguments(node: fx.Node) -> str:
 
 
 def _reached(captured: CapturedModel) -> set[fx.Node]:
-    """Nodes that the backward pass from the loss runs through."""
-    reached = {captured.nodes[captured.loss]}
+    """Nodes that the backward pass from the loss (or from what a stage sends on) runs through."""
+    reached = {captured.nodes[name] for name in captured.ends}
     for node in reversed(captured.graph.nodes):
         if node in reached and requires_grad(node):
             reached.update(s for s in operands(node) if requires_grad(s))
