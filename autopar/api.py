@@ -61,7 +61,8 @@ def plan(
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
-        baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one.
+        baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one; with keys a configuration, as in
+            `megatron:tp=8,mbs=1,recompute=selective,zero=1,sp=on`.
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
@@ -79,8 +80,6 @@ def plan(
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
         check_choice("precision", precision, DTYPES)
-    if baseline is not None:
-        check_choice("baseline", baseline, baselines())
     check_choice("solver", solver, solvers())
     if seconds is not None and not seconds > 0:
         raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
@@ -90,7 +89,11 @@ def plan(
     own_mesh = mesh_for(machine, mesh)
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
-    if baseline in ("ddp", "fsdp"):
+    if baseline is not None:
+        from autopar.search.named_configuration import configured
+
+        own_mesh, microbatches = configured(baseline, machine, own_mesh, mesh is not None, call.batch(), microbatches)
+    if baseline is not None and baseline.partition(":")[0] in ("ddp", "fsdp"):
         check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
     config = TrainConfig(
         optimizer=optimizer,
@@ -157,13 +160,6 @@ def search_plan(
         solver=solver,
         progress=tell,
     )
-
-
-def baselines() -> tuple[str, ...]:
-    """Names of the baselines."""
-    from autopar.search.baselines import BASELINES
-
-    return tuple(BASELINES)
 
 
 def solvers() -> tuple[str, ...]:

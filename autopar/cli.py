@@ -40,7 +40,7 @@ Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
-Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses instead of the best plan")]
+Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
 Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 

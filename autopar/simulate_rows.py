@@ -3,7 +3,7 @@
 Columns: `model` (a name, or hf:config.json) or `layers, hidden, heads, vocab` with `kv_heads, ffn, gated`; `cluster`,
 or `device` and `gpus` with `gpus_per_node` (8 unless said); the fields of `TrainingConfig`, of which `global_batch`,
 `micro_batch` and `seq` are needed; `network_bandwidth`, bytes/s a device over the slowest links, where that was
-measured. `microbatch` and `vpp` are read as `micro_batch` and `virtual_stages`. An empty cell is a column left out.
+measured. Short names (`vpp`, `mbs`, `sp`) are those of `training_config`. An empty cell is a column left out.
 """
 
 import csv
@@ -15,18 +15,16 @@ from pathlib import Path
 
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.named_shapes import named_shape
-from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, shape_from_config
 from autopar.errors import ArgumentError, AutoparError
 
-ALIASES = {"microbatch": "micro_batch", "vpp": "virtual_stages"}
 SIZES = ("layers", "hidden", "heads", "vocab")
 SHAPE_FIELDS = (*SIZES, "kv_heads", "head_dim", "ffn", "gated")
 CONFIG_FIELDS = {f.name: f.type for f in fields(TrainingConfig)}
 NEEDED = ("global_batch", "micro_batch", "seq")
 MACHINE = ("device", "gpus")
 KNOWN = {"model", "cluster", *MACHINE, "gpus_per_node", "network_bandwidth", *SHAPE_FIELDS, *CONFIG_FIELDS}
-TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

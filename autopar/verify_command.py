@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autopar.api import baselines, bind, captured_model, check_choice, search_plan, values_of
+from autopar.api import bind, captured_model, check_choice, search_plan, values_of
 from autopar.calls import Call
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
@@ -22,6 +22,7 @@ from autopar.models.spec import DTYPES
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
 from autopar.report.units import nbytes_text
+from autopar.search.named_configuration import configured
 from autopar.verification import TOLERANCES, Check, verify_plans
 
 
@@ -61,6 +62,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
         device="cpu",
     )
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
+    request = _as_configured(request, mesh, call)
     captured = _captured(request, loaded.model, call, request.microbatches or 1)
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
     plans = dict(_plans(request, captured, mesh, saved, loaded.model, console))
@@ -98,6 +100,16 @@ def _as_planned(request: Request, saved: ModelPlan) -> Request:
     )
 
 
+def _as_configured(request: Request, mesh: Mesh, call: Call) -> Request:
+    """The number of micro-batches that the named configurations say."""
+    machine, asked = load_cluster(f"{mesh.size}xcpu"), request.microbatches or 1
+    counts = {n: configured(n, machine, mesh, True, call.batch(), asked)[1] for n in request.baselines}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ArgumentError(f"baselines of different numbers of micro-batches: {said}; verify them one by one")
+    return replace(request, microbatches=int(next(iter(counts.values())))) if counts else request
+
+
 def _mesh(request: Request, saved: Plan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
@@ -123,7 +135,6 @@ def _plans(
     if saved is not None:
         yield "plan", _repointed(bind(saved, model), captured)
     for name in request.baselines:
-        check_choice("baseline", name, baselines())
         try:
             yield name, search_plan(captured, machine, mesh, config, name, 0.0, False, lambda _: None)
         except InfeasibleError as error:

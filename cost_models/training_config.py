@@ -15,6 +15,9 @@ PRECISION = ("bf16", "fp16", "fp32", "fp8", "fp8-rowwise")
 SCHEDULES = ("1f1b", "gpipe", "zb-1p", "zb-2p")
 FUSION = ("none", "norm", "all")
 TENSOR_OVERLAP = ("none", "backward", "all")
+ALIASES = {"microbatch": "micro_batch", "mbs": "micro_batch", "vpp": "virtual_stages", "sp": "sequence_parallel"}
+"""What people call fields of `TrainingConfig` for short."""
+TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,14 @@ BAD = {
     ),
     "optimizer": (["plan", "{model}", *PLAN, "--optimizer", "adamv"], "did you mean adam, adamw?"),
     "baseline": (["plan", "{model}", *PLAN, "--baseline", "dpp"], "unknown baseline 'dpp'; choose one of ddp, fsdp"),
+    "baseline's key": (
+        ["verify", "{model}", "--mesh", "2x2", "--baseline", "ddp:tp=2"],
+        "'tp=2' is no key of ddp",
+    ),
+    "baselines of other micro-batches": (
+        ["verify", "{model}", "--mesh", "2x2", "--baseline", "ddp:mbs=1", "--baseline", "ddp:mbs=2"],
+        "different numbers of micro-batches: ddp:mbs=1 2, ddp:mbs=2 1",
+    ),
     "batch": (
         ["plan", "{model}", *PLAN, "--global-batch", "30", "--baseline", "ddp"],
         "global batch 30 is not divisible by 4 data-parallel ranks; use 28 or 32",
@@ -173,7 +181,7 @@ def test_a_plan_of_a_model_that_changed_is_refused(
 
 
 def test_verify_compares_with_one_process(capsys: pytest.CaptureFixture[str], net: str) -> None:
-    code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--random", 2, "--baseline", "ddp")
+    code, out, _ = run(capsys, "verify", net, "--mesh", 2, "--random", 2, "--baseline", "ddp:zero=1,mbs=2")
     assert code == 0, out
     rows = [line for line in out.splitlines() if line.startswith(("random", "ddp"))]
     assert len(rows) == 3 and all(line.endswith("ok") for line in rows)

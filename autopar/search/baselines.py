@@ -8,27 +8,35 @@ and how parameters may be stored. The same program solves it, so a baseline is t
     megatron   the last axis splits linears by columns or rows, attention by heads, the embedding by vocabulary, what is
                between by sequence or not at all; the other axes split the batch; parameters whole on these
     ulysses    the last axis splits by sequence, attention by heads; the other axes the batch; parameters as in fsdp
+
+With keys (`megatron:tp=8,zero=1,recompute=full`, see `named_configuration`) more is fixed: what ZeRO's stages shard on
+data-parallel ranks and for how long a gathered copy lives, whether sequences are split too, what is run again.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, InfeasibleError
+from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
-from autopar.placement import Layout, Shard
+from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
+from autopar.search.attention_core import attention_core
 from autopar.search.build import build
+from autopar.search.build_recompute import block_of, build_with_recompute
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
+from autopar.search.journeys import make_journeys
+from autopar.search.named_configuration import KINDS, NamedConfiguration, parse_configuration
 from autopar.search.options import Allowed, Restriction
 from autopar.search.pricing import Pricer
 from autopar.search.program import Op, Program, Tensor, make_program
 from autopar.search.storages import storages
 from autopar.search.words import dim_tags, factor_tags
 
-BASELINES = ("ddp", "fsdp", "megatron", "ulysses")
+BASELINES = tuple(KINDS)
 
 GAP = 1e-3
 
@@ -37,11 +45,11 @@ Meaning = Callable[[Op, str], str]
 
 
 def make_baseline(name: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig) -> Plan:
-    """The best plan of a named kind, with its estimate.
+    """The best plan of a named kind, or of a configuration (`megatron:tp=8,zero=1`), with its estimate.
 
     Raises:
-        ArgumentError: for an unknown name.
-        InfeasibleError: if the kind does not apply to this model and mesh, or does not fit the memory.
+        ArgumentError: for an unknown name, key or value.
+        InfeasibleError: if it does not apply to this model and mesh, or does not fit the memory.
     """
     program = make_program(captured)
     return baseline_plan(
@@ -54,10 +62,10 @@ def memory_limit(cluster: Cluster, config: TrainConfig) -> float:
     return cluster.device.memory_bytes if config.memory_nbytes is None else config.memory_nbytes
 
 
-def baseline_plan(name: str, program: Program, pricer: Pricer, limit: float | None) -> Plan:
+def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | None) -> Plan:
     """`make_baseline` for a program and prices at hand; `limit` bytes a device, None for unlimited."""
-    if name not in BASELINES:
-        raise ArgumentError(f"baseline {name!r} is none of {', '.join(BASELINES)}")
+    configuration = parse_configuration(text)
+    name = configuration.kind
     if pricer.mesh.size == 1:
         raise InfeasibleError(f"{name} does not apply: the mesh has one rank")
     unknown = sorted({target_name(op.node.target) for op in program.ops if _is_trained(op) and not op.rule.known})
@@ -66,34 +74,107 @@ def baseline_plan(name: str, program: Program, pricer: Pricer, limit: float | No
             f"{name} does not apply: {', '.join(unknown)} has no sharding rule and runs whole on every rank, which no "
             "recipe of that name does"
         )
-    restriction = _restriction(name, program, pricer)
-    problem = build(program, pricer, limit=limit, restriction=restriction)
+    restriction = _restriction(configuration, program, pricer)
+    try:
+        return _solved(configuration, program, pricer, limit, restriction)
+    except InfeasibleError as error:
+        if error.least_nbytes is None or limit is None:
+            raise
+        # The strategy graph counts memory from above, and what is run again by whole clusters: the plan may fit.
+        plan = _solved(configuration, program, pricer, None, restriction)
+        if plan.estimate.peak_nbytes <= limit:
+            return plan
+        raise InfeasibleError(
+            f"{configuration} does not fit: it needs {error.least_nbytes / 1e9:.3g} GB of {limit / 1e9:.3g} GB a "
+            "device; use more devices, a smaller (micro-)batch, another ZeRO stage or recompute=full",
+            least_nbytes=error.least_nbytes,
+        ) from error
+
+
+def _solved(
+    configuration: NamedConfiguration, program: Program, pricer: Pricer, limit: float | None, restriction: Restriction
+) -> Plan:
+    make = build if restriction.recompute is None else build_with_recompute
+    problem = make(program, pricer, limit=limit, restriction=restriction)
     solution = solve(problem.graph, relative_gap=GAP)
-    plan = extract(problem, solution, pricer.cluster, pricer.config, name)
+    plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))
+    if configuration.recompute == "selective":
+        plan = replace(plan, recompute=plan.recompute & attention_core(program))
+    elif configuration.recompute == "full":
+        plan = replace(plan, remade=_remade_in_blocks(plan, program, pricer))
     return plan.with_estimate(evaluate_program(plan, program, pricer))
 
 
-def _restriction(name: str, program: Program, pricer: Pricer) -> Restriction:
-    mesh = pricer.mesh
+def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
+    """Layouts that are made for ops of blocks alone: redistributed again with the block, whatever made the tensor."""
+    out = {}
+    for name, journey in make_journeys(program, plan, pricer).items():
+        if journey.tensor.kind != "op":
+            continue
+        outside = {
+            step.target
+            for position, _, layout in journey.wanted
+            if position < 0 or block_of(program.ops[position].module) is None
+            for step in journey.path(layout)
+        }
+        made = [v for v, step in journey.made.items() if step.forward and v not in outside]
+        if made:
+            out[name] = tuple(sorted(made, key=str))
+    return out
+
+
+def _restriction(configuration: NamedConfiguration, program: Program, pricer: Pricer) -> Restriction:
+    mesh, name = pricer.mesh, configuration.kind
     meaning = _meanings(program)
     last = mesh.num_axes - 1
     batch = _batch_only(program, meaning, pricer)
-    if name in ("ddp", "fsdp"):
-        _check_batch(name, program, meaning, mesh, tuple(range(mesh.num_axes)))
-        storage = _whole_storage if name == "ddp" else _sharded_storage(mesh, tuple(range(mesh.num_axes)))
-        return Restriction(choice=batch, storage=storage, lifetimes=("step", "keep") if name == "ddp" else ("use",))
-    tensor = _megatron(meaning) if name == "megatron" else _ulysses(meaning)
-    _check_parts(name, program, meaning, mesh.shape[last])
-    _check_batch(name, program, meaning, mesh, tuple(range(last)))
+    data = tuple(range(mesh.num_axes)) if name in ("ddp", "fsdp") else tuple(range(last))
+    whole = name in ("ddp", "fsdp", "ulysses")  # parameters are the same on all ranks, and ZeRO shards over all
+    zero = configuration.zero_stage
 
     def choice(op: Op, axis: int, option: str) -> bool:
-        return tensor(op, axis, option) if axis == last else batch(op, axis, option)
+        return batch(op, axis, option) if axis in data else tensor(op, axis, option)
 
-    if name == "megatron":
-        return Restriction(
-            choice=choice, storage=lambda t, s: _whole_storage(t, s, except_axis=last), lifetimes=("step", "keep")
-        )
-    return Restriction(choice=choice, storage=_sharded_storage(mesh, tuple(range(mesh.num_axes))), lifetimes=("use",))
+    tensor = batch
+    if name in ("megatron", "ulysses"):
+        tensor = _megatron(meaning, configuration, pricer) if name == "megatron" else _ulysses(meaning)
+        _check_parts(name, program, meaning, mesh.shape[last])
+    _check_batch(name, program, meaning, mesh, data)
+    sharded = tuple(range(mesh.num_axes)) if whole else data
+    except_axis = None if whole else last
+    stored = (lambda t, s: _whole_storage(t, s, except_axis)) if zero == 0 else _sharded_storage(mesh, sharded)
+
+    def storage(t: Tensor, s: Layout) -> bool:
+        return stored(t, s) and (whole or not isinstance(s.axes[last], Shard) or s.axes[last] in _read(t))
+
+    def _read(t: Tensor) -> set[Placement]:
+        """How ops may read a parameter on the last axis: there it lies as it is used, and is never gathered."""
+        readers = ((program.ops[position], slot) for position, slot in program.readers[t.name])
+        return {c.operands[slot] for op, slot in readers for name, c in op.choices.items() if choice(op, last, name)}
+
+    return Restriction(
+        choice=choice,
+        storage=storage,
+        lifetimes=_lifetimes(configuration, program),
+        recompute=_recompute(configuration, program),
+    )
+
+
+def _lifetimes(configuration: NamedConfiguration, program: Program) -> tuple[str, ...]:
+    """How long copies live (`search.parameters`): of one micro-batch, `keep` is for the step too."""
+    zero = configuration.zero_stage
+    if zero == 0 and configuration.zero is None:
+        return ("step", "keep")
+    once = "step" if program.microbatches > 1 else "keep"
+    return {0: (once,), 1: (once,), 2: ("keep",), 3: ("use",)}[zero]
+
+
+def _recompute(configuration: NamedConfiguration, program: Program) -> Callable[[Op], bool] | None:
+    if configuration.recompute == "full":
+        return lambda op: True
+    if configuration.recompute == "selective" and (core := attention_core(program)):
+        return lambda op: op.name in core
+    return None
 
 
 def _meanings(program: Program) -> Meaning:
@@ -124,7 +205,14 @@ def _batch_only(program: Program, meaning: Meaning, pricer: Pricer) -> Allowed:
     return allowed
 
 
-def _megatron(meaning: Meaning) -> Allowed:
+def _megatron(meaning: Meaning, configuration: NamedConfiguration, pricer: Pricer) -> Allowed:
+    split = configuration.sequence_parallel
+
+    def splits_sequence(op: Op, axis: int) -> bool:
+        names = (o for o in op.rule.factors if meaning(op, o) == "sequence")
+        alone = (tuple(o if a == axis else "invariant" for a in range(pricer.mesh.num_axes)) for o in names)
+        return any(pricer.is_allowed(op, choice) for choice in alone)
+
     def allowed(op: Op, axis: int, option: str) -> bool:
         said = meaning(op, option)
         offered = {meaning(op, o) for o in op.rule.factors}
@@ -136,7 +224,11 @@ def _megatron(meaning: Meaning) -> Allowed:
             return said == "heads"
         if "hidden" in offered and "vocabulary" in offered:
             return said in ("vocabulary", "whole")
-        return said != "batch"
+        if split is False and said == "sequence":
+            return False
+        if split and said == "whole" and splits_sequence(op, axis):
+            return False
+        return said in ("sequence", "whole") if op.parameters else said != "batch"
 
     return allowed
 

@@ -98,25 +98,29 @@ class RecomputeBuilder(_Builder):
         seconds = np.array([o.seconds for o in options])
         recomputable = self._is_recomputable(cluster)
         if recomputable:
-            seconds = np.concatenate([seconds, seconds + again])
+            kept, replayed = seconds, seconds + again
+            if self.restriction.recompute is not None:
+                chosen = any(self.restriction.recompute(op) for op in cluster.members)
+                kept, replayed = (kept + np.inf, replayed) if chosen else (kept, replayed + np.inf)
+            seconds = np.concatenate([kept, replayed])
         node = self._node(cluster.root.name, seconds * cluster.multiplicity * self.times)
         assert node == number
         self.plain[node] = len(options)
         self.problem.num_kept[node] = len(options)
         self.problem.options[node] = [*options, *options] if recomputable else options
         moments = self.moments
-        keeping, forward, backward, replayed = (moments.nothing() for _ in range(4))
+        keeping, forward, backward, replaying = (moments.nothing() for _ in range(4))
         for positions in cluster.instances:
             first = min(positions)
             keeping[moments.kept(first, first)] += 1
-            replayed[moments.held(first, self._end(first), first)] += 1
+            replaying[moments.held(first, self._end(first), first)] += 1
             forward[[moments.forward(p) for p in positions]] = 1
             backward[[moments.backward(p) for p in positions]] = 1
-        kept = np.array([o.kept for o in options], dtype=np.float64)
-        self._count(node, self._either(node, kept, np.zeros(len(options))), keeping)
+        inside = np.array([o.kept for o in options], dtype=np.float64)
+        self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:
-            made = kept + np.array([self._passing(cluster, option.names) for option in options])
-            self._count(node, self._either(node, np.zeros(len(options)), made), replayed)
+            made = inside + np.array([self._passing(cluster, option.names) for option in options])
+            self._count(node, self._either(node, np.zeros(len(options)), made), replaying)
         self._count(node, [o.working_forward for o in self.problem.options[node]], forward)
         self._count(node, [o.working_backward for o in self.problem.options[node]], backward)
 

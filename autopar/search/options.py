@@ -26,6 +26,8 @@ class Restriction:
     choice: Allowed = lambda op, axis, name: True
     storage: Callable[[Tensor, Layout], bool] = lambda tensor, layout: True
     lifetimes: tuple[str, ...] = ("step", "keep", "use")
+    recompute: Callable[[Op], bool] | None = None
+    """Ops that are run again where that is possible, all others not; None where the search decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

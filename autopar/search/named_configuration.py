@@ -1,0 +1,197 @@
+"""Which recipe is asked for, in the words of those who use it? `megatron:tp=8,mbs=1,recompute=selective,zero=1,sp=on`.
+
+A kind of plan (`search.baselines`) and what is fixed of it; what no key says is left to the search among the plans of
+that kind, recompute apart, which is none unless asked for. Keys and values are those of `cost_models.training_config`.
+
+    dp, tp, cp, pp     ranks of each; dp is the rest. Ranks lie as in Megatron-LM, tp (or cp) on the fastest links
+    virtual_stages     of each pipeline rank (vpp)
+    schedule           of the pipeline
+    micro_batch        samples of one data-parallel rank's micro-batch (mbs): global batch / (dp · mbs) micro-batches
+    zero               0: parameters, gradients and state whole on the data-parallel ranks; 1: all sharded, gathered
+                       once a step and gradients reduced once a step; 2: gathered for each micro-batch and kept to its
+                       backward, gradients sharded (FSDP's SHARD_GRAD_OP); 3: gathered for each use (FULL_SHARD)
+    sequence_parallel  Megatron's (sp): what lies between tensor-parallel regions is split by sequence
+    recompute          none; full: a block keeps what enters it; selective: attention's scores and softmax are run again
+                       (a fused kernel keeps none of them anyway: there it is the same as none)
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from autopar.cluster import Cluster
+from autopar.cost_models.training_config import ALIASES, SCHEDULES, TRUTH
+from autopar.errors import ArgumentError, BatchError, MeshError
+from autopar.mesh import Mesh, make_mesh
+
+KINDS = {
+    "ddp": ("dp",),
+    "fsdp": ("dp",),
+    "megatron": ("dp", "tp", "sequence_parallel"),
+    "ulysses": ("dp", "cp"),
+}
+"""Kinds, and the keys that each knows beside `COMMON`."""
+
+COMMON = ("pp", "virtual_stages", "schedule", "micro_batch", "zero", "recompute")
+RECOMPUTE = ("none", "selective", "full")
+ZERO = {"ddp": 0, "fsdp": 3, "megatron": 0, "ulysses": 3}
+"""The ZeRO stage of each kind, unless another is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedConfiguration:
+    """None where nothing is said."""
+
+    kind: str
+    dp: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int = 1
+    virtual_stages: int = 1
+    schedule: str | None = None
+    micro_batch: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        said = [
+            f"{f.name}={_spoken(getattr(self, f.name))}"
+            for f in fields(self)
+            if f.name != "kind" and getattr(self, f.name) != f.default
+        ]
+        return f"{self.kind}:{','.join(said)}" if said else self.kind
+
+    @property
+    def inner(self) -> int | None:
+        """Ranks of the last axis, that of tensor or context parallelism; 1 for kinds without, None if unsaid."""
+        if self.kind in ("ddp", "fsdp"):
+            return 1
+        return self.tp if self.kind == "megatron" else self.cp
+
+    @property
+    def zero_stage(self) -> int:
+        return ZERO[self.kind] if self.zero is None else self.zero
+
+    def mesh_on(self, cluster: Cluster, given: Mesh | None) -> Mesh | None:
+        """The mesh of the degrees on a cluster; `given` if that is one of theirs; None where nothing is said.
+
+        Raises:
+            MeshError: if the degrees do not multiply to the cluster's devices, or `given` is another mesh.
+            ArgumentError: if pipeline stages are asked for.
+        """
+        if self.pp > 1 or self.virtual_stages > 1 or self.schedule is not None:
+            raise ArgumentError(
+                f"{self}: pipelines are not yet built from a baseline; leave out pp, virtual_stages and schedule"
+            )
+        n, inner = cluster.num_devices, self.inner
+        key = "tp" if self.kind == "megatron" else "cp"
+        if given is not None and inner is not None and self.kind not in ("ddp", "fsdp") and given.shape[-1] != inner:
+            raise MeshError(
+                f"{self}: the last axis of mesh {given} has {given.shape[-1]} ranks, {key} says {inner}; "
+                f"leave --mesh out, or choose one whose last axis has {inner}"
+            )
+        if inner is None and (given is None) and self.dp is not None:
+            inner = max(n // self.dp, 1)
+        if inner is not None and n % inner:
+            degrees = [d for d in range(1, n + 1) if n % d == 0]
+            raise MeshError(f"{self}: {key} {inner} does not divide the {n} devices of {cluster}; use one of {degrees}")
+        outer = n // inner if inner is not None else None
+        outer = given.size // given.shape[-1] if outer is None and given is not None else outer
+        if self.dp is not None and self.dp != outer:
+            rest = "" if self.kind in ("ddp", "fsdp") else f" x {key} {inner or (given.shape[-1] if given else 1)}"
+            raise MeshError(
+                f"{self}: dp {self.dp}{rest} is not the {n} devices of {cluster}; use dp={outer}, or leave it out"
+            )
+        if given is not None or inner is None or self.kind in ("ddp", "fsdp"):
+            return given
+        return make_mesh((n // inner, inner))
+
+    def num_microbatches(self, global_batch: int | None, mesh: Mesh) -> int | None:
+        """In how many micro-batches a step runs `global_batch` samples; None if nothing is said.
+
+        Raises:
+            BatchError: if data-parallel ranks x micro-batch do not divide it.
+        """
+        if self.micro_batch is None:
+            return None
+        dp = mesh.size if self.kind in ("ddp", "fsdp") else mesh.size // mesh.shape[-1]
+        each = dp * self.micro_batch
+        if global_batch is None or global_batch % each:
+            found = "is not known: the inputs have no batch in common" if global_batch is None else f"{global_batch}"
+            raise BatchError(
+                f"{self}: global batch {found} is not divisible by {dp} data-parallel ranks x micro-batch "
+                f"{self.micro_batch}; use a multiple of {each}"
+            )
+        return global_batch // each
+
+
+def parse_configuration(text: str) -> NamedConfiguration:
+    """`kind` or `kind:key=value,...` as a value.
+
+    Raises:
+        ArgumentError: for an unknown kind, key or value; names it, and what there is.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ArgumentError(
+            f"unknown baseline {kind!r}; choose one of {', '.join(KINDS)}, each with keys as in fsdp:zero=2"
+        )
+    known = (*KINDS[kind], *COMMON)
+    given: dict[str, object] = {}
+    for pair in filter(None, rest.split(",")):
+        name, sign, value = (part.strip() for part in pair.partition("="))
+        key = ALIASES.get(name, name)
+        if not sign or key not in known:
+            raise ArgumentError(
+                f"baseline {text}: {pair!r} is no key of {kind} with its value; write key=value with {', '.join(known)}"
+                f" (short: {', '.join(f'{a} for {k}' for a, k in ALIASES.items() if k in known and a != 'microbatch')})"
+            )
+        if key in given:
+            raise ArgumentError(f"baseline {text}: {key} is given twice")
+        given[key] = _value(text, key, value)
+    return NamedConfiguration(kind=kind, **given)  # type: ignore[arg-type]
+
+
+def configured(
+    text: str,
+    cluster: Cluster,
+    mesh: Mesh,
+    is_given: bool,
+    batch: int | None,
+    microbatches: int | Literal["auto"] = 1,
+) -> tuple[Mesh, int | Literal["auto"]]:
+    """Mesh and number of micro-batches of a configuration; `mesh` and `microbatches` where it says nothing.
+
+    is_given: the mesh was asked for, so that the configuration's must be that one. batch: samples a step.
+
+    Raises:
+        ArgumentError, MeshError, BatchError: if it is none, or contradicts itself, `mesh` or `microbatches`.
+    """
+    said = parse_configuration(text)
+    mesh = said.mesh_on(cluster, mesh if is_given else None) or mesh
+    count = said.num_microbatches(batch, mesh)
+    if count is not None and microbatches not in (1, count):
+        raise ArgumentError(
+            f"{said} runs {count} micro-batches a step, microbatches says {microbatches}; leave one of the two out"
+        )
+    return mesh, microbatches if count is None else count
+
+
+def _value(text: str, key: str, value: str) -> object:
+    choices: dict[str, tuple[str, ...]] = {
+        "recompute": RECOMPUTE,
+        "schedule": SCHEDULES,
+        "zero": ("0", "1", "2", "3"),
+        "sequence_parallel": tuple(TRUTH),
+    }
+    if key in choices:
+        if value not in choices[key]:
+            raise ArgumentError(f"baseline {text}: {key} {value!r} is none of {', '.join(choices[key])}")
+        return TRUTH[value] if key == "sequence_parallel" else int(value) if key == "zero" else value
+    if not value.isdecimal() or int(value) < 1:
+        raise ArgumentError(f"baseline {text}: {key} {value!r} is not a whole number from 1 on")
+    return int(value)
+
+
+def _spoken(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
