@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from autopar.api import distribute, plan
     from autopar.decorator import auto_parallel
     from autopar.model_plan import ModelPlan, load_plan
+    from autopar.staged_model_plan import StagedModelPlan
 
 _HOMES = {
     "ModelPlan": "autopar.model_plan",
+    "StagedModelPlan": "autopar.staged_model_plan",
     "auto_parallel": "autopar.decorator",
     "distribute": "autopar.api",
     "load_plan": "autopar.model_plan",
     "plan": "autopar.api",
 }
 
-__all__ = ["ModelPlan", "auto_parallel", "distribute", "load_plan", "plan"]
+__all__ = ["ModelPlan", "StagedModelPlan", "auto_parallel", "distribute", "load_plan", "plan"]
 
 
 class _Package(ModuleType):

@@ -20,6 +20,7 @@ from autopar.model_plan import ModelPlan, model_plan
 from autopar.models.overrides import near
 from autopar.models.spec import DTYPES
 from autopar.plan import Plan, TrainConfig
+from autopar.staged_plan import StagedPlan
 
 RELATIVE_GAP = 0.01
 
@@ -171,7 +172,7 @@ def solvers() -> tuple[str, ...]:
 
 def distribute(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | StagedPlan,
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -195,6 +196,10 @@ def distribute(
     from autopar.runtime import DistributedModule, init
     from autopar.runtime.agreement import failing_together
 
+    if isinstance(plan, StagedPlan):
+        from autopar.staged_model_plan import distribute_stages
+
+        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
     init()
     with failing_together():
         check_world(plan.mesh)
@@ -219,7 +224,7 @@ def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = N
             raise PlanMismatchError(
                 "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
             )
-        captured, call = _captured_for(plan, model, call, loss_fn)
+        captured, call = captured_for(plan, model, call, loss_fn)
     plan.check(captured)
     values = values_of(captured, model)
     return model_plan(
@@ -227,9 +232,14 @@ def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = N
     )
 
 
-def _captured_for(
-    plan: Plan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
+def captured_for(
+    plan: Plan | StagedPlan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
 ) -> tuple[CapturedModel, Call]:
+    """The graph that a plan is for, and the call with what it was seen to return.
+
+    Raises:
+        PlanMismatchError: if the model does not run as it was planned.
+    """
     try:
         return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches)
     except CaptureError as error:

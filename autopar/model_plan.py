@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,6 +18,10 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, LocalModel
 from autopar.plan import Plan, plan_from_json
+from autopar.staged_plan import is_staged
+
+if TYPE_CHECKING:
+    from autopar.staged_model_plan import StagedModelPlan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -88,8 +92,8 @@ def model_plan(plan: Plan, **more: Any) -> ModelPlan:
     return ModelPlan(**{**own, **more})
 
 
-def load_plan(path: str | Path) -> ModelPlan:
-    """A saved plan.
+def load_plan(path: str | Path) -> "ModelPlan | StagedModelPlan":
+    """A saved plan, with stages or without.
 
     Raises:
         PlanMismatchError: if the file is missing or is not a plan for this library.
@@ -98,6 +102,10 @@ def load_plan(path: str | Path) -> ModelPlan:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanMismatchError(f"plan {path} cannot be read ({error}); give the path of a plan.json") from error
+    if is_staged(text):
+        from autopar.staged_model_plan import staged_plan_from_text
+
+        return staged_plan_from_text(text)
     return plan_from_text(text)
 
 

@@ -14,7 +14,6 @@ which is where `torch.distributed.pipelining` looks for it.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
@@ -26,6 +25,9 @@ STAGED_VERSION = "stages-1"
 """Schema of a saved plan with stages; plans without have a number."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
+
+SPLITTING = ("zbv",)
+"""Schedules that run the backward pass in two parts."""
 
 
 def stage_ranks(schedule: str, pipeline: int, num_stages: int) -> tuple[int, ...]:
@@ -169,8 +171,12 @@ def check_cuts(captured: CapturedModel, cuts: tuple[str, ...]) -> None:
             )
 
 
-def is_staged(body: Any) -> bool:
-    """Whether the JSON value is (some version of) a plan with stages."""
+def is_staged(text: str) -> bool:
+    """Whether the text is (some version of) a saved plan with stages."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return False
     return isinstance(body, Mapping) and str(body.get("schema", "")).startswith("stages-")
 
 
@@ -184,8 +190,8 @@ def staged_plan_from_json(text: str) -> StagedPlan:
         body = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanMismatchError("this is not a plan that autopar saved: no JSON object") from error
-    if not is_staged(body) or body["schema"] != STAGED_VERSION:
-        found = body.get("schema") if isinstance(body, dict) else None
+    found = body.get("schema") if isinstance(body, dict) else None
+    if found != STAGED_VERSION:
         raise PlanMismatchError(
             f"the plan has schema version {found}, this autopar reads {STAGED_VERSION} for stages; plan again"
         )

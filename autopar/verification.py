@@ -27,9 +27,12 @@ from autopar.ops.random import Draws, use_draws
 from autopar.passes.accumulate_gradients import has_batch_statistics
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import Sent, predicted_messages
+from autopar.passes.predict_stages import predicted_rank_messages
+from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
 from autopar.plan import Plan, plan_from_json
 from autopar.serialize import dump, load
+from autopar.staged_plan import StagedPlan, is_staged, staged_plan_from_json
 
 FLOOR = 1e-6
 DRAWS = Draws(seed=1, step=0, exact=True)
@@ -65,12 +68,12 @@ def verify_plans(
     captured: CapturedModel,
     values: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
-    plans: Mapping[str, Plan],
+    plans: Mapping[str, Plan | StagedPlan],
     *,
     reference: CapturedModel | None = None,
     timeout_seconds: float = 120.0,
 ) -> Iterator[Check]:
-    """Checks of `plans` (label -> plan, all on meshes of one size), in order, as they are made.
+    """Checks of `plans` (label -> plan, all for one number of ranks), in order, as they are made.
 
     values: parameters and buffers by placeholder; inputs: by placeholder, the global batch. reference: the graph of the
     global batch, if `captured` is that of a micro-batch.
@@ -78,7 +81,7 @@ def verify_plans(
     Raises:
         RankError: if a process dies or a plan takes longer than `timeout_seconds`.
     """
-    sizes = {plan.mesh.size for plan in plans.values()}
+    sizes = {num_ranks(plan) for plan in plans.values()}
     assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         folder = Path(name)
@@ -102,6 +105,11 @@ def verify_plans(
                 process.terminate()
             for process in processes:
                 process.join()
+
+
+def num_ranks(plan: Plan | StagedPlan) -> int:
+    """Processes that a plan runs on."""
+    return plan.world if isinstance(plan, StagedPlan) else plan.mesh.size
 
 
 class _quiet_threads:
@@ -128,7 +136,9 @@ def _free_port(folder: Path) -> int:
     return int(file.read_text())
 
 
-def _results(folder: Path, plans: Mapping[str, Plan], processes: list[Any], timeout_seconds: float) -> Iterator[Check]:
+def _results(
+    folder: Path, plans: Mapping[str, Plan | StagedPlan], processes: list[Any], timeout_seconds: float
+) -> Iterator[Check]:
     for number, label in enumerate(plans):
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
         file = folder / f"result{number}"
@@ -166,7 +176,8 @@ def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
     dist.barrier()
     reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
     for number, (label, text) in enumerate(texts.items()):
-        check = _check(label, plan_from_json(text), captured, tensors, reference)
+        plan = staged_plan_from_json(text) if is_staged(text) else plan_from_json(text)
+        check = _check(label, plan, captured, tensors, reference)
         gathered: list[Check] = [check] * world
         dist.all_gather_object(gathered, check)
         if rank == 0:
@@ -217,16 +228,20 @@ def _parts(inputs: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tenso
 
 
 def _check(
-    label: str, plan: Plan, captured: CapturedModel, tensors: Mapping[str, Any], reference: Mapping[str, Any]
+    label: str,
+    plan: Plan | StagedPlan,
+    captured: CapturedModel,
+    tensors: Mapping[str, Any],
+    reference: Mapping[str, Any],
 ) -> Check:
     """This rank's view of one plan."""
-    from autopar.runtime import DistributedModule, count_messages
+    from autopar.runtime import count_messages
 
-    local = insert_collectives(captured, plan)
-    module = DistributedModule(local, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
+    made = _staged_module if isinstance(plan, StagedPlan) else _module
+    module, predicted = made(captured, plan, tensors["values"])
     with count_messages(module) as counted:
         loss = module.step(tensors["inputs"])
-    error, worst = _gradient_error(captured, plan, module, reference["gradients"])
+    error, worst = _gradient_error(module, reference["gradients"])
     whole = reference["loss"]
     return Check(
         plan=label,
@@ -234,31 +249,48 @@ def _check(
         loss_error=float((loss - whole).abs() / whole.abs().clamp_min(1e-30)),
         gradient_error=error,
         worst_gradient=worst,
-        predicted=predicted_messages(local),
+        predicted=predicted,
         counted=dict(counted),
     )
 
 
-def _gradient_error(
-    captured: CapturedModel, plan: Plan, module: Any, gradients: Mapping[str, Tensor]
-) -> tuple[float, str]:
+def _module(captured: CapturedModel, plan: Any, values: Mapping[str, Tensor]) -> tuple[Any, Sent]:
+    """The module of a plan, and what a rank of it should send."""
+    from autopar.runtime import DistributedModule
+
+    local = insert_collectives(captured, plan)
+    module = DistributedModule(local, values, sync=False, seed=DRAWS.seed, exact_random=True)
+    return module, predicted_messages(local)
+
+
+def _staged_module(captured: CapturedModel, plan: Any, values: Mapping[str, Tensor]) -> tuple[Any, Sent]:
+    """The module of a plan with stages, and what this rank of it should send."""
+    from autopar.runtime import PipelinedModule
+
+    stages = split_stages(captured, plan.cuts)
+    module = PipelinedModule(captured, stages, plan, values, sync=False, seed=DRAWS.seed, exact_random=True)
+    locals_ = {stage.number: stage.local for stage in module.stages}
+    return module, predicted_rank_messages(stages, plan, locals_, module.groups.rank)
+
+
+def _gradient_error(module: Any, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
     floor = FLOOR * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    coordinate = plan.mesh.coordinate(module.groups.rank)
     worst, name = 0.0, ""
-    for parameter in captured.parameters:
-        if not parameter.trainable:
-            continue
-        whole = gradients[parameter.placeholder]
-        got = module.local_gradient(parameter.placeholder)
-        ranges = local_ranges(parameter.shape, plan.layouts[parameter.placeholder], plan.mesh, coordinate)
-        part = whole[tuple(slice(start, start + length) for start, length in ranges)]
-        if part.numel() == 0:
-            continue
-        if got is None or got.shape != part.shape:
-            return float("inf"), parameter.names[0]
-        error = float((got - part).abs().max()) / max(float(whole.abs().max()), floor, 1e-300)
-        if not error <= worst:
-            worst, name = error, parameter.names[0]
+    for state in module.states:
+        for parameter in state.specs.values():
+            if not parameter.trainable:
+                continue
+            whole = gradients[parameter.placeholder]
+            got = state.gradient(parameter.placeholder)
+            ranges = local_ranges(parameter.shape, state.layout(parameter.placeholder), state.mesh, state.coordinate)
+            part = whole[tuple(slice(start, start + length) for start, length in ranges)]
+            if part.numel() == 0:
+                continue
+            if got is None or got.shape != part.shape:
+                return float("inf"), parameter.names[0]
+            error = float((got - part).abs().max()) / max(float(whole.abs().max()), floor, 1e-300)
+            if not error <= worst:
+                worst, name = error, parameter.names[0]
     return worst, name
 
 

@@ -20,9 +20,12 @@ from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
 from autopar.models.spec import DTYPES
 from autopar.passes.promote_casts import promote_casts
+from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.report.units import nbytes_text
 from autopar.search.named_configuration import configured
+from autopar.staged_model_plan import StagedModelPlan
+from autopar.staged_plan import StagedPlan
 from autopar.verification import TOLERANCES, Check, verify_plans
 
 
@@ -82,7 +85,7 @@ def _captured(request: Request, model: nn.Module, call: Call, microbatches: int)
     return promote_casts(captured) if request.precision == "fp64" else captured
 
 
-def _as_planned(request: Request, saved: ModelPlan) -> Request:
+def _as_planned(request: Request, saved: ModelPlan | StagedModelPlan) -> Request:
     """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
     source = saved.source or {}
     batch = saved.call.batch() if saved.call is not None else None
@@ -110,7 +113,7 @@ def _as_configured(request: Request, mesh: Mesh, call: Call) -> Request:
     return replace(request, microbatches=int(next(iter(counts.values())))) if counts else request
 
 
-def _mesh(request: Request, saved: Plan | None) -> Mesh:
+def _mesh(request: Request, saved: Plan | StagedPlan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
             raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
@@ -125,15 +128,18 @@ def _plans(
     request: Request,
     captured: CapturedModel,
     mesh: Mesh,
-    saved: ModelPlan | None,
+    saved: ModelPlan | StagedModelPlan | None,
     model: nn.Module,
     console: Console,
-) -> Iterator[tuple[str, Plan]]:
+) -> Iterator[tuple[str, Plan | StagedPlan]]:
     """The plans asked for, each with its label; the best plan found if none is."""
     config = TrainConfig(precision=request.precision)
     machine = load_cluster(f"{mesh.size}xcpu")
     if saved is not None:
-        yield "plan", _repointed(bind(saved, model), captured)
+        if isinstance(saved, StagedModelPlan):
+            yield "plan", _repointed_stages(saved.bind(model), captured)
+        else:
+            yield "plan", _repointed(bind(saved, model), captured)
     for name in request.baselines:
         try:
             yield name, search_plan(captured, machine, mesh, config, name, 0.0, False, lambda _: None)
@@ -157,6 +163,14 @@ def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
     """The same choices for the graph in the precision of the comparison: its nodes have the same names."""
     plain = Plan(**{f.name: getattr(plan, f.name) for f in fields(Plan)})
     return replace(plain, fingerprint=captured.fingerprint)
+
+
+def _repointed_stages(plan: StagedPlan, captured: CapturedModel) -> StagedPlan:
+    """The same, stage by stage."""
+    plain = StagedPlan(**{f.name: getattr(plan, f.name) for f in fields(StagedPlan)})
+    parts = split_stages(captured, plan.cuts)
+    stages = tuple(_repointed(stage, part) for stage, part in zip(plan.stages, parts, strict=True))
+    return replace(plain, fingerprint=captured.fingerprint, stages=stages)
 
 
 HEAD = f"{'plan':12} {'loss error':>11} {'gradient error':>15}  {'largest at':38} {'sent':>10} {'bytes':>9}  verdict"

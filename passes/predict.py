@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.graph import LocalModel, operands, requires_grad
-from autopar.passes.hoist_parameters import hoisted_nodes
-from autopar.passes.recompute import is_replayed
+from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
+from autopar.passes.recompute import backward_nodes, is_replayed
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
 
@@ -19,20 +19,59 @@ Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """(collective, axis names) -> (calls, payload bytes) of one step on one rank."""
 
 
-def predicted_messages(local: LocalModel) -> Sent:
-    """Everything that one step, forward and backward of all its micro-batches, sends on each rank."""
+def predicted_messages(local: LocalModel, *, splits: bool = False) -> Sent:
+    """Everything that one step, forward and backward of all its micro-batches, sends on each rank.
+
+    splits: backward in two parts, both of which read what some calls keep.
+    """
     sent: Sent = {}
+    twice = heads(local) if splits else frozenset[str]()
     names = local.plan.mesh.names
     once = hoisted_nodes(local.graph, local.plan.lifetimes)
     for node in local.graph.nodes:
         forward, backward = node.meta.get("messages", ((), ()))
         times = 1 if node in once else local.plan.microbatches
-        twice = (*forward, *_gathered_for(node)) if is_replayed(node) else ()
-        for message in (*forward, *backward, *_gathered_again(node), *twice):
+        replay = (*forward, *_gathered_for(node)) if is_replayed(node) else ()
+        again = (*_gathered_again(node),) * (2 if node.name in twice else 1)
+        for message in (*forward, *backward, *again, *replay):
             key = (message.kind, tuple(names[a] for a in message.axes))
             calls, nbytes = sent.get(key, (0, 0))
             sent[key] = (calls + times, nbytes + times * message.nbytes)
     return sent
+
+
+def heads(local: LocalModel) -> frozenset[str]:
+    """Calls whose backward pass runs twice if it is split: for what was received, and for weights it alone leads to.
+
+    As `runtime.split_backward` finds them in autograd's graph.
+    """
+    body = hoist_parameters(local.graph, local.plan.lifetimes).body
+    received = set(local.captured.received)
+    reached = backward_nodes(body.nodes)
+    way: set[fx.Node] = set()
+    branch: dict[fx.Node, fx.Node] = {}
+
+    def of(node: fx.Node) -> fx.Node:
+        while branch.setdefault(node, node) is not node:
+            node = branch[node]
+        return node
+
+    leading: list[tuple[str, fx.Node]] = []
+    for node in body.nodes:
+        if node.op == "output":
+            leading += [("", end) for end in operands(node)[: node.meta["ends"]] if end in reached and end not in way]
+        if node not in reached:
+            continue
+        sources = [s for s in operands(node) if s in reached]
+        if node.name in received or way.intersection(sources):
+            way.add(node)
+            leading += [(node.name, s) for s in sources if s not in way]
+        else:
+            branch.update({of(s): of(node) for s in sources})
+    found: dict[fx.Node, set[str]] = {}
+    for name, node in leading:
+        found.setdefault(of(node), set()).add(name)
+    return frozenset(name for names in found.values() if len(names) == 1 for name in names)
 
 
 def _gathered_again(consumer: fx.Node) -> Iterable[Message]:

@@ -89,7 +89,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def replayed(graph: fx.Graph, plan: Plan) -> set[fx.Node]:
     """Nodes chosen by the plan that some backward pass waits for."""
     nodes = list(graph.nodes)
-    reached = _reached(nodes)
+    reached = backward_nodes(nodes)
     needed: set[fx.Node] = set()
     out = set()
     for node in reversed(nodes):
@@ -132,7 +132,7 @@ def storage_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def backward_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that the backward pass from the loss (or from what a stage sends on) runs through."""
     reached: set[fx.Node] = set()
     for node in reversed(list(nodes)):

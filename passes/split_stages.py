@@ -8,14 +8,16 @@ talk. A buffer with a new value every step belongs to one stage.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, InputSpec, operands, requires_grad
+from autopar.graph import CapturedModel, InputSpec, LocalModel, operands, requires_grad
 from autopar.passes.graph_tools import verify
-from autopar.staged_plan import check_cuts
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.staged_plan import StagedPlan, check_cuts
 
 
 def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[CapturedModel, ...]:
@@ -29,7 +31,24 @@ def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[Captur
     return _Split(captured, cuts).run() if cuts else (captured,)
 
 
-def owners(stages: tuple[CapturedModel, ...]) -> dict[str, tuple[int, ...]]:
+def local_stage(stages: Sequence[CapturedModel], plan: StagedPlan, number: int) -> LocalModel:
+    """The graph that the ranks of a stage run: what it sends is in the layout in which the next stage takes it.
+
+    Raises:
+        PlanMismatchError: if a stage's plan is not for it or does not say how it takes what it receives.
+    """
+    stage = stages[number]
+    if number + 1 == len(stages):
+        return insert_collectives(stage, plan.stages[number])
+    wanted = plan.stages[number + 1].layouts
+    if missing := [name for name in stage.sends if name not in wanted]:
+        raise PlanMismatchError(
+            f"the plan of stage {number + 1} has no layout for {', '.join(missing[:3])}, which it receives; plan again"
+        )
+    return insert_collectives(stage, plan.stages[number], {name: wanted[name] for name in stage.sends})
+
+
+def owners(stages: Sequence[CapturedModel]) -> dict[str, tuple[int, ...]]:
     """The stages that have each parameter, by placeholder."""
     found: dict[str, tuple[int, ...]] = {}
     for number, stage in enumerate(stages):
@@ -114,8 +133,8 @@ class _Split:
         return buffer in self.written and self.stage.get(self.written[buffer]) == number
 
     def _needed(self, number: int, stage: CapturedModel) -> set[str]:
-        """Placeholders and calls of a stage, what it receives left out."""
-        needed: set[str] = set()
+        """Placeholders and calls of a stage, what it receives left out; the first has parameters that none reads."""
+        needed = self._unread() if number == 0 else set[str]()
         results = [*stage.ends, *stage.results]
         waiting = [node for node, own in self.stage.items() if own == number]
         waiting += [self.captured.nodes[name] for name in results if name not in stage.received]
@@ -125,6 +144,10 @@ class _Split:
                 needed.add(node.name)
                 waiting += operands(node)
         return needed
+
+    def _unread(self) -> set[str]:
+        names = [p.placeholder for p in self.captured.parameters] + [b.placeholder for b in self.captured.buffers]
+        return {name for name in names if not self.captured.nodes[name].users}
 
     def _check_buffers(self, number: int, needed: set[str]) -> None:
         for buffer in self.captured.buffers:

@@ -34,7 +34,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules", "cost_models", "passes"),
     ("search", "runtime", "capture", "models", "reference", "export", "report", "verification", "calibration"),
     (
-        *("api", "calls", "model_plan", "decorator", "verify_command", "calibrate_command", "simulate_rows"),
+        *(
+            "api",
+            "calls",
+            "model_plan",
+            "staged_model_plan",
+            "decorator",
+            "verify_command",
+            "calibrate_command",
+            "simulate_rows",
+        ),
         *("simulate_command", "__init__"),
     ),
     ("cli",),

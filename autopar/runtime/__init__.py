@@ -26,11 +26,13 @@ from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
 from autopar.runtime.module import DistributedModule, Output, count_messages
 from autopar.runtime.optimizers import check_optimizer
+from autopar.runtime.pipeline import PipelinedModule
 
 __all__ = [
     "DistributedBatchSampler",
     "DistributedModule",
     "Output",
+    "PipelinedModule",
     "again",
     "all_gather",
     "all_reduce",

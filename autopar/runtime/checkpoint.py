@@ -13,16 +13,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autopar.errors import PlanMismatchError
-from autopar.runtime.module import DistributedModule
 from autopar.runtime.optimizers import check_optimizer
+from autopar.runtime.trainable import Trainable
 
 
-def save(module: DistributedModule, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+def save(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
     """Write parameters, buffers, optimizer state and the count of calls to the folder `path`; all ranks call this."""
     state_dict_saver.save(_state(module, optimizer), checkpoint_id=str(path))
 
 
-def load(module: DistributedModule, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
     """Restore what `save` wrote, in place; plan, mesh and number of ranks may be others. All ranks call this.
 
     Raises:
@@ -40,7 +40,7 @@ def load(module: DistributedModule, optimizer: torch.optim.Optimizer, path: str 
     module.num_calls = state["num_calls"]
 
 
-def _state(module: DistributedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(module: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     check_optimizer(optimizer)
     model, optim = get_state_dict(module, optimizer)
     return {"model": model, "optimizer": optim, "num_calls": module.num_calls}

@@ -1,7 +1,7 @@
 """Which part of a batch is this rank's? Input layouts say; dims given whole are sliced, slices taken as they are."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,21 +10,33 @@ from torch.utils.data import Sampler
 from autopar.errors import BatchError
 from autopar.graph import InputSpec
 from autopar.inputs import flatten_inputs
+from autopar.ops.groups import Groups
 from autopar.placement import Layout, local_ranges, local_shape
+from autopar.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
 
-def split_batch(module: "DistributedModule", inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The micro-batches of a step: inputs by placeholder cut along their first dim, which is whole or this rank's.
+class Planned(Protocol):
+    """What runs under a plan on this rank: a whole module, or a stage of one."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def split_batch(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The `count` micro-batches of a step: inputs by placeholder cut along their first dim, whole or this rank's.
 
     Raises:
-        BatchError: if the plan's number of micro-batches does not divide an input.
+        BatchError: if the number of micro-batches does not divide an input.
     """
-    count = module.plan.microbatches
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for spec in module.local.captured.inputs:
+    for spec in specs:
         value = inputs[spec.placeholder]
         if value.dim() and value.shape[0] % count:
             rows = spec.shape[0] * count
@@ -37,7 +49,7 @@ def split_batch(module: "DistributedModule", inputs: Mapping[str, Tensor]) -> li
     return parts
 
 
-def local_input(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
+def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
     """This rank's part of an input as the graph wants it, on its device; dims of local size are taken as slices.
 
     Raises:

@@ -10,17 +10,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.runtime.agreement import shared_number
-from autopar.runtime.module import DistributedModule
-from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.trainable import Trainable
 
 Init = Callable[[nn.Module], None]
 
 
-def reset_parameters(module: DistributedModule, model: nn.Module, init: Init | None = None) -> None:
+def reset_parameters(module: Trainable, model: nn.Module, init: Init | None = None) -> None:
     """Give parameters and buffers of `module` first values; all ranks call this. Drawn under rank 0's seed.
 
     model: the original model, on the meta device (it stays there).
@@ -81,16 +79,9 @@ def _materialized(part: nn.Module) -> Iterator[None]:
         part._buffers.update(buffers)
 
 
-def _fill(module: DistributedModule, name: str, value: Tensor) -> None:
-    """Put a whole value where `module` keeps its part of it."""
-    captured = module.local.captured
-    for spec in captured.parameters:
-        if name in spec.names:
-            held = module.get_parameter(name).data
-            assert isinstance(held, DTensor)
-            local_tensor(held).copy_(local_tensor(module.state.scattered(spec, value)))
-            module.uninitialized -= set(spec.names)
-    for buffer in captured.buffers:
-        if name in buffer.names:
-            module.get_buffer(name).copy_(value)
-            module.uninitialized -= set(buffer.names)
+def _fill(module: Trainable, name: str, value: Tensor) -> None:
+    """Put a whole value where `module` keeps its part of it, if it has one."""
+    for state in module.states:
+        if state.fill(module, name, value):
+            module.uninitialized -= state.names_of(name)
+            return

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
-from autopar.graph import Accumulation, BufferSpec, LocalModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, InputSpec, LocalModel, ParameterSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
@@ -38,6 +37,7 @@ from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.state import State
+from autopar.runtime.trainable import Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Output:
         return float(self.loss.detach())
 
 
-class DistributedModule(nn.Module):
+class DistributedModule(Trainable):
     """One rank's part of a model under a plan. All ranks construct it together, in the same order.
 
     local: the graph that every rank runs.
@@ -91,7 +91,6 @@ class DistributedModule(nn.Module):
         self.device_mesh, self.groups = build_groups(plan.mesh, device.type, flattened_axes(local.graph, plan.mesh))
         self.local = local
         self.bare = bare
-        self.num_calls = 0
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() if seed is None else seed)
         self.uninitialized = {name for spec in empty for name in spec.names}
@@ -102,10 +101,8 @@ class DistributedModule(nn.Module):
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
             self.state.register(self, values, sync)
-        self.state.bind(self)
+        self.bind()
         install_check()
-        self.register_load_state_dict_pre_hook(_scatter_whole_tensors)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +112,15 @@ class DistributedModule(nn.Module):
     @property
     def plan(self) -> Plan:
         return self.local.plan
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What this rank holds of the model."""
+        return (self.state,)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        return self.local.captured.inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
         """The loss of the global batch, differentiable if the plan runs it in one piece.
@@ -128,19 +134,6 @@ class DistributedModule(nn.Module):
         loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs))
         return loss if self.bare else Output(loss)
 
-    def train_step(self, batch: Any) -> Tensor:
-        """Forward and backward of the global batch, in the plan's micro-batches; its loss, without a graph.
-
-        `batch` is a dict (keywords), a tuple (positions) or one tensor; gradients are added to those there are.
-
-        Raises:
-            BatchError, ArgumentError: as a call.
-        """
-        args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
-        if isinstance(batch, Tensor):
-            args, kwargs = (batch,), {}
-        return self.step(bind_inputs(self.local.captured.inputs, args, kwargs))
-
     def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """`train_step` for inputs by placeholder."""
         accumulation = self.local.captured.accumulation
@@ -148,8 +141,8 @@ class DistributedModule(nn.Module):
             loss = self.run(inputs)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        self._check_initialized()
-        parts = split_batch(self, inputs)
+        self.check_initialized()
+        parts = self._parts(accumulation, inputs)
         with use_groups(self.groups):
             loss, gradients = self._accumulator(accumulation).step(self.state.leaves, parts, self._call)
             for placeholder, gradient in gradients:
@@ -160,7 +153,7 @@ class DistributedModule(nn.Module):
         """The loss for inputs by placeholder."""
         accumulation = self.local.captured.accumulation
         graph = self._training_graph if self.training else self._evaluation_graph
-        self._check_initialized()
+        self.check_initialized()
         if accumulation is None:
             return self._call(graph, self.state.leaves, inputs)[0]
         if torch.is_grad_enabled():
@@ -168,16 +161,11 @@ class DistributedModule(nn.Module):
                 f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
                 "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
             )
-        results = [self._call(graph, self.state.leaves, part) for part in split_batch(self, inputs)]
+        results = [self._call(graph, self.state.leaves, part) for part in self._parts(accumulation, inputs)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
-    def _check_initialized(self) -> None:
-        if self.uninitialized:
-            some = ", ".join(sorted(self.uninitialized)[:3])
-            raise ArgumentError(
-                f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
-                "meta device; call autopar.runtime.reset_parameters(module, model) or load a state dict first"
-            )
+    def _parts(self, accumulation: Accumulation, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        return split_batch(self.local.captured.inputs, accumulation.microbatches, inputs)
 
     def _call(
         self, graph: fx.GraphModule, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -227,11 +215,6 @@ class DistributedModule(nn.Module):
     def _evaluation_graph(self) -> fx.GraphModule:
         return fx.GraphModule(nn.Module(), evaluation_graph(self.local.graph))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "DistributedModule":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.state.bind(self)
-        return self
-
 
 def _facts(local: LocalModel) -> dict[str, str]:
     """What must be equal on all ranks; estimates do not matter, solvers time themselves."""
@@ -245,24 +228,8 @@ def _facts(local: LocalModel) -> dict[str, str]:
     }
 
 
-def _scatter_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state dict of the original model holds whole tensors: each rank takes its part."""
-    assert isinstance(module, DistributedModule)
-    for spec in module.local.captured.parameters:
-        for name in spec.names:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
-                state_dict[prefix + name] = module.state.scattered(spec, value)
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    assert isinstance(module, DistributedModule)
-    module.uninitialized &= set(incompatible.missing_keys)
-    module.state.bind(module)
-
-
 @contextmanager
-def count_messages(module: DistributedModule) -> Iterator[Sent]:
+def count_messages(module: Trainable) -> Iterator[Sent]:
     """What this rank sends inside: (collective, axis names) -> (calls, payload bytes), as `predicted_messages`."""
     groups = module.groups
     before = groups.counting, groups.sent

@@ -99,6 +99,17 @@ def register_under(root: nn.Module, name: str, value: nn.Parameter | Tensor, per
         root.register_buffer(leaf, value, persistent=persistent)
 
 
+def has_name(root: nn.Module, name: str) -> bool:
+    """Whether a parameter or buffer of that qualified name is registered."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = root._modules.get(part)
+        if child is None:
+            return False
+        root = child
+    return leaf in root._parameters or leaf in root._buffers
+
+
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
     """Raises ArgumentError if the model calls a part of its own as the distributed module calls one of its methods."""
     clash = sorted({name.split(".")[0] for name in names} & set(taken))

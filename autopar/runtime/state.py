@@ -17,7 +17,7 @@ from autopar.graph import BufferSpec, LocalModel, ParameterSpec
 from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.runtime.optimizers import MARK
-from autopar.runtime.parameters import check_storage, local_part, padded_part, register_under, to_dtensor
+from autopar.runtime.parameters import check_storage, has_name, local_part, padded_part, register_under, to_dtensor
 from autopar.runtime.private_torch import local_tensor
 
 
@@ -44,16 +44,21 @@ class State:
     def register(self, root: nn.Module, values: Mapping[str, Tensor], sync: bool) -> None:
         """Put this rank's part of `values` (whole tensors, by placeholder) on `root` under the original names.
 
-        With `sync` the values are rank 0's, broadcast one at a time.
+        With `sync` the values are rank 0's, broadcast one at a time. What `root` has already (of another stage on this
+        rank) is the same there.
         """
         tied: list[tuple[str, nn.Parameter]] = []
         for spec in self.local.captured.parameters:
+            if has_name(root, spec.names[0]):
+                continue
             parameter = self._parameter(spec, self._value(values[spec.placeholder].to(spec.dtype), sync))
             register_under(root, spec.names[0], parameter)
             tied += [(name, parameter) for name in spec.names[1:]]
         for name, parameter in tied:  # after all first names, which say in which order modules stand
             register_under(root, name, parameter)
         for buffer in self.local.captured.buffers:
+            if has_name(root, buffer.names[0]):
+                continue
             held = self._value(values[buffer.placeholder], sync)
             held = torch.empty_like(held, device=self.device) if held.is_meta else own_copy(held, self.device)
             for name in buffer.names:
@@ -78,6 +83,25 @@ class State:
         """This rank's part of a whole tensor, as the parameter is stored."""
         part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
         return self.as_dtensor(spec, own_copy(part, self.device))
+
+    def fill(self, root: nn.Module, name: str, value: Tensor) -> bool:
+        """Write this rank's part of a whole parameter or buffer; whether there is one of that name."""
+        for spec in self.local.captured.parameters:
+            if name in spec.names:
+                held = root.get_parameter(name).data
+                assert isinstance(held, DTensor)
+                local_tensor(held).copy_(local_tensor(self.scattered(spec, value)))
+                return True
+        for buffer in self.local.captured.buffers:
+            if name in buffer.names:
+                root.get_buffer(name).copy_(value)
+                return True
+        return False
+
+    def names_of(self, name: str) -> set[str]:
+        """All names of the parameter or buffer of that name."""
+        specs: list[ParameterSpec | BufferSpec] = [*self.local.captured.parameters, *self.local.captured.buffers]
+        return {other for spec in specs if name in spec.names for other in spec.names}
 
     def bind(self, root: nn.Module) -> None:
         """Make leaves of the parameters that `root` has now; after anything that replaces parameters or their data."""

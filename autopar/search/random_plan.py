@@ -3,14 +3,16 @@
 import random
 from dataclasses import replace
 
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, LocalModel, requires_grad
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import REPLICATE, Layout, Shard
+from autopar.passes.split_stages import local_stage, split_stages
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.rules.rule import is_splittable, layouts
 from autopar.search.program import Op, Program, Tensor, make_program
 from autopar.search.storages import input_layouts, orders, storages
+from autopar.staged_plan import StagedPlan
 
 TRIES = 30
 GATHERED = ("use", "microbatch")
@@ -79,11 +81,68 @@ def nested_under(storage: Layout, use: Layout) -> Layout:
     return next(v for v in orders(storage.axes) if v == Layout(storage.axes, (*shared, *extra)))
 
 
+def random_staged_plan(
+    captured: CapturedModel,
+    mesh: Mesh,
+    schedule: str,
+    pipeline: int,
+    cuts: tuple[str, ...],
+    rng: random.Random,
+    *,
+    recompute: float = 0.0,
+) -> StagedPlan:
+    """A random plan for each of the stages between `cuts`; what is sent travels in a random layout.
+
+    recompute: the share of ops and copies that backward makes again.
+    """
+    stages = split_stages(captured, cuts)
+    plans: list[Plan] = []
+    shared: dict[str, Layout] = {}
+    for stage in stages:
+        plan = random_plan(stage, mesh, rng)
+        taken = {name: _random_boundary(plan.layouts[name], stage, name, rng) for name in stage.received}
+        stored = {
+            p.placeholder: shared.setdefault(p.placeholder, plan.layouts[p.placeholder]) for p in stage.parameters
+        }
+        plans.append(replace(plan, layouts={**plan.layouts, **taken, **stored}))
+    whole = StagedPlan(
+        model=captured.name,
+        fingerprint=captured.fingerprint,
+        cluster="",
+        config=TrainConfig(),
+        mesh=mesh,
+        pipeline=pipeline,
+        schedule=schedule,
+        microbatches=captured.microbatches,
+        cuts=cuts,
+        stages=tuple(plans),
+        origin="random",
+    )
+    if not recompute:
+        return whole
+    again = [
+        _recomputed(plans[s], local_stage(stages, whole, s), make_program(stages[s]), rng, recompute)
+        for s in range(len(stages))
+    ]
+    return replace(whole, stages=tuple(again))
+
+
+def _random_boundary(layout: Layout, stage: CapturedModel, name: str, rng: random.Random) -> Layout:
+    """The layout with whole axes made Invariant or Partial now and then, which tensors with gradients can be."""
+    if not requires_grad(stage.nodes[name]):
+        return layout
+    axes = tuple(rng.choice((p, INVARIANT, PARTIAL)) if p == REPLICATE else p for p in layout.axes)
+    return Layout(axes, layout.order)
+
+
 def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:
     """The plan with each op recomputed, and each layout that an op's result travels through remade, in that share."""
-    program = make_program(captured)
+    return _recomputed(plan, insert_collectives(captured, plan), make_program(captured), rng, share)
+
+
+def _recomputed(plan: Plan, local: LocalModel, program: Program, rng: random.Random, share: float) -> Plan:
     copies: dict[str, list[Layout]] = {}
-    for node in insert_collectives(captured, plan).graph.nodes:
+    for node in local.graph.nodes:
         step, origin = node.meta.get("step"), node.meta.get("origin")
         if step is not None and origin.op == "call_function" and rng.random() < share:
             copies.setdefault(origin.name, []).append(step.target)

@@ -1,0 +1,279 @@
+"""The distributed module of a plan with stages: one rank's stages inside, trained by a pipeline schedule.
+
+Parameters and state-dict keys are those of the original model, as far as this rank's stages have them. All ranks give
+`train_step` the same global batch; it returns the loss of that batch on every rank and leaves on every parameter the
+gradient that one process would have computed. A weight that several stages share exists in each of them: the same
+parameter where they are on one rank, else stored alike on corresponding ranks, which sum its gradients once a step.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ArgumentError, BatchError, PlanMismatchError
+from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
+from autopar.inputs import bind_inputs
+from autopar.ops.random import Draws
+from autopar.passes.predict_stages import PIPELINE
+from autopar.passes.split_stages import local_stage, owners
+from autopar.runtime.accumulate import gradient_scale, total_loss
+from autopar.runtime.agreement import agree, failing_together, shared_number
+from autopar.runtime.data import split_batch
+from autopar.runtime.groups import build_groups, flattened_axes, group_across
+from autopar.runtime.launch import device as own_device
+from autopar.runtime.launch import init
+from autopar.runtime.module import Output
+from autopar.runtime.optimizers import install_check
+from autopar.runtime.parameters import check_names
+from autopar.runtime.schedules import Schedule, schedule_class
+from autopar.runtime.stage import ONE_BATCH, Stage
+from autopar.runtime.state import State, first_ranks_value
+from autopar.runtime.trainable import Trainable
+from autopar.staged_plan import SPLITTING, StagedPlan
+
+
+class PipelinedModule(Trainable):
+    """One rank's stages of a model. All ranks construct it together, in the same order.
+
+    captured: the whole model; stages: its parts. values: whole parameters and buffers by placeholder; those on the meta
+        device are left empty. sync, bare, seed, exact_random: as of `DistributedModule`.
+
+    Raises:
+        MeshError: if the plan is not for as many ranks as there are processes.
+        RankError: on every rank, if the ranks have different plans, models or libraries.
+        PlanMismatchError: if stages that share a weight store it differently, or a stage's plan is not for it.
+        ArgumentError: if the torch at hand lacks the schedule.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        stages: Sequence[CapturedModel],
+        plan: StagedPlan,
+        values: Mapping[str, Tensor],
+        *,
+        sync: bool = True,
+        bare: bool = False,
+        seed: int | None = None,
+        exact_random: bool = False,
+    ) -> None:
+        super().__init__()
+        init()
+        self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
+        device = own_device()
+        self.pipeline_rank = dist.get_rank() // plan.mesh.size
+        with failing_together():
+            schedule_class(plan.schedule)
+            self._owners = owners(stages)
+            check_shared(captured, plan, self._owners)
+            locals_ = {s: local_stage(stages, plan, s) for s in plan.stages_of(self.pipeline_rank)}
+            check_names((name for spec in _specs(captured) for name in spec.names), dir(self))
+        empty = [spec for spec in _specs(captured) if values[spec.placeholder].is_meta]
+        agree({**_facts(captured, plan), "values": f"{len(empty)} of {len(_specs(captured))} on the meta device"})
+        axes = _everyones({names for local in locals_.values() for names in flattened_axes(local.graph, plan.mesh)})
+        self.device_mesh, self.groups = build_groups(plan.mesh, device.type, axes, pipeline=plan.pipeline)
+        pipeline = group_across(plan.mesh, tuple(range(plan.pipeline)))
+        assert pipeline is not None
+        self.pipeline_group = pipeline
+        self._sharing = {
+            name: (ranks, group_across(plan.mesh, ranks))
+            for name, stages_ in sorted(self._owners.items())
+            if len(ranks := tuple(sorted({plan.stage_rank(s) for s in stages_}))) > 1
+        }
+        self.seed = shared_number(torch.initial_seed() if seed is None else seed)
+        self.stages: list[Stage] = []
+        with torch.no_grad():
+            for number, local in locals_.items():
+                state = State(local, self.groups.rank, self.device_mesh, device)
+                state.register(self, values, sync=False)
+                stage = Stage(number, local, state, self.groups, self, splits=plan.schedule in SPLITTING)
+                stage.sends_away = _is_away(plan, number, number + 1)
+                stage.returns_away = _is_away(plan, number, number - 1)
+                self.stages.append(stage)
+            if sync:
+                self._take_first_ranks(values)
+        own = {name for state in self.states for spec in _specs(state.local.captured) for name in spec.names}
+        self.uninitialized = {name for spec in empty for name in spec.names} & own
+        self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
+        self.bind()
+        install_check()
+        self._schedule = Schedule(plan, self.stages, self.pipeline_group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return own_device()
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        return tuple(stage.state for stage in self.stages)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        return self.captured.inputs
+
+    def names_elsewhere(self) -> Iterable[str]:
+        return self._elsewhere
+
+    def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
+        """The loss of the global batch, without gradients; all ranks call this.
+
+        Raises:
+            ArgumentError: where gradients are wanted.
+            BatchError: if a tensor is missing or has another shape than was planned.
+        """
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                f"the plan runs {self.plan.num_stages} stages, each with a backward pass of its own; call "
+                "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
+            )
+        self._begin(bind_inputs(self.inputs, args, kwargs))
+        self._schedule.evaluate()
+        for stage in self.stages:
+            stage.abandon()
+        loss, _ = self._everyones_loss()
+        return loss if self.bare else Output(loss)
+
+    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self._begin(inputs)
+        self._schedule.train()
+        loss, scale = self._everyones_loss()
+        for placeholder, gradient in self._gradients(scale).items():
+            self._state_of(placeholder).add_gradient(placeholder, gradient)
+        return loss
+
+    def local_gradient(self, placeholder: str) -> Tensor | None:
+        """This rank's part of the gradient of a parameter that its stages have, None if there is none yet."""
+        return self._state_of(placeholder).gradient(placeholder)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients of the model so that their norm together is at most `max_norm`; that norm before.
+
+        As `torch.nn.utils.clip_grad_norm_`, which sees one rank's stages alone. All ranks call this.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        named = {spec.placeholder: state for state in self.states for spec in state.local.captured.parameters}
+        for placeholder, state in named.items():
+            gradient = state.parameters[placeholder].grad
+            counted = self.plan.stage_rank(self._owners[placeholder][0]) == self.pipeline_rank
+            if gradient is not None and counted:
+                assert isinstance(gradient, DTensor)
+                norm = torch.linalg.vector_norm(gradient)
+                squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+        dist.all_reduce(squares, group=self.pipeline_group)
+        total = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total.float())
+        return total
+
+    def _begin(self, inputs: Mapping[str, Tensor]) -> None:
+        self.check_initialized()
+        _check_whole(self.inputs, self.plan.microbatches, inputs)
+        count = self.plan.microbatches
+        parts = split_batch(self.inputs, count, inputs)
+        draws = [Draws(seed=self.seed, step=self.num_calls + i, exact=self.exact_random) for i in range(count)]
+        for stage in self.stages:
+            stage.begin(parts, draws)
+        if self.training:
+            self.num_calls += count
+
+    def _everyones_loss(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of the step and what its gradients are scaled by, from the ranks of the last stage."""
+        accumulation = self.captured.accumulation or ONE_BATCH
+        source = self.plan.stage_rank(self.plan.num_stages - 1)
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
+        last = self.stages[-1]
+        if self.pipeline_rank == source:
+            told[0] = total_loss(accumulation, last.losses, last.counts)
+            told[1] = 1.0 if (scale := gradient_scale(accumulation, last.counts)) is None else scale
+        dist.broadcast(told, group=self.pipeline_group, group_src=source)
+        loss, scale = told.unbind()
+        dtype = self.captured.nodes[self.captured.loss].meta["val"].dtype
+        return loss.to(dtype), None if accumulation.count is None else scale
+
+    def _gradients(self, scale: Tensor | None) -> dict[str, Tensor]:
+        """The step's gradients of this rank's parameters, by placeholder, summed over the stages that share them."""
+        found: dict[str, Tensor] = {}
+        for stage in self.stages:
+            for placeholder, gradient in stage.end(scale).items():
+                found[placeholder] = found[placeholder].add_(gradient) if placeholder in found else gradient
+        for placeholder, (ranks, group) in self._sharing.items():
+            leaf = self._state_of(placeholder).leaves[placeholder] if self.pipeline_rank in ranks else None
+            if leaf is not None and leaf.requires_grad:
+                total = found.setdefault(placeholder, torch.zeros_like(leaf, requires_grad=False)).contiguous()
+                self.groups.count("all_reduce", PIPELINE, total.numel() * total.element_size())
+                dist.all_reduce(total, group=group)
+                found[placeholder] = total
+        return found
+
+    def _state_of(self, placeholder: str) -> State:
+        for state in self.states:
+            if placeholder in state.specs:
+                return state
+        raise KeyError(f"{placeholder} is in none of the stages of pipeline rank {self.pipeline_rank}")
+
+    def _take_first_ranks(self, values: Mapping[str, Tensor]) -> None:
+        """Rank 0's values on all ranks, one whole tensor at a time."""
+        for spec in _specs(self.captured):
+            value = values[spec.placeholder]
+            if not value.is_meta:
+                whole = first_ranks_value(value.detach().to(spec.dtype), self.device)
+                for state in self.states:
+                    state.fill(self, spec.names[0], whole)
+
+
+def check_shared(captured: CapturedModel, plan: StagedPlan, owners_of: Mapping[str, Sequence[int]]) -> None:
+    """Raises PlanMismatchError if stages that share a weight store it differently: ranks could not sum gradients."""
+    for placeholder, stages in owners_of.items():
+        layouts = {str(plan.stages[s].layouts[placeholder]): s for s in reversed(stages)}
+        if len(layouts) > 1:
+            name = next(p.names[0] for p in captured.parameters if p.placeholder == placeholder)
+            stored = ", ".join(f"{layout} in stage {s}" for layout, s in sorted(layouts.items(), key=lambda x: x[1]))
+            raise PlanMismatchError(
+                f"stages share {name}, which the plan stores as {stored}; a shared weight is stored alike everywhere; "
+                "plan again"
+            )
+
+
+def _is_away(plan: StagedPlan, number: int, other: int) -> bool:
+    """Whether there is a stage `other`, and on another rank than stage `number`."""
+    return 0 <= other < plan.num_stages and plan.stage_rank(other) != plan.stage_rank(number)
+
+
+def _specs(captured: CapturedModel) -> tuple[ParameterSpec | BufferSpec, ...]:
+    return (*captured.parameters, *captured.buffers)
+
+
+def _check_whole(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Tensor]) -> None:
+    """Raises BatchError, on every rank alike, for anything but the global batch: stages split it in different ways."""
+    for spec in specs:
+        rows = (spec.shape[0] * count, *spec.shape[1:]) if spec.shape else ()
+        found = tuple(inputs[spec.placeholder].shape)
+        if found != rows:
+            raise BatchError(
+                f"input {spec.path} has shape {found}; a plan with stages takes the global batch {rows} on every rank, "
+                f"{count} micro-batches of {spec.shape}; give that (drop_last=True for a short last one) or plan again"
+            )
+
+
+def _facts(captured: CapturedModel, plan: StagedPlan) -> dict[str, str]:
+    """What must be equal on all ranks."""
+    return {
+        "torch": torch.__version__,
+        "autopar": version("autopar"),
+        "mesh": f"{plan.pipeline} of {plan.mesh}",
+        "model": captured.fingerprint,
+        "plan": hashlib.sha256(plan.without_estimates().to_json().encode()).hexdigest()[:16],
+    }
+
+
+def _everyones(axes: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Axes that collectives of any stage use together."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(axes))
+    return {names for own in gathered for names in own}

@@ -1,0 +1,90 @@
+"""Who tells a rank when to run which pass? The schedules of `torch.distributed.pipelining`, by their public classes.
+
+Everything that is particular to that library is here: how a stage is described to it (shapes of what goes in and out,
+so that nothing is inferred by a trial run), and that a step's micro-batches are its argument `index` cut into single
+numbers, by which stages find their own inputs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed import pipelining
+
+from autopar.errors import ArgumentError
+from autopar.runtime.stage import Stage, sent_dtype
+from autopar.staged_plan import SPLITTING, StagedPlan
+
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+SINGLE = ("gpipe", "1f1b")
+"""Schedules of one stage a rank, which their classes take alone, not in a list."""
+
+
+def schedule_class(schedule: str) -> Any:
+    """The class of a schedule.
+
+    Raises:
+        ArgumentError: if the torch at hand has none.
+    """
+    found = getattr(pipelining, CLASSES[schedule], None)
+    if found is None:
+        there = ", ".join(name for name, own in CLASSES.items() if hasattr(pipelining, own))
+        raise ArgumentError(
+            f"schedule {schedule} needs torch.distributed.pipelining.{CLASSES[schedule]}, which torch "
+            f"{torch.__version__} does not have; plan with one of {there}"
+        )
+    return found
+
+
+class Schedule:
+    """Runs steps over a rank's stages, together with the other ranks of its pipeline."""
+
+    def __init__(self, plan: StagedPlan, stages: Sequence[Stage], group: dist.ProcessGroup) -> None:
+        self.microbatches = plan.microbatches
+        described = [_described(stage, plan.num_stages, group, plan.schedule in SPLITTING) for stage in stages]
+        self._schedule = schedule_class(plan.schedule)(
+            described[0] if plan.schedule in SINGLE else described,
+            plan.microbatches,
+            loss_fn=lambda loss, index: loss,
+            scale_grads=False,
+        )
+
+    def train(self) -> None:
+        """All passes of a step, forward and back."""
+        index = torch.arange(self.microbatches)
+        self._schedule.step(index=index, target=index, losses=[], return_outputs=False)
+
+    def evaluate(self) -> None:
+        """All passes forward."""
+        index = torch.arange(self.microbatches)
+        self._schedule.eval(index=index, target=index, losses=[], return_outputs=False)
+
+
+def _described(stage: Stage, num_stages: int, group: dist.ProcessGroup, splits: bool) -> pipelining.PipelineStage:
+    placeholders = {node.name: node for node in stage.local.graph.nodes if node.op == "placeholder"}
+    output = next(node for node in reversed(stage.local.graph.nodes) if node.op == "output")
+    received = [placeholders[name] for name in stage.local.captured.received]
+    ends: Any = output.args[0]
+    return pipelining.PipelineStage(
+        stage,
+        stage.number,
+        num_stages,
+        stage.device,
+        input_args=tuple(_example(node) for node in received),
+        output_args=tuple(_example(node) for node in ends[: output.meta["ends"]]),
+        group=group,
+        dw_builder=stage.later if splits else None,
+    )
+
+
+def _example(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    needs_gradient = bool(node.meta["requires_grad"])
+    return torch.empty(value.shape, dtype=sent_dtype(value.dtype), device="meta", requires_grad=needs_gradient)

@@ -1,0 +1,105 @@
+"""What do modules under a plan share, whole or in stages? Values by original name, taken from whole tensors.
+
+A state dict of the original model holds whole tensors; each rank takes its part of those it has, and leaves out those
+that other stages of a pipeline have alone.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ArgumentError
+from autopar.graph import InputSpec
+from autopar.inputs import bind_inputs
+from autopar.ops.groups import Groups
+from autopar.runtime.state import State
+
+
+class Trainable(nn.Module):
+    """A module of which this rank holds `states`.
+
+    uninitialized: names without a value yet. num_calls: how many (micro-)batches were trained on, which numbers the
+    draws of dropout.
+    """
+
+    uninitialized: set[str]
+    num_calls: int
+    groups: Groups
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uninitialized = set()
+        self.num_calls = 0
+        self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    @property
+    @abstractmethod
+    def states(self) -> tuple[State, ...]:
+        """What this rank holds of the model."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Inputs of the model."""
+
+    @abstractmethod
+    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """`train_step` for inputs by placeholder."""
+
+    def names_elsewhere(self) -> Iterable[str]:
+        """Names of the original model that other ranks have alone."""
+        return ()
+
+    def train_step(self, batch: Any) -> Tensor:
+        """Forward and backward of the global batch, in the plan's micro-batches; its loss, without a graph.
+
+        `batch` is a dict (keywords), a tuple (positions) or one tensor; gradients are added to those there are.
+
+        Raises:
+            BatchError, ArgumentError: as a call.
+        """
+        args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
+        if isinstance(batch, Tensor):
+            args, kwargs = (batch,), {}
+        return self.step(bind_inputs(self.inputs, args, kwargs))
+
+    def check_initialized(self) -> None:
+        """Raises ArgumentError if a parameter or buffer has no value."""
+        if self.uninitialized:
+            some = ", ".join(sorted(self.uninitialized)[:3])
+            raise ArgumentError(
+                f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
+                "meta device; call autopar.runtime.reset_parameters(module, model) or load a state dict first"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Trainable":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bind()
+        return self
+
+    def bind(self) -> None:
+        """Compute on the parameters that the module has now."""
+        for state in self.states:
+            state.bind(self)
+
+
+def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    assert isinstance(module, Trainable)
+    for name in module.names_elsewhere():
+        state_dict.pop(prefix + name, None)
+    for state in module.states:
+        for spec in state.specs.values():
+            for name in spec.names:
+                value = state_dict.get(prefix + name)
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
+                    state_dict[prefix + name] = state.scattered(spec, value)
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    assert isinstance(module, Trainable)
+    module.uninitialized &= set(incompatible.missing_keys)
+    module.bind()

@@ -1,0 +1,130 @@
+"""A plan with stages and the model it is for: saved with how the model is called, loaded without the captured graph.
+
+`bind` (or `distribute`) captures the graph again and checks it, `distribute` makes the module that trains.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.api import captured_for, values_of
+from autopar.calls import Call, call_from_json, call_of
+from autopar.cluster import Cluster
+from autopar.errors import MeshError, PlanMismatchError
+from autopar.graph import CapturedModel
+from autopar.passes.split_stages import split_stages
+from autopar.staged_plan import StagedPlan, staged_plan_from_json
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StagedModelPlan(StagedPlan):
+    """A plan with stages, the graph it is for (None when just loaded), how the model is called, where it came from.
+
+    captured: that of one micro-batch of the whole model. source, machine, loss_fn, values: as of a `ModelPlan`.
+    """
+
+    captured: CapturedModel | None = field(default=None, compare=False)
+    call: Call | None = field(default=None, compare=False)
+    source: Mapping[str, Any] | None = field(default=None, compare=False)
+    machine: Cluster | None = field(default=None, compare=False)
+    loss_fn: Callable[..., Any] | None = field(default=None, compare=False)
+    values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def parts(self) -> tuple[CapturedModel, ...]:
+        """The captured model in its stages.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
+        if self.captured is None:
+            raise PlanMismatchError(
+                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
+            )
+        return split_stages(self.captured, self.cuts)
+
+    def bind(
+        self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None
+    ) -> "StagedModelPlan":
+        """The same plan with the graph of `model`, captured at the shapes that it was planned for.
+
+        Raises:
+            PlanMismatchError: if the plan is for another model, or no inputs are known.
+        """
+        loss_fn = loss_fn or self.loss_fn
+        captured, call = self.captured, call_of(inputs) if inputs is not None else self.call
+        if captured is None:
+            if call is None:
+                raise PlanMismatchError(
+                    "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
+                )
+            captured, call = captured_for(self, model, call, loss_fn)
+        self.check(captured)
+        return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values_of(captured, model))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        body = json.loads(super().to_json())
+        body["call"] = self.call.to_json() if self.call is not None else None
+        body["source"] = dict(self.source) if self.source is not None else None
+        return json.dumps(body, indent=1)
+
+    def __repr__(self) -> str:
+        return (
+            f"<plan of {self.model} in {self.num_stages} stages on {self.pipeline} of mesh {self.mesh} of "
+            f"{self.cluster}, {self.schedule}, {self.microbatches} micro-batches ({self.origin})>"
+        )
+
+
+def staged_model_plan(plan: StagedPlan, **more: Any) -> StagedModelPlan:
+    """`plan` with what is known of its model."""
+    own = {f.name: getattr(plan, f.name) for f in fields(StagedPlan)}
+    return StagedModelPlan(**{**own, **more})
+
+
+def staged_plan_from_text(text: str) -> StagedModelPlan:
+    """The inverse of `StagedModelPlan.to_json` (its graph left out)."""
+    plan = staged_plan_from_json(text)
+    body = json.loads(text)
+    call = body.get("call")
+    return staged_model_plan(plan, call=call_from_json(call) if call else None, source=body.get("source"))
+
+
+def distribute_stages(
+    model: nn.Module, plan: StagedPlan, *, example_inputs: Any = None, loss_fn: Callable[..., Any] | None = None
+) -> nn.Module:
+    """`autopar.distribute` for a plan with stages.
+
+    Raises:
+        MeshError, PlanMismatchError, RankError: as `distribute`.
+        ArgumentError: if the torch at hand lacks the schedule.
+    """
+    from autopar.runtime import PipelinedModule, init
+    from autopar.runtime.agreement import failing_together
+
+    init()
+    with failing_together():
+        check_ranks(plan)
+        own = plan if isinstance(plan, StagedModelPlan) else staged_model_plan(plan)
+        bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
+        captured, parts = bound.captured, bound.parts
+        assert captured is not None
+    return PipelinedModule(captured, parts, plan, bound.values, bare=bound.call is not None and bound.call.bare)
+
+
+def check_ranks(plan: StagedPlan) -> None:
+    """Raises MeshError if torchrun started another number of processes than the plan has ranks."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != plan.world:
+        raise MeshError(
+            f"the plan runs {plan.num_stages} stages on {plan.pipeline} pipeline ranks of mesh {plan.mesh}, "
+            f"{plan.world} ranks in all, but {world} processes were started; start torchrun --nproc-per-node "
+            f"{plan.world}, or plan for {world} devices"
+        )
