@@ -16,6 +16,7 @@ from rich.console import Console
 
 from autopar.calibrate_command import calibrate
 from autopar.errors import ArgumentError, AutoparError
+from autopar.explain_command import compared, explained, reloaded
 from autopar.simulate_command import simulate
 
 app = typer.Typer(
@@ -127,7 +128,7 @@ def export(
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
         if model.endswith(".json") and not model.startswith("hf:"):
-            made = _reloaded(Path(model), set_)
+            made = reloaded(Path(model), overrides(set_), "cpu")
         else:
             if cluster is None:
                 raise ArgumentError("exporting a model needs --cluster (8xh100, 4xcpu, ...); a plan.json does not")
@@ -202,6 +203,38 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="a plan.json that autopar plan wrote")],
+    cluster: Annotated[str | None, typer.Option(help="the plan's cluster file, if it is no preset")] = None,
+    seconds: Annotated[float, typer.Option(help="ask no more after these seconds of solving")] = 60.0,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
+    console = _console(as_json)
+    with _one_answer(as_json) as answer, console.status("") as status:
+        explanation = explained(plan, cluster, seconds, overrides(set_), lambda text: status.update(text))
+        answer.update(explanation.to_json())
+    if not as_json:
+        console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="a plan.json")],
+    second: Annotated[Path, typer.Argument(help="another of the same model")],
+    as_json: Json = False,
+) -> None:
+    """Say what two plans of one model decide differently, and how seconds and bytes differ by kind."""
+    console = _console(as_json)
+    with _one_answer(as_json) as answer, console.status("") as status:
+        difference = compared(first, second, lambda text: status.update(text))
+        answer.update(difference.to_json())
+    if not as_json:
+        console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
+
+
 def overrides(pairs: list[str] | None) -> dict[str, str]:
     """`["a=1", "b.c=x"]` as a mapping.
 
@@ -260,24 +293,6 @@ def _built(source: dict[str, Any]) -> Any:
     return load_model(**source, device="cpu")
 
 
-def _reloaded(path: Path, set_: list[str] | None) -> Any:
-    """A saved plan and the model it says it is for."""
-    from autopar.calls import Call
-    from autopar.errors import PlanMismatchError
-    from autopar.model_plan import load_plan
-
-    saved = load_plan(path)
-    if saved.source is None:
-        raise PlanMismatchError(
-            f"{path} does not say where its model is (it was not made by the command line); "
-            "export it from Python: autopar.load_plan(path).bind(model).export(folder)"
-        )
-    source = dict(saved.source)
-    source["overrides"] = {**source["overrides"], **overrides(set_)}
-    loaded = _built(source)
-    return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
-
-
 def _console(as_json: bool) -> Console:
     """Where words go: to standard output, unless that is for JSON alone."""
     if as_json:
@@ -313,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(format_message() or "name a command: plan, export or verify", "ArgumentError", as_json)
+        _fail(format_message() or "name a command: plan, export, verify, explain or diff", "ArgumentError", as_json)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

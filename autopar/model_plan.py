@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from autopar.calls import Call, call_from_json
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, load_cluster
 from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, LocalModel
 from autopar.plan import Plan, plan_from_json
@@ -22,6 +22,10 @@ from autopar.staged_plan import is_staged
 
 if TYPE_CHECKING:
     from autopar.staged_model_plan import StagedModelPlan
+
+if TYPE_CHECKING:
+    from autopar.search.compare import Difference
+    from autopar.search.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,11 +53,7 @@ class ModelPlan(Plan):
         """
         from autopar.passes.insert_collectives import insert_collectives
 
-        if self.captured is None:
-            raise PlanMismatchError(
-                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
-            )
-        return insert_collectives(self.captured, self)
+        return insert_collectives(self._graph(), self)
 
     def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
         """The same plan with the graph of `model`, captured at the shapes that it was planned for.
@@ -70,6 +70,45 @@ class ModelPlan(Plan):
         from autopar.export.folder import export_folder
 
         export_folder(Path(folder), self.local, self.to_json(), self.values)
+
+    def explain(
+        self,
+        *,
+        cluster: Cluster | None = None,
+        seconds: float = 60.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> "Explanation":
+        """What binds, what more memory or faster links would buy, which plans were near; it prints as tables.
+
+        Args:
+            cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
+            seconds: of solving, after which no more is asked.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ClusterError: if the cluster is not known.
+        """
+        from autopar.search.explain import explain
+
+        machine = cluster or self.machine or load_cluster(self.cluster)
+        return explain(self, self._graph(), machine, seconds=seconds, progress=progress)
+
+    def diff(self, other: "ModelPlan") -> "Difference":
+        """What this plan (the first) and another decide differently, and what each takes; it prints as tables.
+
+        Raises:
+            PlanMismatchError: if they are for different models, or one is not bound to its model.
+        """
+        from autopar.search.compare import compare
+
+        return compare(self, other, self._graph(), other._graph())
+
+    def _graph(self) -> CapturedModel:
+        if self.captured is None:
+            raise PlanMismatchError(
+                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
+            )
+        return self.captured
 
     def to_json(self) -> str:
         body = json.loads(super().to_json())

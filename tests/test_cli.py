@@ -197,6 +197,29 @@ def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: st
     assert body["plans"][0]["sent"] == body["plans"][0]["predicted"] != {}
 
 
+def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
+    for name in ("fsdp", "ddp:zero=0"):
+        out = tmp_path / name[:4]
+        assert run(capsys, "plan", net, "--cluster", "2xcpu", "--baseline", name, "--out", out)[0] == 0
+    one, other = tmp_path / "fsdp/plan.json", tmp_path / "ddp:/plan.json"
+    code, out, err = run(capsys, "diff", one, other, "--json")
+    changes = json.loads(out)["changes"]
+    assert code == 0 and err == "" and {"parameter"} <= {change["kind"] for change in changes}
+    code, out, _ = run(capsys, "diff", one, one)
+    assert code == 0 and "decide and cost the same" in out
+    code, out, _ = run(capsys, "explain", one)
+    assert code == 0 and "memory does not bind" in out and "1 GB more a device" in out
+    assert "nothing changed" in out, "fsdp is not the best plan"
+    assert f"autopar plan {net} " in out and "what named baselines cost" in out
+    body = json.loads(one.read_text())
+    other.write_text(json.dumps({**body, "source": None}))
+    code, _, err = run(capsys, "explain", other)
+    assert code == 2 and "does not say where its model is" in err
+    one.write_text(json.dumps({**body, "cluster": "my cluster"}))
+    code, _, err = run(capsys, "explain", one)
+    assert code == 2 and "which is no preset; give --cluster for" in err
+
+
 def test_plan_and_verify_in_micro_batches(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
     code, out, _ = run(capsys, "plan", net, "--cluster", "2xcpu", "--microbatches", 2, "--out", tmp_path / "a")
     assert code == 0 and "in 2 micro-batches" in out

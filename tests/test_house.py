@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "calibrate_command",
             "simulate_rows",
         ),
-        *("simulate_command", "__init__"),
+        *("simulate_command", "explain_command", "__init__"),
     ),
     ("cli",),
 )

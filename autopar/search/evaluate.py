@@ -13,8 +13,8 @@ A tensor that nothing saves is counted while its producer and its readers run, n
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from autopar.redistribution import Step
 from autopar.search.journeys import Journey, make_journeys
 from autopar.search.moments import Moments
 from autopar.search.pricing import Pricer, Timed
-from autopar.search.program import Program, make_program
+from autopar.search.program import Program, Tensor, make_program
 from autopar.search.replays import Replays, find_replays
 from autopar.search.strategy_graph import Floats
 
@@ -44,7 +44,9 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
-    seconds = _seconds(plan, program, pricer, journeys, replays)
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for charge in _charges(plan, program, pricer, journeys, replays):
+        seconds[charge.kind] += charge.seconds
     live = _memory(plan, program, pricer, journeys, replays)
     peak = int(np.argmax(sum(live.values())))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
@@ -57,47 +59,71 @@ def live_nbytes(plan: Plan, program: Program, pricer: Pricer) -> dict[str, Float
     return _memory(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))
 
 
-def _seconds(
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Seconds of a step that an op or a tensor's way takes; `axes` are those that a collective joins."""
+
+    kind: str
+    name: str
+    seconds: float
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that an op or a tensor holds over an interval of moments."""
+
+    kind: str
+    name: str
+    nbytes: float
+    interval: slice
+
+
+def itemised(plan: Plan, program: Program, pricer: Pricer) -> tuple[list[Charge], list[Holding]]:
+    """What `evaluate_program` adds up."""
+    journeys = make_journeys(program, plan, pricer)
+    replays = find_replays(plan, program, pricer, journeys)
+    charges = _charges(plan, program, pricer, journeys, replays)
+    return list(charges), list(_holdings(plan, program, pricer, journeys, replays))
+
+
+def _charges(
     plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
-) -> dict[str, float]:
-    seconds = dict.fromkeys(KINDS, 0.0)
+) -> Iterator[Charge]:
     parts = plan.microbatches
 
-    def add(timed: Timed, times: int = parts) -> None:
-        for kind, duration in timed:
-            seconds[kind] += duration * times
+    def sent(name: str, timed: Timed, times: int = parts) -> Iterator[Charge]:
+        return (Charge(kind, name, duration * times, axes) for kind, duration, axes in timed)
+
+    def stepped(tensor: Tensor, step: Step) -> tuple[Timed, Timed]:
+        return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
 
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])
-        seconds["forward"] += price.forward * parts
-        seconds["backward"] += price.backward * parts
-        add(price.forward_sent)
-        add(price.backward_sent)
+        yield Charge("forward", op.name, price.forward * parts)
+        yield Charge("backward", op.name, price.backward * parts)
+        yield from sent(op.name, price.forward_sent)
+        yield from sent(op.name, price.backward_sent)
         if op.position in replays.ops:
-            seconds["recompute"] += price.forward * parts
-            add(price.forward_sent)
+            yield Charge("recompute", op.name, price.forward * parts)
+            yield from sent(op.name, price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
-        tensor = journeys[name].tensor
-        add(pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")[0])
-    for journey in journeys.values():
+        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    for name, journey in journeys.items():
         tensor = journey.tensor
-        times = 1 if plan.lifetimes.get(tensor.name) in ONCE_A_STEP else parts
+        times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
-            forward, backward = pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
-            add(forward, times)
+            forward, backward = stepped(tensor, step)
+            yield from sent(name, forward, times)
             if target in journey.in_backward:
-                add(backward, times)
-        if tensor.kind != "parameter":
-            continue
-        if tensor.requires_grad:
-            seconds["optimizer"] += pricer.optimizer_seconds(tensor, journey.source)
+                yield from sent(name, backward, times)
+        if tensor.kind == "parameter" and tensor.requires_grad:
+            yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source))
     for (name, layout), uses in replays.uses.items():
         if plan.lifetimes.get(name) == "use":
-            tensor = journeys[name].tensor
             for step in regathered(journeys[name].path(layout)):
                 for _ in uses:
-                    add(pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")[0])
-    return seconds
+                    yield from sent(name, stepped(journeys[name].tensor, step)[0])
 
 
 def regathered(path: list[Step]) -> list[Step]:
@@ -117,65 +143,66 @@ def _memory(
     """Bytes at every moment, by kind."""
     moments = Moments(num_ops=len(program.ops), several=plan.microbatches > 1)
     live = {kind: moments.nothing() for kind in MEMORY_KINDS}
+    for holding in _holdings(plan, program, pricer, journeys, replays):
+        live[holding.kind][holding.interval] += holding.nbytes
+    return live
 
-    def add(kind: str, nbytes: float, interval: slice) -> None:
-        live[kind][interval] += nbytes
 
+def _holdings(
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
+) -> Iterator[Holding]:
+    moments = Moments(num_ops=len(program.ops), several=plan.microbatches > 1)
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])
-        live["working"][moments.forward(op.position)] += price.working_forward
-        live["working"][moments.backward(op.position)] += price.working_backward
+        for moment, nbytes in (
+            (moments.forward(op.position), price.working_forward),
+            (moments.backward(op.position), price.working_backward),
+        ):
+            yield Holding("working", op.name, nbytes, slice(moment, moment + 1))
         if price.kept:
             again = replays.ops.get(op.position)
-            add("activations", price.kept, moments.held(op.position, again, op.position))
+            yield Holding("activations", op.name, price.kept, moments.held(op.position, again, op.position))
     inputs: dict[str, set[Layout]] = defaultdict(set)
     for (name, layout), uses in replays.uses.items():
         tensor = journeys[name].tensor
         if tensor.kind == "op":
             assert tensor.producer is not None
             held = moments.held(tensor.producer, replays.first.get((name, layout)), min(uses))
-            add("activations", pricer.local_nbytes(tensor, layout), held)
+            yield Holding("activations", name, pricer.local_nbytes(tensor, layout), held)
         elif tensor.kind != "parameter":
             inputs[name].add(layout)
     for name, journey in journeys.items():
         tensor = journey.tensor
         if tensor.kind == "parameter":
-            _add_parameter(add, moments, plan.lifetimes[name], program, pricer, journey, replays)
+            yield from _of_parameter(moments, plan.lifetimes[name], program, pricer, journey, replays)
         elif tensor.kind != "op":
             for layout in inputs[name] | {journey.source}:
-                add("inputs", pricer.local_nbytes(tensor, layout), moments.always())
-    return live
+                yield Holding("inputs", name, pricer.local_nbytes(tensor, layout), moments.always())
 
 
-def _add_parameter(
-    add: Callable[[str, float, slice], None],
-    moments: Moments,
-    lifetime: str,
-    program: Program,
-    pricer: Pricer,
-    journey: Journey,
-    replays: Replays,
-) -> None:
+def _of_parameter(
+    moments: Moments, lifetime: str, program: Program, pricer: Pricer, journey: Journey, replays: Replays
+) -> Iterator[Holding]:
     """Storage, state, gradient and the copies in use of one parameter."""
-    tensor = journey.tensor
+    tensor, name = journey.tensor, journey.tensor.name
     stored = pricer.local_nbytes(tensor, journey.source)
-    add("parameters", stored, moments.always())
+    yield Holding("parameters", name, stored, moments.always())
     readers = [p for p, _, _ in journey.wanted if p >= 0 and program.ops[p].has_backward]
     if tensor.requires_grad and readers:
-        add("optimizer", pricer.state_nbytes(tensor, journey.source), moments.always())
+        yield Holding("optimizer", name, pricer.state_nbytes(tensor, journey.source), moments.always())
         if moments.several and lifetime in ONCE_A_STEP:
-            add("gradients", stored, moments.update())
+            yield Holding("gradients", name, stored, moments.update())
             for layout in {v for p, _, v in journey.wanted if p >= 0 and program.ops[p].has_backward}:
-                add("gradients", pricer.local_nbytes(tensor, layout), moments.step())
+                yield Holding("gradients", name, pricer.local_nbytes(tensor, layout), moments.step())
         else:
-            add("gradients", stored, moments.gradient(max(readers)))
+            yield Holding("gradients", name, stored, moments.gradient(max(readers)))
     readings: dict[Layout, list[int]] = defaultdict(list)
     for position, _, layout in journey.wanted:
         if position >= 0 and journey.is_copied(layout):
             readings[layout].append(position)
     for layout, positions in readings.items():
-        uses = replays.uses.get((tensor.name, layout), [])
+        uses = replays.uses.get((name, layout), [])
         nbytes = pricer.local_nbytes(tensor, layout)
         held = "step" if moments.several and lifetime in ONCE_A_STEP else lifetime
         for interval in moments.copies(held, positions, uses):
-            add("gathered", nbytes, interval)
+            yield Holding("gathered", name, nbytes, interval)

@@ -25,6 +25,7 @@ from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.highs_log import Progress
 from autopar.search.ilp import solve
+from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.double_recursion import double_recursion
@@ -104,6 +105,7 @@ def make_plan(
         Estimate(
             seconds=plan.estimate.seconds,
             memory=plan.estimate.memory,
+            rates=plan.estimate.rates,
             bound=min(bound, plan.estimate.step_seconds),
             baselines=compared,
             solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
@@ -126,7 +128,7 @@ def _exact(
 ) -> Found:
     began = time.perf_counter()
     tell("building the strategy graph")
-    problem = _problem(program, pricer, limit, fold, seconds, tell)
+    problem = make_problem(program, pricer, limit, fold=fold, seconds=seconds, tell=tell)
     built = time.perf_counter()
 
     def show(state: Progress) -> None:
@@ -144,11 +146,18 @@ def _exact(
     return plan, solution.bound, facts
 
 
-def _problem(
-    program: Program, pricer: Pricer, limit: float, fold: bool, seconds: float | None, tell: Callable[[str], None]
+def make_problem(
+    program: Program,
+    pricer: Pricer,
+    limit: float,
+    *,
+    restriction: Restriction | None = None,
+    fold: bool = True,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Problem:
     """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
-    problem = build(program, pricer, limit=limit, fold=fold)
+    problem = build(program, pricer, limit=limit, fold=fold, restriction=restriction)
     graph = problem.graph
     try:
         fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
@@ -157,7 +166,7 @@ def _problem(
     if within(graph, fastest.choice, fastest.arcs):
         return problem
     tell("the memory limit binds: adding recompute to the strategy graph")
-    return build_with_recompute(program, pricer, limit=limit, fold=fold)
+    return build_with_recompute(program, pricer, limit=limit, fold=fold, restriction=restriction)
 
 
 def _traded(plan: Plan, program: Program, pricer: Pricer) -> dict[str, float]:

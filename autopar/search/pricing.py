@@ -23,8 +23,8 @@ from autopar.redistribution import Message, Step, messages
 from autopar.rules.rule import Local, is_splittable, layouts, localized
 from autopar.search.program import Op, Tensor
 
-Timed = tuple[tuple[str, float], ...]
-"""Pairs (collective, seconds)."""
+Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
+"""(collective, seconds, mesh axes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,8 +74,13 @@ class Pricer:
             found = self._sent[key] = seconds / self.rates.link(parameter), name
         return found
 
+    def slowest_level(self, axes: tuple[int, ...]) -> str:
+        """The name of the slowest link level that a group along mesh axes crosses; "" of one rank."""
+        crossings = axis_links(self.cluster, self.mesh.shape, axes).crossings
+        return crossings[0].level.name if crossings else ""
+
     def timed(self, sent: tuple[Message, ...], parameter: bool = False) -> Timed:
-        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter)[0]) for m in sent)
+        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter)[0], m.axes) for m in sent)
 
     def step(self, step: Step, shape: tuple[int, ...], element_size: int, parameter: bool) -> tuple[Timed, Timed]:
         """Collectives of the forward and of the backward pass of one redistribution step."""
@@ -137,7 +142,7 @@ class Pricer:
             backward=backward,
             forward_sent=forward_sent,
             backward_sent=backward_sent,
-            seconds=forward + backward + sum(s for _, s in forward_sent) + sum(s for _, s in backward_sent),
+            seconds=forward + backward + total(forward_sent) + total(backward_sent),
             working_forward=0 if is_view else sum(unsaved),
             working_backward=0 if is_view or not op.has_backward else sum(gradients),
             kept=-(-rule.saves_nbytes // parts) if op.has_backward else 0,
@@ -190,4 +195,4 @@ def _compute_seconds(
 
 
 def total(timed: Timed) -> float:
-    return sum(seconds for _, seconds in timed)
+    return sum(seconds for _, seconds, _ in timed)

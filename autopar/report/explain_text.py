@@ -1,0 +1,184 @@
+"""An explanation as text of 120 columns: what binds, what a change would buy, what was near, where all goes."""
+
+import io
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.search.explain import Explanation
+from autopar.search.ledger import Item
+
+WIDTH = 120
+SHOWN = 10
+"""Rows of each list of items."""
+NOISE = 1e-6
+"""Parts of the step below which a difference is none."""
+
+
+def explain_text(explanation: Explanation) -> str:
+    """The explanation as plain text."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
+    console.print(render(explanation))
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """The explanation for a rich console."""
+    parts: list[RenderableType] = [Text("\n".join([*_heading(explanation), *_binds(explanation)]) + "\n")]
+    parts.append(_offers(explanation))
+    if explanation.alternatives:
+        parts.append(_alternatives(explanation))
+    total = explanation.plan.estimate.step_seconds
+    parts.append(_items("where the seconds of a step go", explanation.ledger.seconds, total, seconds_text))
+    peak = explanation.plan.estimate.peak_nbytes
+    title = f"what a rank holds at the peak, {explanation.ledger.peak}"
+    parts.append(_items(title, explanation.ledger.nbytes, peak, nbytes_text))
+    if explanation.baselines:
+        parts.append(_baselines(explanation))
+    if explanation.unanswered:
+        listed = "; ".join(explanation.unanswered)
+        parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
+    if command := _check(explanation):
+        parts.append(Text(f"to check what memory would buy, plan with another limit:\n{command}\n"))
+    return Group(*parts)
+
+
+def _check(explanation: Explanation) -> str:
+    """The command that plans again with 1 GB more, if the command line made the plan."""
+    plan = explanation.plan
+    source = getattr(plan, "source", None)
+    if not source:
+        return ""
+    options = {"--global-batch": source.get("batch"), "--seq": source.get("seq"), "--precision": plan.config.precision}
+    options |= {"--optimizer": plan.config.optimizer, "--cluster": plan.cluster}
+    options |= {"--mesh": ",".join(f"{a}={n}" for a, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))}
+    options |= {"--microbatches": plan.microbatches, "--memory-gb": f"{explanation.limit / 1e9 + 1:.6g}"}
+    said = [f"{name} {value}" for name, value in options.items() if value is not None]
+    said += [f"--set {key}={value}" for key, value in source.get("overrides", {}).items()]
+    return f"autopar plan {source['spec']} {' '.join(said)}"
+
+
+def _heading(explanation: Explanation) -> list[str]:
+    plan, estimate = explanation.plan, explanation.plan.estimate
+    parts = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    lines = [f"{plan.model} on {plan.cluster}, mesh {plan.mesh}{parts} [{plan.origin}]"]
+    proved = f", none takes less than {seconds_text(estimate.bound)}" if estimate.bound else ""
+    lines.append(
+        f"step {seconds_text(estimate.step_seconds)}{proved}; memory {nbytes_text(estimate.peak_nbytes)} of "
+        f"{nbytes_text(explanation.limit)} a device"
+    )
+    if others := estimate.solver.get("microbatches"):
+        said = (f"{n}: {seconds_text(v) if isinstance(v, float) else v}" for n, v in others.items())
+        lines.append("micro-batches: " + "; ".join(said))
+    return lines
+
+
+def _binds(explanation: Explanation) -> list[str]:
+    """What stands between this plan and a faster one."""
+    estimate, total = explanation.plan.estimate, explanation.plan.estimate.step_seconds
+    sent = sum(explanation.ledger.levels.values())
+    shares = [f"compute {percent_text((total - sent) / total)}"]
+    shares += [f"{name} {percent_text(s / total)}" for name, s in explanation.ledger.levels.items()]
+    lines = [f"of the step: {', '.join(shares)} (a collective counts for the slowest links that it crosses)"]
+    room = explanation.limit - estimate.peak_nbytes
+    if explanation.limit_costs is None:
+        lines.append(f"memory: {nbytes_text(room)} are free; whether the limit binds was not asked")
+        return lines
+    least, most = explanation.limit_costs
+    if most <= NOISE * total:
+        lines.append(f"memory does not bind: {nbytes_text(room)} are free, and the best plan without a limit fits")
+    else:
+        binds = "binds" if least > NOISE * total else "may bind"
+        lines.append(
+            f"memory {binds}: {nbytes_text(room)} are free, and the limit costs {_between(least, most)} "
+            f"({percent_text(most / total)} of the step at most)"
+        )
+    return lines
+
+
+def _between(least: float, most: float) -> str:
+    return f"{seconds_text(least)} to {seconds_text(most)}" if least else f"at most {seconds_text(most)}"
+
+
+def _table(title: str, *columns: str, folded: int) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        wide = number < folded
+        table.add_column(name, justify="left" if wide else "right", overflow="fold", ratio=1 if wide else None)
+    table.expand = True
+    return table
+
+
+def _offers(explanation: Explanation) -> Table:
+    own = explanation.plan.estimate
+    title = "what a change would buy (solved again under it, same mesh and micro-batches)"
+    table = _table(title, "with", "this plan", "best plan", "no plan below", "saves", "at most", folded=1)
+    for offer in explanation.offers:
+        same = "does not fit" if offer.same is None else seconds_text(offer.same)
+        if offer.best is None or offer.why_not:
+            table.add_row(offer.change, same, offer.why_not, "", "", "")
+            continue
+        table.add_row(
+            offer.change,
+            same,
+            seconds_text(offer.best),
+            seconds_text(offer.bound),
+            _signed(own.step_seconds - offer.best, own.step_seconds, ""),
+            _signed(own.step_seconds - offer.bound, own.step_seconds, ""),
+        )
+    return table
+
+
+def _signed(seconds: float, total: float, plus: str = "+") -> str:
+    if abs(seconds) <= NOISE * total:
+        return "nothing"
+    return f"{plus if seconds > 0 else '−'}{seconds_text(abs(seconds))} ({percent_text(abs(seconds) / total)})"
+
+
+def _alternatives(explanation: Explanation) -> Table:
+    own = explanation.plan.estimate
+    title = "plans near this one (the best without what is named, under the same limit)"
+    table = _table(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
+    for other in explanation.alternatives:
+        if other.seconds is None:
+            table.add_row(other.without, other.why_not, "", "", "", "")
+            continue
+        table.add_row(
+            other.without,
+            other.instead,
+            seconds_text(other.seconds),
+            _signed(other.seconds - own.step_seconds, own.step_seconds),
+            _signed(other.bound - own.step_seconds, own.step_seconds),
+            nbytes_text(other.nbytes),
+        )
+    return table
+
+
+def _items(title: str, items: tuple[Item, ...], total: float, text: object) -> Table:
+    assert callable(text)
+    table = _table(title, "what", "kind", "count", "together", "share", folded=2)
+    for item in items[:SHOWN]:
+        over = f" over {', '.join(item.over)}" if item.over else ""
+        kind = item.kind.replace("_", "-") + over
+        table.add_row(item.what, kind, str(item.count), text(item.amount), percent_text(item.amount / total))
+    rest = items[SHOWN:]
+    if rest:
+        amount = sum(item.amount for item in rest)
+        table.add_row(f"{len(rest)} more", "", "", text(amount), percent_text(amount / total))
+    table.add_row("total", "", "", text(sum(item.amount for item in items)), "")
+    return table
+
+
+def _baselines(explanation: Explanation) -> Table:
+    own = explanation.plan.estimate.step_seconds
+    table = _table("what named baselines cost", "baseline", "why not", "step", "more than this", folded=2)
+    for name, result in explanation.baselines.items():
+        if isinstance(result, str):
+            table.add_row(name, result, "", "")
+        else:
+            table.add_row(name, "", seconds_text(result), _signed(result - own, own))
+    return table

@@ -1,0 +1,102 @@
+"""Where do a plan's seconds and bytes go? The sums of `evaluate`, item by item, equal blocks on one line.
+
+Seconds are of a step; bytes are those that a rank holds at the peak, the first moment that has most of them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+
+from autopar.graph import target_name
+from autopar.plan import Plan
+from autopar.search.evaluate import itemised
+from autopar.search.folding import pattern
+from autopar.search.moments import Moments
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """`count` things of one kind, alike but for the numbers in their paths; `amount` is theirs together.
+
+    over: the mesh axes that a collective joins.
+    """
+
+    kind: str
+    what: str
+    count: int
+    amount: float
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Items, dearest first. peak: what runs at the peak. levels: link level -> seconds of collectives whose slowest
+    links are of that level."""
+
+    seconds: tuple[Item, ...]
+    nbytes: tuple[Item, ...]
+    peak: str
+    levels: dict[str, float]
+
+
+def ledger(plan: Plan, program: Program, pricer: Pricer) -> Ledger:
+    """The items of a plan."""
+    charges, holdings = itemised(plan, program, pricer)
+    moments = Moments(num_ops=len(program.ops), several=plan.microbatches > 1)
+    live = moments.nothing()
+    for holding in holdings:
+        live[holding.interval] += holding.nbytes
+    peak = int(np.argmax(live))
+    names, words = plan.mesh.names, cache(partial(describe, program))
+    seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)
+    at_peak = (h for h in holdings if h.interval.start <= peak < h.interval.stop)
+    nbytes = _items((h.kind, words(h.name), h.name, h.nbytes, ()) for h in at_peak)
+    levels: dict[str, float] = {level.name: 0.0 for level in pricer.cluster.levels}
+    for charge in charges:
+        if charge.seconds and charge.axes:
+            levels[pricer.slowest_level(charge.axes)] += charge.seconds
+    return Ledger(seconds=seconds, nbytes=nbytes, peak=_moment(program, peak), levels=levels)
+
+
+def describe(program: Program, name: str) -> str:
+    """An op, or the tensor that it made, as `model.layers.*.mlp.up_proj: linear`; a parameter by its own name."""
+    tensor = program.tensors.get(name)
+    if tensor is not None and tensor.producer is None:
+        own = next((p.names[0] for p in program.captured.parameters if p.placeholder == name), name)
+        return pattern(own)
+    if tensor is not None:
+        assert tensor.producer is not None
+        op = program.ops[tensor.producer]
+    else:
+        op = next(op for op in program.ops if op.name == name)
+    called = target_name(op.node.target).removeprefix("aten.").split(".")[0]
+    return f"{pattern(op.module)}: {called}" if op.module else called
+
+
+def _items(rows: Iterable[tuple[str, str, str, float, tuple[str, ...]]]) -> tuple[Item, ...]:
+    amounts: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    members: dict[tuple[str, str, tuple[str, ...]], set[str]] = {}
+    for kind, what, name, amount, over in rows:
+        if amount:
+            key = (kind, what, over)
+            amounts[key] = amounts.get(key, 0.0) + amount
+            members.setdefault(key, set()).add(name)
+    items = [
+        Item(kind=kind, what=what, count=len(members[kind, what, over]), amount=amount, over=over)
+        for (kind, what, over), amount in amounts.items()
+    ]
+    return tuple(sorted(items, key=lambda item: -item.amount))
+
+
+def _moment(program: Program, moment: int) -> str:
+    n = len(program.ops)
+    if moment == 2 * n:
+        return "the optimizer's step"
+    op = program.ops[moment if moment < n else 2 * n - 1 - moment]
+    where = op.module or "no module"
+    called = target_name(op.node.target).removeprefix("aten.").split(".")[0]
+    return f"the {'forward' if moment < n else 'backward'} of {called} in {where}"
