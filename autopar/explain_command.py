@@ -44,8 +44,8 @@ def without_stages(path: Path) -> ModelPlan:
     if isinstance(saved, ModelPlan):
         return saved
     raise PlanMismatchError(
-        f"{path} is a plan in {saved.num_stages} stages, which is trained and verified, but not yet exported, explained "
-        "or compared; give a plan without stages"
+        f"{path} is a plan in {saved.num_stages} stages, which is trained and verified, but not yet exported, "
+        "explained or compared; give a plan without stages"
     )
 
 
