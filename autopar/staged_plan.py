@@ -54,6 +54,22 @@ def stage_ranks(schedule: str, pipeline: int, num_stages: int) -> tuple[int, ...
     return tuple(stage % pipeline for stage in range(num_stages))
 
 
+def check_microbatches(schedule: str, pipeline: int, microbatches: int) -> None:
+    """Raises ArgumentError for a number of micro-batches that `torch.distributed.pipelining` does not run so."""
+    if schedule == "1f1b" and microbatches < pipeline:
+        raise ArgumentError(
+            f"schedule 1f1b on {pipeline} pipeline ranks needs as many micro-batches, got {microbatches}; use "
+            f"{pipeline} or more, fewer ranks, or gpipe"
+        )
+    rounds = max(1, microbatches // pipeline)
+    if schedule == "interleaved-1f1b" and microbatches % rounds:
+        low = microbatches // pipeline * pipeline
+        raise ArgumentError(
+            f"schedule interleaved-1f1b on {pipeline} pipeline ranks runs micro-batches in {rounds} equal rounds, "
+            f"which {microbatches} are not; use {low} or {low + pipeline}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedPlan:
     """A distribution of one captured model (that of one micro-batch) over the stages of a pipeline.
@@ -80,6 +96,7 @@ class StagedPlan:
     def __post_init__(self) -> None:
         """Raises ArgumentError if the parts do not make a pipeline."""
         stage_ranks(self.schedule, self.pipeline, self.num_stages)
+        check_microbatches(self.schedule, self.pipeline, self.microbatches)
         if len(self.cuts) != self.num_stages - 1:
             raise ArgumentError(
                 f"{self.num_stages} stages need {self.num_stages - 1} cuts, got {len(self.cuts)}; "

@@ -2,12 +2,15 @@
 
 import itertools
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed import pipelining
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError, PlanMismatchError
@@ -17,9 +20,10 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import owners, split_stages
 from autopar.plan import Plan, TrainConfig
+from autopar.runtime.schedules import CLASSES
 from autopar.search.random_plan import random_plan
 from autopar.serialize import dump, load
-from autopar.staged_plan import StagedPlan, stage_ranks, staged_plan_from_json
+from autopar.staged_plan import SCHEDULES, StagedPlan, check_microbatches, stage_ranks, staged_plan_from_json
 from tests.plans_in_threads import one_process
 from tests.zoo import FAMILIES, zoo
 
@@ -197,8 +201,36 @@ def test_stages_that_do_not_fit_the_schedule_are_refused(
         stage_ranks(schedule, pipeline, num_stages)
 
 
+def is_refused(refuse: Callable[[], object]) -> bool:
+    try:
+        refuse()
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_numbers_of_micro_batches_are_refused_as_torch_refuses_them(schedule: str) -> None:
+    """torch's own classes, on stages that only say how many they are."""
+    for pipeline, microbatches in itertools.product(range(1, 6), range(1, 13)):
+        each = {"zbv": 2, "interleaved-1f1b": 3}.get(schedule, 1)
+        stages = [
+            SimpleNamespace(
+                num_stages=each * pipeline,
+                group_size=pipeline,
+                group_rank=0,
+                stage_index=i * pipeline,
+                submod=nn.Module(),
+            )
+            for i in range(each)
+        ]
+        theirs = partial(getattr(pipelining, CLASSES[schedule]), stages if each > 1 else stages[0], microbatches)
+        ours = partial(check_microbatches, schedule, pipeline, microbatches)
+        assert is_refused(theirs) == is_refused(ours), (pipeline, microbatches)
+
+
 def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
-    plan = staged("1f1b", 2, 2, microbatches=1)
+    plan = staged("gpipe", 2, 2)
     assert staged_plan_from_json(plan.to_json()) == plan
     captured, *_ = captured_of("gpt2")
     plan.check(captured)
@@ -209,8 +241,8 @@ def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
     with pytest.raises(PlanMismatchError, match="schema version stages-0"):
         staged_plan_from_json(plan.to_json().replace("stages-1", "stages-0"))
     with pytest.raises(ArgumentError, match="2 stages need 1 cuts, got 0"):
-        staged("1f1b", 2, 2, cuts=())
+        staged("gpipe", 2, 2, cuts=())
     with pytest.raises(ArgumentError, match="stage 0 is planned for mesh 2"):
-        staged("1f1b", 2, 2, mesh=make_mesh((4,)))
+        staged("gpipe", 2, 2, mesh=make_mesh((4,)))
     with pytest.raises(ArgumentError, match="stage 0 is planned for 1 micro-batches a step, the plan has 4"):
-        staged("1f1b", 2, 2, microbatches=4)
+        staged("gpipe", 2, 2, microbatches=4)

@@ -1,7 +1,8 @@
 """How is training saved so that it goes on under another plan or number of ranks? By torch's own checkpoints.
 
 DTensors say which part of which whole tensor a rank holds; torch.distributed.checkpoint writes parts and reads whatever
-part the new layout asks for. Optimizer state is keyed by parameter name.
+part the new layout asks for. Optimizer state and settings are keyed by parameter name, so that ranks of a pipeline,
+which hold different parameters, write and read their own.
 """
 
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from autopar.errors import PlanMismatchError
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.trainable import Trainable
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
@@ -36,11 +39,13 @@ def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) 
             f"{path} does not hold a checkpoint of this model and optimizer: {error}; give the folder that "
             "autopar.runtime.save wrote, and the same kind of optimizer"
         ) from error
-    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
+    )
     module.num_calls = state["num_calls"]
 
 
 def _state(module: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     check_optimizer(optimizer)
-    model, optim = get_state_dict(module, optimizer)
+    model, optim = get_state_dict(module, optimizer, options=_OPTIONS)
     return {"model": model, "optimizer": optim, "num_calls": module.num_calls}

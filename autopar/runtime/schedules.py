@@ -47,7 +47,7 @@ class Schedule:
     """Runs steps over a rank's stages, together with the other ranks of its pipeline."""
 
     def __init__(self, plan: StagedPlan, stages: Sequence[Stage], group: dist.ProcessGroup) -> None:
-        self.microbatches = plan.microbatches
+        self.plan, self.stages, self.group = plan, stages, group
         described = [_described(stage, plan.num_stages, group, plan.schedule in SPLITTING) for stage in stages]
         self._schedule = schedule_class(plan.schedule)(
             described[0] if plan.schedule in SINGLE else described,
@@ -58,26 +58,58 @@ class Schedule:
 
     def train(self) -> None:
         """All passes of a step, forward and back."""
-        index = torch.arange(self.microbatches)
+        index = torch.arange(self.plan.microbatches)
         self._schedule.step(index=index, target=index, losses=[], return_outputs=False)
 
     def evaluate(self) -> None:
-        """All passes forward."""
-        index = torch.arange(self.microbatches)
-        self._schedule.eval(index=index, target=index, losses=[], return_outputs=False)
+        """All passes forward, without gradients, in waves: stage s runs micro-batch i in wave s + i.
+
+        Ours, since the library's evaluation stops at neighbouring stages on one rank.
+        """
+        waves = [
+            (stage.number + i, stage.number, i, stage) for stage in self.stages for i in range(self.plan.microbatches)
+        ]
+        here: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        sending: list[Any] = []
+        for _, number, i, stage in sorted(waves, key=lambda wave: wave[:3]):
+            received = here.pop((number, i), None)
+            sent = stage(*(self._received(stage) if received is None else received), index=torch.tensor(i))
+            if number + 1 == self.plan.num_stages:
+                continue
+            other = self.plan.stage_rank(number + 1)
+            if other == self.plan.stage_rank(number):
+                here[number + 1, i] = sent
+            else:
+                sending += [dist.isend(x, group=self.group, group_dst=other) for x in sent]
+        for work in sending:
+            work.wait()
+
+    def _received(self, stage: Stage) -> tuple[Tensor, ...]:
+        """What the stage before sends from its rank; nothing for the first."""
+        found = []
+        for node in received_by(stage):
+            value = node.meta["val"]
+            buffer = torch.empty(value.shape, dtype=sent_dtype(value.dtype), device=stage.device)
+            dist.recv(buffer, group=self.group, group_src=self.plan.stage_rank(stage.number - 1))
+            found.append(buffer)
+        return tuple(found)
+
+
+def received_by(stage: Stage) -> list[fx.Node]:
+    """Placeholders of what a stage receives, in order."""
+    placeholders = {node.name: node for node in stage.local.graph.nodes if node.op == "placeholder"}
+    return [placeholders[name] for name in stage.local.captured.received]
 
 
 def _described(stage: Stage, num_stages: int, group: dist.ProcessGroup, splits: bool) -> pipelining.PipelineStage:
-    placeholders = {node.name: node for node in stage.local.graph.nodes if node.op == "placeholder"}
     output = next(node for node in reversed(stage.local.graph.nodes) if node.op == "output")
-    received = [placeholders[name] for name in stage.local.captured.received]
     ends: Any = output.args[0]
     return pipelining.PipelineStage(
         stage,
         stage.number,
         num_stages,
         stage.device,
-        input_args=tuple(_example(node) for node in received),
+        input_args=tuple(_example(node) for node in received_by(stage)),
         output_args=tuple(_example(node) for node in ends[: output.meta["ends"]]),
         group=group,
         dw_builder=stage.later if splits else None,

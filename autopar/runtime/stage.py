@@ -105,8 +105,8 @@ class Stage(nn.Module):
         return value.view(spec.dtype) if spec.dtype == torch.bool else value
 
     def later(self) -> Callable[[], None]:
-        """The second part of the backward pass that ran last."""
-        return self._later.pop()
+        """The second part of the backward pass that ran last; nothing where no gradient was wanted."""
+        return self._later.pop() if self._later else _nothing
 
     def run(self, index: int, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the graph makes of micro-batch `index` and what was received, differentiable."""
@@ -155,6 +155,10 @@ class Stage(nn.Module):
             hoisted = hoist_parameters(written, self.plan.lifetimes)
             self._accumulators[training] = Accumulator(hoisted, self.accumulation)
         return self._accumulators[training]
+
+
+def _nothing() -> None:
+    """The backward pass of a stage without gradients."""
 
 
 class _Pass(torch.autograd.Function):
