@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 
 from autopar import verify_command
+from autopar.api import captured_model
+from autopar.calls import Call
 from autopar.cli import main
+from autopar.mesh import make_mesh
+from autopar.models import load_model
+from autopar.search.random_plan import random_staged_plan
+from autopar.staged_model_plan import staged_model_plan
 
 CONFIG = {
     "model_type": "llama",
@@ -218,6 +225,20 @@ def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net
     one.write_text(json.dumps({**body, "cluster": "my cluster"}))
     code, _, err = run(capsys, "explain", one)
     assert code == 2 and "which is no preset; give --cluster for" in err
+
+
+def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
+    source = {"spec": net, "batch": 8, "seq": None, "overrides": {}}
+    loaded = load_model(net, batch=8)
+    captured, call = captured_model(loaded.model, Call(kwargs=loaded.kwargs), "fp32", microbatches=2)
+    cut = next(n.name for n in captured.graph.nodes if "linear_1" in n.name)
+    plan = random_staged_plan(captured, make_mesh((2,)), "1f1b", 2, (cut,), random.Random(0))
+    staged_model_plan(plan, captured=captured, call=call, source=source).save(tmp_path / "plan.json")
+    code, out, _ = run(capsys, "verify", net, "--plan", tmp_path / "plan.json", "--json")
+    body = json.loads(out)
+    assert code == 0 and body["passed"] and body["loss_error"] < 1e-10 and body["gradient_error"] < 1e-8
+    assert body["plans"][0]["sent"] == body["plans"][0]["predicted"]
+    assert body["plans"][0]["sent"]["send pipeline"]["calls"] == 2
 
 
 def test_plan_and_verify_in_micro_batches(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
