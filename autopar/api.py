@@ -34,7 +34,7 @@ def plan(
     cluster: str | Path | Cluster,
     mesh: str | tuple[int, ...] | Mesh | None = None,
     global_batch: int | None = None,
-    microbatches: int | Literal["auto"] = 1,
+    microbatches: int | Literal["auto"] | None = None,
     optimizer: str = "adamw",
     precision: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -54,10 +54,10 @@ def plan(
         example_inputs: of one call: a mapping is keywords, a tuple positions, a tensor the only position. Shapes and
             dtypes count. (Or give `args` and `kwargs`.)
         cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
-        mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh; by default nodes x devices of a node.
+        mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh, or `auto` for the best; by default nodes x devices of a node.
         global_batch: samples a step over all devices; by default that of the example inputs.
         microbatches: in how many parts a step runs the global batch, adding up their gradients; `auto` for the number
-            that is best.
+            that is best, as with mesh `auto` where none is given.
         optimizer: adamw, adam, sgd or sgd-momentum.
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
@@ -87,7 +87,11 @@ def plan(
     if memory_gb is not None and not memory_gb > 0:
         raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    own_mesh = mesh_for(machine, mesh)
+    searched = mesh == "auto"
+    if searched and baseline is not None:
+        raise MeshError(f"the baseline {baseline} is made for one mesh; give it instead of auto, as in 8x8")
+    microbatches = ("auto" if searched else 1) if microbatches is None else microbatches
+    own_mesh = mesh_for(machine, None if searched else mesh)
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline is not None:
@@ -108,7 +112,25 @@ def plan(
             captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
         )
 
-    if microbatches == "auto":
+    if searched:
+        from autopar.search.joint import search_meshes
+
+        found = search_meshes(
+            call.batch(),
+            lambda size: captured_model(
+                model, call if size is None else call.with_batch(size), config.precision, loss_fn
+            )[0],
+            machine,
+            config,
+            microbatches=None if microbatches == "auto" else microbatches,
+            relative_gap=relative_gap,
+            seconds=seconds,
+            fold=fold,
+            with_baselines=with_baselines,
+            tell=tell,
+        )
+        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
+    elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
 
         found = search_microbatches(

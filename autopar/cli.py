@@ -32,10 +32,13 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config or a parameter of the function"),
 ]
-Mesh = Annotated[str | None, typer.Option(help="ranks along each axis: 2x2, 8 or data=2,model=2")]
+Mesh = Annotated[str | None, typer.Option(help="ranks along each axis: 2x2, 8 or data=2,model=2, or auto for the best")]
 Batch = Annotated[int | None, typer.Option("--global-batch", help="samples a step over all devices")]
 Microbatches = Annotated[
-    str, typer.Option(help="parts of the global batch whose gradients add up: a number, or auto for the best")
+    str | None,
+    typer.Option(
+        help="parts of the global batch whose gradients add up: a number, or auto for the best; 1 unless mesh is auto"
+    ),
 ]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
@@ -55,7 +58,7 @@ def plan(
     cluster: Cluster,
     mesh: Mesh = None,
     global_batch: Batch = None,
-    microbatches: Microbatches = "1",
+    microbatches: Microbatches = None,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -115,7 +118,7 @@ def export(
     cluster: Annotated[str | None, typer.Option(help="for a model: as for autopar plan")] = None,
     mesh: Mesh = None,
     global_batch: Batch = None,
-    microbatches: Microbatches = "1",
+    microbatches: Microbatches = None,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
@@ -250,14 +253,14 @@ def overrides(pairs: list[str] | None) -> dict[str, str]:
     return out
 
 
-def _number(text: str) -> int | Literal["auto"]:
+def _number(text: str | None) -> int | Literal["auto"] | None:
     """A number of micro-batches.
 
     Raises:
         ArgumentError: if it is neither `auto` nor a number.
     """
-    if text == "auto":
-        return "auto"
+    if text is None or text == "auto":
+        return None if text is None else "auto"
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(f"--microbatches {text}: give a number of parts from 1 on, or auto for the best")
     return int(text)
@@ -276,7 +279,7 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     # What is quickly refused is refused before a model is built.
     check_choice("precision", source["precision"], DTYPES)
     arguments["cluster"] = load_cluster(arguments["cluster"])
-    mesh_for(arguments["cluster"], arguments["mesh"])
+    mesh_for(arguments["cluster"], None if arguments["mesh"] == "auto" else arguments["mesh"])
     loaded = load_model(**source, device=device)
     made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
     return replace(made, source=source)

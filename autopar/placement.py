@@ -13,7 +13,7 @@ computes on equal local shapes, and what lies beyond the true size is garbage th
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autopar.mesh import Mesh
@@ -67,6 +67,7 @@ class Layout:
 
     axes: tuple[Placement, ...]
     order: tuple[int, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.order:
@@ -74,6 +75,11 @@ class Layout:
             plain = all(list(axes) == sorted(axes) for axes in nested.values())
             canonical = () if plain else tuple(axis for dim in sorted(nested) for axis in nested[dim])
             object.__setattr__(self, "order", canonical)
+        # A search looks layouts up by the million.
+        object.__setattr__(self, "_hash", hash((self.axes, self.order)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """Mesh axes that shard `dim`, outermost split first."""

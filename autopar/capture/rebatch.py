@@ -24,9 +24,13 @@ class NotLinearError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """The graphs of a model by batch size; `capture` is asked for few of them, for all if they are not `linear`."""
+    """The graphs of a model by batch size; `capture` is asked for few of them, for all if they are not `linear`.
+
+    sizes: the two points of the line, those captured to find others.
+    """
 
     capture: Callable[[int], CapturedModel]
+    sizes: tuple[int, int] = SIZES
     linear: bool = True
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
 
@@ -34,10 +38,10 @@ class Batches:
         """The graph of `size` samples."""
         if size in self._captured:
             return self._captured[size]
-        if self.linear and size > max(SIZES):
+        if self.linear and size > 1 and size not in self.sizes:
             try:
-                small, large = (self._own(n) for n in SIZES)
-                return rebatched(small, large, SIZES, size)
+                small, large = (self._own(n) for n in self.sizes)
+                return rebatched(small, large, self.sizes, size)
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
                 if not isinstance(error, (NotLinearError, ValueError)):
                     raise

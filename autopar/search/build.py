@@ -120,6 +120,7 @@ class _Builder:
 
     def run(self, limit: float | None) -> Problem:
         problem = self.problem
+        self.limited = limit is not None
         for number, cluster in enumerate(problem.clusters):
             for member, position in enumerate(cluster.instances[0]):
                 self.place[self.folding.class_of[position]] = (number, member)
@@ -291,6 +292,7 @@ class _Builder:
             self.lattices,
             self.restriction,
             self.times,
+            self.limited,
         )
         node = self._node(names[0], np.array(space.seconds) * len(names))
         self.problem.parameters[node] = (names, space)

@@ -42,21 +42,28 @@ def solve(
     seconds: float | None = None,
     hint: ArrayLike | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    cutoff: float = np.inf,
+    binds: bool = False,
+    say_least: bool = True,
 ) -> Solution:
     """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
+
+    `cutoff`: a solution of so many seconds or more is of no use; once it is proved that there is no other, stop.
+    `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
+    `say_least`: where nothing fits, find out what would.
 
     `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
     the incumbent and the bound as they improve.
 
-    Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`), and
-    SearchTimeoutError when `seconds` end before anything is found.
+    Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`),
+    SearchTimeoutError when `seconds` end before anything is found, and CutoffError where the cutoff is reached.
     """
     started = time.monotonic()
     deadline = None if seconds is None else started + seconds
-    run = _Run(relative_gap=relative_gap, started=started, deadline=deadline, report=on_progress)
+    run = _Run(relative_gap=relative_gap, started=started, deadline=deadline, report=on_progress, cutoff=cutoff)
     hints = [] if hint is None else [np.asarray(hint, np.int64)]
     lower = -np.inf
-    if graph.memory is not None:
+    if graph.memory is not None and not binds:
         free = run.optimise(replace(graph, memory=None), hints, phase="without limit")
         if free.infeasible:
             raise _incompatible()
@@ -70,10 +77,18 @@ def solve(
     if found.best is not None:
         return run.solution(graph, found)
     if found.infeasible:
-        raise _incompatible() if graph.memory is None else _infeasible(graph, run)
+        raise _incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
     raise SearchTimeoutError(
         f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint"
     )
+
+
+class CutoffError(Exception):
+    """No solution is below the cutoff; `bound` seconds are proved."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"every solution takes {bound:.6g} s or more")
+        self.bound = bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,6 +108,7 @@ class _Run:
     started: float
     deadline: float | None
     report: Callable[[Progress], None] | None
+    cutoff: float = np.inf
     phases: dict[str, float] = field(default_factory=dict)
 
     def left(self) -> float | None:
@@ -137,6 +153,8 @@ class _Run:
             best = better(best, complete(small, metrics, start))
         started = self._passed(phase, "rounding", started)
         bound = answer.bound / linear.scale if answer.optimal else _floor(small)
+        if bound >= self.cutoff:
+            raise CutoffError(bound)
         self._stands(phase, best, bound)
         if not self.proved(best, bound) and not self.over():
             if answer.reduced_costs is None or not answer.optimal:
@@ -323,11 +341,13 @@ def _incompatible() -> InfeasibleError:
     )
 
 
-def _infeasible(graph: StrategyGraph, run: _Run) -> InfeasibleError:
+def _infeasible(graph: StrategyGraph, run: _Run, say_least: bool) -> InfeasibleError:
     memory = graph.memory
     assert memory is not None
-    least = least_peak(graph, seconds=run.left())
     asked = f"no choice fits the memory limit of {memory.limit / GIGA:.6g} GB"
+    if not say_least:
+        return InfeasibleError(asked)
+    least = least_peak(graph, seconds=run.left())
     if least is None:
         return InfeasibleError(f"{asked}; the time ended before the least that would do was found; allow more memory")
     return InfeasibleError(f"{asked}; the least that would do is {least / GIGA:.6g} GB", least_nbytes=least)

@@ -81,6 +81,7 @@ class Distances:
     """Cheapest ways between all layouts of a lattice."""
 
     lattice: Lattice
+    seconds: Floats
     last: Ints
 
     def path(self, source: int, target: int) -> list[int]:
@@ -108,4 +109,4 @@ def cheapest_ways(lattice: Lattice, seconds: Floats) -> Distances:
         shorter = through < distance - 1e-15
         distance = np.where(shorter, through, distance)
         last = np.where(shorter, last[None, k, :], last)
-    return Distances(lattice=lattice, last=last)
+    return Distances(lattice=lattice, seconds=distance, last=last)

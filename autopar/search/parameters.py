@@ -57,9 +57,12 @@ def parameter_space(
     regatherable: bool,
     lattices: Lattices,
     restriction: Restriction,
-    microbatches: int,
+    microbatches: float,
+    limited: bool = True,
 ) -> ParameterSpace:
     """The options of a parameter used in `uses`; each copy is gathered again `savers` times if it lives for a use.
+
+    `limited`: bytes count; else only the cheapest in seconds are kept, for every use one (of a `shared` one, all).
 
     `shared`: several readers may want different copies, so an option kept for one of them is kept for all.
     `regatherable`: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
@@ -75,6 +78,8 @@ def parameter_space(
     axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
     lattice = lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, True)
     back = lattice.backward if trained else np.zeros_like(lattice.backward)
+    if not limited and once in lifetimes:
+        lifetimes = (once,)  # a copy kept longest is made least often
     ways: list[tuple[tuple[Layout, str], Way]] = []
     numbers: dict[tuple[Layout, str], int] = {}
     updates = {s: pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored}
@@ -83,9 +88,10 @@ def parameter_space(
     for lifetime in lifetimes:
         times = savers if lifetime == "use" else 0
         distances = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
+        paid = 1 if lifetime == "step" else microbatches
         for use in uses:
             found = []
-            for storage in stored:
+            for storage in stored if limited or shared else _cheapest(stored, use, updates, distances, paid):
                 way = _way(tensor, storage, use, lifetime, distances, back, pricer, microbatches, trained)
                 if way is not None:
                     found.append(((storage, lifetime), way))
@@ -95,8 +101,10 @@ def parameter_space(
                     found.append(((storage, once), way))
             ways += found
     kept: list[tuple[tuple[Layout, str], Way]] = []
-    for use in uses:
-        rows = [(o, w) for o, w in ways if w.use == use]
+    rows_of: dict[Layout, list[tuple[tuple[Layout, str], Way]]] = {use: [] for use in uses}
+    for option, way in ways:
+        rows_of[way.use].append((option, way))
+    for rows in rows_of.values():
         table = np.array(
             [
                 (
@@ -157,6 +165,14 @@ def held(
     ]
 
 
+def _cheapest(
+    stored: list[Layout], use: Layout, updates: dict[Layout, float], distances: Distances, paid: float
+) -> list[Layout]:
+    """The storage whose way to `use`, paid so often, and optimizer's step take least."""
+    number = distances.lattice.number
+    return [min(stored, key=lambda s: updates[s] + paid * distances.seconds[number[s], number[use]])]
+
+
 def _way(
     tensor: Tensor,
     storage: Layout,
@@ -165,7 +181,7 @@ def _way(
     distances: Distances,
     backward: Floats,
     pricer: Pricer,
-    microbatches: int,
+    microbatches: float,
     trained: bool,
 ) -> Way | None:
     lattice = distances.lattice

@@ -6,6 +6,7 @@ are solved in parts of the same space, so none is cheaper than a proved plan bey
 cheaper, it is taken.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
-from autopar.plan import Estimate, Plan, TrainConfig
+from autopar.plan import Plan, TrainConfig
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.build import Problem, build
 from autopar.search.build_recompute import build_with_recompute
@@ -72,15 +73,46 @@ def make_plan(
         )
     if solver not in SOLVERS:
         raise ArgumentError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
+    return plan_program(
+        make_program(captured),
+        Pricer(mesh=mesh, cluster=cluster, config=config),
+        relative_gap=relative_gap,
+        seconds=seconds,
+        with_baselines=with_baselines,
+        fold=fold,
+        solver=solver,
+        progress=progress,
+    )
+
+
+def plan_program(
+    program: Program,
+    pricer: Pricer,
+    *,
+    relative_gap: float,
+    seconds: float | None,
+    with_baselines: bool,
+    fold: bool,
+    solver: str = "auto",
+    progress: Callable[[str], None] | None = None,
+    cutoff: float = math.inf,
+    say_least: bool = True,
+) -> Plan:
+    """`make_plan` for a program and prices at hand.
+
+    cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
+
+    Raises:
+        InfeasibleError: if no plan meets the memory limit.
+        CutoffError: if it is proved that no plan is below the cutoff.
+    """
     tell = progress or (lambda _: None)
-    limit = memory_limit(cluster, config)
-    program = make_program(captured)
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=config)
-    few_axes = mesh.num_axes <= SEARCHED_AXES
+    limit = memory_limit(pricer.cluster, pricer.config)
+    few_axes = pricer.mesh.num_axes <= SEARCHED_AXES
     if solver == "double-recursive" or (solver == "auto" and not few_axes):
         plan, bound, facts = _recursive(program, pricer, limit, fold, tell)
     else:
-        plan, bound, facts = _exact(program, pricer, limit, relative_gap, seconds, fold, tell)
+        plan, bound, facts = _exact(program, pricer, limit, relative_gap, seconds, fold, tell, cutoff, say_least)
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))
     if plan.recompute or plan.remade:
         facts["recompute"] = _traded(plan, program, pricer)
@@ -90,27 +122,31 @@ def make_plan(
         facts["folded_seconds"] = folded.estimate.step_seconds
         if folded.estimate.step_seconds < plan.estimate.step_seconds:
             plan = folded
-    compared: dict[str, float | str] = {}
-    if with_baselines and mesh.size > 1:
-        for name in BASELINES:
-            if not few_axes:
-                compared[name] = f"not priced on more than {SEARCHED_AXES} axes"
-                continue
-            tell(f"pricing the baseline {name}")
-            other = _baseline(name, program, pricer, limit)
-            compared[name] = other if isinstance(other, str) else other.estimate.step_seconds
-            if isinstance(other, Plan) and other.estimate.step_seconds < plan.estimate.step_seconds:
-                plan = other
-    return plan.with_estimate(
-        Estimate(
-            seconds=plan.estimate.seconds,
-            memory=plan.estimate.memory,
-            rates=plan.estimate.rates,
+    plan = plan.with_estimate(
+        replace(
+            plan.estimate,
             bound=min(bound, plan.estimate.step_seconds),
-            baselines=compared,
             solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
         )
     )
+    return compare(plan, program, pricer, tell) if with_baselines else plan
+
+
+def compare(plan: Plan, program: Program, pricer: Pricer, tell: Callable[[str], None]) -> Plan:
+    """The plan with the named baselines beside it, or the baseline that is cheaper."""
+    best, compared = plan, dict[str, float | str]()
+    limit = memory_limit(pricer.cluster, pricer.config)
+    for name in BASELINES if pricer.mesh.size > 1 else ():
+        if pricer.mesh.num_axes > SEARCHED_AXES:
+            compared[name] = f"not priced on more than {SEARCHED_AXES} axes"
+            continue
+        tell(f"pricing the baseline {name}")
+        other = _baseline(name, program, pricer, limit)
+        compared[name] = other if isinstance(other, str) else other.estimate.step_seconds
+        if isinstance(other, Plan) and other.estimate.step_seconds < best.estimate.step_seconds:
+            best = other
+    bound = min(plan.estimate.bound, best.estimate.step_seconds)
+    return best.with_estimate(replace(best.estimate, bound=bound, baselines=compared, solver=plan.estimate.solver))
 
 
 Found = tuple[Plan, float, dict[str, Any]]
@@ -125,16 +161,18 @@ def _exact(
     seconds: float | None,
     fold: bool,
     tell: Callable[[str], None],
+    cutoff: float = math.inf,
+    say_least: bool = True,
 ) -> Found:
     began = time.perf_counter()
     tell("building the strategy graph")
-    problem = make_problem(program, pricer, limit, fold=fold, seconds=seconds, tell=tell)
+    problem = make_problem(program, pricer, limit, fold=fold, seconds=seconds, tell=tell, cutoff=cutoff)
     built = time.perf_counter()
 
     def show(state: Progress) -> None:
         tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
 
-    solution = _solve(problem, limit, relative_gap, seconds, show)
+    solution = _solve(problem, limit, relative_gap, seconds, show, cutoff, say_least)
     solved = time.perf_counter()
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
     facts = {
@@ -155,12 +193,13 @@ def make_problem(
     fold: bool = True,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    cutoff: float = math.inf,
 ) -> Problem:
     """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
     problem = build(program, pricer, limit=limit, fold=fold, restriction=restriction)
     graph = problem.graph
     try:
-        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
+        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds, cutoff=cutoff)
     except SearchTimeoutError:
         return problem
     if within(graph, fastest.choice, fastest.arcs):
@@ -191,10 +230,24 @@ def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell:
 
 
 def _solve(
-    problem: Problem, limit: float, relative_gap: float, seconds: float | None, show: Callable[[Progress], None]
+    problem: Problem,
+    limit: float,
+    relative_gap: float,
+    seconds: float | None,
+    show: Callable[[Progress], None],
+    cutoff: float,
+    say_least: bool,
 ) -> Solution:
     try:
-        return solve(problem.graph, relative_gap=relative_gap, seconds=seconds, on_progress=show)
+        return solve(
+            problem.graph,
+            relative_gap=relative_gap,
+            seconds=seconds,
+            on_progress=show,
+            cutoff=cutoff,
+            binds=bool(problem.num_kept),
+            say_least=say_least,
+        )
     except InfeasibleError as error:
         if error.least_nbytes is None:
             raise

@@ -1,0 +1,137 @@
+"""Of many problems, which has the cheapest answer, solving as few as can be? Best first, by proved lower bounds.
+
+Every problem has a lower bound at once; it may be sharpened, and it may be solved. The one whose bound is least is
+always taken next: sharpened if it was not, else solved. No open problem can be better than the least open bound, so the
+search ends when that bound reaches the best answer, less the gap asked for; what was not solved is thereby proved to be
+no better, by its own bound. Stopped early, by the clock or by Ctrl-C, the same sentence says how far the best answer
+can be from the optimum.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.search.ilp import CutoffError
+
+Key = TypeVar("Key", bound=Hashable)
+Answer = TypeVar("Answer")
+Asked = TypeVar("Asked", contravariant=True)
+Given = TypeVar("Given", covariant=True)
+
+INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
+
+
+class Problems(Protocol[Asked, Given]):
+    """What is searched. Bounds and costs are in seconds; a bound never falls."""
+
+    def bound(self, key: Asked) -> float:
+        """What every answer costs at least, as far as is known without work."""
+
+    def sharpen(self, key: Asked) -> None:
+        """Work for a better bound; afterwards `bound` gives it. Raises InfeasibleError if there is no answer."""
+
+    def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
+        """The best answer found, its cost and a bound.
+
+        Raises CutoffError if none is below the cutoff, InfeasibleError if there is none, SearchTimeoutError.
+        """
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome(Generic[Key, Answer]):
+    """The best answer and what is proved of all. `solved`: cost, or None where there is no answer.
+
+    excluded: those never solved, or left when that was proved to lead nowhere, with their bounds.
+    """
+
+    key: Key | None = None
+    answer: Answer | None = None
+    cost: float = math.inf
+    bound: float = math.inf
+    status: str = PROVED
+    solved: dict[Key, float | None] = field(default_factory=dict)
+    excluded: dict[Key, float] = field(default_factory=dict)
+    failures: dict[Key, InfeasibleError] = field(default_factory=dict)
+
+
+def best_first(
+    problems: Problems[Key, Answer],
+    keys: Iterable[Key],
+    *,
+    relative_gap: float,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Outcome[Key, Answer]:
+    """The cheapest answer of all, proved to `relative_gap`, or the best found in `seconds`; Ctrl-C ends it likewise.
+
+    Raises:
+        KeyboardInterrupt: if it came before there was any answer.
+        SearchTimeoutError: if the time ended before there was any.
+    """
+    began = time.monotonic()
+    outcome: Outcome[Key, Answer] = Outcome()
+    heap = [(problems.bound(key), number, key) for number, key in enumerate(keys)]
+    heapq.heapify(heap)
+    count = len(heap)
+    sharpened: set[Key] = set()
+    try:
+        while heap and heap[0][0] < outcome.cost * (1 - relative_gap):
+            left = None if seconds is None else seconds - (time.monotonic() - began)
+            if left is not None and left <= 0:
+                outcome.status = TIMED_OUT
+                break
+            bound, number, key = heap[0]
+            known = problems.bound(key)
+            if known > bound:
+                heapq.heapreplace(heap, (known, number, key))
+                continue
+            until = "" if left is None else f", {left:.0f} s left"
+            best = f"{outcome.cost:.4g} s, " if outcome.answer is not None else ""
+            work = "planning" if key in sharpened else "bounding"
+            tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
+            if key not in sharpened:
+                sharpened.add(key)
+                try:
+                    problems.sharpen(key)
+                except InfeasibleError as error:
+                    outcome.solved[key], outcome.failures[key] = None, error
+                    heapq.heappop(heap)
+                continue
+            _solve(problems, key, outcome, relative_gap, left)
+            heapq.heappop(heap)  # only now: an interrupted one is still open
+    except KeyboardInterrupt:
+        if outcome.answer is None:
+            raise
+        outcome.status = INTERRUPTED
+    outcome.excluded.update({key: max(bound, problems.bound(key)) for bound, _, key in heap})
+    outcome.bound = min([outcome.bound, outcome.cost, *outcome.excluded.values()])
+    if outcome.answer is None and outcome.status == TIMED_OUT:
+        raise SearchTimeoutError(
+            f"no plan was found in {seconds:g} s (lower bound {outcome.bound:.4g} s); give more time"
+        )
+    return outcome
+
+
+def _solve(
+    problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], relative_gap: float, left: float | None
+) -> None:
+    try:
+        answer, cost, bound = problems.solve(key, outcome.cost * (1 - relative_gap), left)
+    except CutoffError as error:
+        outcome.excluded[key] = max(error.bound, problems.bound(key))
+        return
+    except InfeasibleError as error:
+        outcome.solved[key] = None
+        outcome.failures[key] = error
+        return
+    except SearchTimeoutError:
+        outcome.excluded[key] = problems.bound(key)
+        return
+    outcome.solved[key] = cost
+    outcome.bound = min(outcome.bound, max(bound, problems.bound(key)))
+    if cost < outcome.cost:
+        outcome.key, outcome.answer, outcome.cost = key, answer, cost

@@ -1,0 +1,157 @@
+"""The search over meshes and micro-batches: complete, pruned without loss, and honest when it is stopped."""
+
+import math
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from torch import Tensor
+
+from autopar import api
+from autopar.capture import capture
+from autopar.cluster import load_cluster
+from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.plan import TrainConfig
+from autopar.search.best_first import INTERRUPTED, TIMED_OUT, best_first
+from autopar.search.ilp import CutoffError
+from autopar.search.joint import search_meshes
+from autopar.search.meshes import arrangements, divisors, meshes, parts
+from autopar.search.microbatches import _part
+from autopar.search.planner import make_plan
+from tests.search_cases import machine
+from tests.zoo import zoo
+
+GAP = 1e-3
+
+
+def test_meshes_follow_the_levels() -> None:
+    shapes = {mesh.shape for mesh in meshes(load_cluster("4x8xh100"))}
+    assert shapes == {(4, 8), (2, 2, 8), (4, 2, 4), (4, 4, 2)}
+    assert {mesh.shape for mesh in meshes(load_cluster("8xh100"))} == {(8,), (2, 4), (4, 2), (2, 2, 2)}
+
+
+def test_stages_take_equal_parts_from_the_slowest_level_on() -> None:
+    found = parts(load_cluster("4x8xh100"))
+    sizes = {n: tuple(level.size for level in part.levels) for n, part in found.items()}
+    assert sizes == {1: (4, 8), 2: (2, 8), 4: (8,), 8: (4,), 16: (2,), 32: (1,)}
+    assert all(n * part.num_devices == 32 for n, part in found.items())
+    assert all(a.mesh.size * a.pipeline == 32 for a in arrangements(load_cluster("4x8xh100"), tuple(found)))
+
+
+class Drawn:
+    """Random problems: bounds below costs, some without an answer, some cut off."""
+
+    def __init__(self, seed: int, trap: Callable[[int], None] = lambda _: None) -> None:
+        draw = random.Random(seed)
+        self.costs = [draw.uniform(1, 3) if draw.random() < 0.8 else math.inf for _ in range(30)]
+        self.first = [min(c, 3) * draw.uniform(0.2, 1) for c in self.costs]
+        self.second = [low + (min(c, 3) - low) * draw.random() for c, low in zip(self.costs, self.first, strict=True)]
+        self.sharp: set[int] = set()
+        self.solved: list[int] = []
+        self.trap = trap
+
+    def bound(self, key: int) -> float:
+        return self.second[key] if key in self.sharp else self.first[key]
+
+    def sharpen(self, key: int) -> None:
+        self.sharp.add(key)
+
+    def solve(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float]:
+        self.trap(key)
+        self.solved.append(key)
+        if math.isinf(self.costs[key]):
+            raise InfeasibleError("does not fit")
+        if self.costs[key] >= cutoff:
+            raise CutoffError(self.costs[key])
+        return f"answer {key}", self.costs[key], self.second[key]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_first_is_exhaustive_search_with_less_work(seed: int) -> None:
+    problems = Drawn(seed)
+    outcome = best_first(problems, range(30), relative_gap=0.01)
+    least = min(problems.costs)
+    assert outcome.cost <= least / 0.99 and outcome.answer == f"answer {outcome.key}"
+    assert outcome.bound <= least
+    assert outcome.bound >= outcome.cost * 0.99 or outcome.bound >= min(
+        problems.second[k] for k, c in outcome.solved.items() if c is not None
+    )
+    assert len(problems.solved) < 30
+    assert set(outcome.solved) | set(outcome.excluded) == set(range(30))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stopped_early_the_gap_is_still_true(seed: int) -> None:
+    answered = []
+
+    def stop(key: int) -> None:
+        if answered:
+            raise KeyboardInterrupt
+        if not math.isinf(problems.costs[key]):
+            answered.append(key)
+
+    problems = Drawn(seed, stop)
+    outcome = best_first(problems, range(30), relative_gap=0.0)
+    assert outcome.bound <= min(problems.costs) <= outcome.cost
+    assert outcome.status == INTERRUPTED or outcome.cost == min(problems.costs)
+    with pytest.raises(SearchTimeoutError, match="give more time"):
+        best_first(Drawn(seed), range(30), relative_gap=0.0, seconds=1e-9)
+
+
+def test_an_interrupt_before_any_answer_is_an_interrupt() -> None:
+    def stop(key: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        best_first(Drawn(0, stop), range(30), relative_gap=0.0)
+    assert TIMED_OUT != INTERRUPTED
+
+
+@cache
+def graph_of(batch: int) -> CapturedModel:
+    model, kwargs = zoo("llama", batch=4)
+    return capture(model, (), {k: v[:batch] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_the_joint_search_finds_what_trying_everything_finds(share: float) -> None:
+    """Every mesh of 4 devices with every number of micro-batches, each planned by itself, with and without a limit."""
+    cluster = machine(4)
+    free = search_meshes(4, graph_of, cluster, TrainConfig(), relative_gap=GAP, with_baselines=False)
+    config = TrainConfig(memory_nbytes=None if share == 1.0 else free.estimate.peak_nbytes * share)
+    found = search_meshes(4, graph_of, cluster, config, relative_gap=GAP, with_baselines=False)
+    alone = {}
+    for count in divisors(4):
+        for mesh in meshes(cluster):
+            try:
+                plan = make_plan(
+                    _part(graph_of, 4, count), cluster, mesh, config, relative_gap=GAP, with_baselines=False
+                )
+            except InfeasibleError:
+                continue
+            alone[mesh, count] = plan.estimate.step_seconds
+    assert found.estimate.step_seconds <= min(alone.values()) * (1 + 2 * GAP)
+    assert found.estimate.bound <= min(alone.values()) * (1 + 1e-6)
+    assert found.estimate.gap <= GAP
+    facts = found.estimate.solver["search"]
+    assert facts["candidates"] == 6 and facts["planned"] < 6 and facts["status"] == "proved"
+
+
+def test_in_the_api_every_mesh_is_searched() -> None:
+    model, kwargs = zoo("vit", batch=4)
+    made = api.plan(model, kwargs, cluster=machine(4), mesh="auto", with_baselines=False)
+    assert made.captured is not None and made.mesh.size == 4
+    made.check(made.captured)
+    assert "meshes" in str(made)
+    fixed = api.plan(model, kwargs, cluster=machine(4), mesh="auto", microbatches=2, with_baselines=False)
+    assert fixed.microbatches == 2
+    with pytest.raises(MeshError, match="baseline"):
+        api.plan(model, kwargs, cluster=machine(4), mesh="auto", baseline="ddp")
+
+
+def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:
+    with pytest.raises(InfeasibleError, match="nothing fits on any mesh") as caught:
+        search_meshes(4, graph_of, machine(2), TrainConfig(memory_nbytes=1e3), relative_gap=GAP)
+    assert caught.value.least_nbytes is not None
