@@ -81,7 +81,7 @@ def plan(
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
         check_choice("precision", precision, DTYPES)
-    check_choice("solver", solver, solvers())
+    check_choice("solver", solver, ("auto", "ilp", "double-recursive"))
     if seconds is not None and not seconds > 0:
         raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
     if memory_gb is not None and not memory_gb > 0:
@@ -98,8 +98,8 @@ def plan(
         from autopar.search.named_configuration import configured
 
         own_mesh, microbatches = configured(baseline, machine, own_mesh, mesh is not None, call.batch(), microbatches)
-    if baseline is not None and baseline.partition(":")[0] in ("ddp", "fsdp"):
-        check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
+        if baseline.partition(":")[0] in ("ddp", "fsdp"):
+            check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
     config = TrainConfig(
         optimizer=optimizer,
         precision=precision or precision_of(model),
@@ -112,30 +112,32 @@ def plan(
             captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
         )
 
+    bare = [False]
+
+    def captured_at(size: int | None) -> CapturedModel:
+        own = call if size is None else call.with_batch(size)
+        part, seen = captured_model(model, own, config.precision, loss_fn)
+        bare[:] = [seen.bare]
+        return part
+
     if searched:
         from autopar.search.joint import search_meshes
 
-        found = search_meshes(
+        found, captured = search_meshes(
             call.batch(),
-            lambda size: captured_model(
-                model, call if size is None else call.with_batch(size), config.precision, loss_fn
-            )[0],
+            captured_at,
             machine,
             config,
             microbatches=None if microbatches == "auto" else microbatches,
-            relative_gap=relative_gap,
-            seconds=seconds,
-            fold=fold,
-            with_baselines=with_baselines,
-            tell=tell,
-        )
-        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
+            relative_gap=relative_gap, seconds=seconds, fold=fold, with_baselines=with_baselines, tell=tell,
+        )  # fmt: skip
+        call = replace(call, bare=bare[0])
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
 
         found = search_microbatches(
             call.batch(),
-            lambda size: captured_model(model, call.with_batch(size), config.precision, loss_fn)[0],
+            captured_at,
             planned,
             lambda graph: unlimited_bound(graph, machine, own_mesh, config, relative_gap, solver),
             relative_gap,
@@ -183,13 +185,6 @@ def search_plan(
         solver=solver,
         progress=tell,
     )
-
-
-def solvers() -> tuple[str, ...]:
-    """Names of the solvers."""
-    from autopar.search.planner import SOLVERS
-
-    return SOLVERS
 
 
 def distribute(

@@ -23,7 +23,7 @@ from autopar.search.planner import make_plan
 from tests.search_cases import machine
 from tests.zoo import zoo
 
-GAP = 1e-3
+GAP = 1e-2
 
 
 def test_meshes_follow_the_levels() -> None:
@@ -111,17 +111,17 @@ def test_an_interrupt_before_any_answer_is_an_interrupt() -> None:
 
 @cache
 def graph_of(batch: int) -> CapturedModel:
-    model, kwargs = zoo("llama", batch=4)
+    model, kwargs = zoo("vit", batch=4)
     return capture(model, (), {k: v[:batch] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
 
 
-@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("share", [1.0, 0.8])
 def test_the_joint_search_finds_what_trying_everything_finds(share: float) -> None:
     """Every mesh of 4 devices with every number of micro-batches, each planned by itself, with and without a limit."""
     cluster = machine(4)
-    free = search_meshes(4, graph_of, cluster, TrainConfig(), relative_gap=GAP, with_baselines=False)
+    free, _ = search_meshes(4, graph_of, cluster, TrainConfig(), relative_gap=GAP, with_baselines=False)
     config = TrainConfig(memory_nbytes=None if share == 1.0 else free.estimate.peak_nbytes * share)
-    found = search_meshes(4, graph_of, cluster, config, relative_gap=GAP, with_baselines=False)
+    found, _ = search_meshes(4, graph_of, cluster, config, relative_gap=GAP, with_baselines=False)
     alone = {}
     for count in divisors(4):
         for mesh in meshes(cluster):

@@ -40,15 +40,16 @@ class Batches:
             return self._captured[size]
         if self.linear and size > 1 and size not in self.sizes:
             try:
-                small, large = (self._own(n) for n in self.sizes)
+                small, large = (self.captured(n) for n in self.sizes)
                 return rebatched(small, large, self.sizes, size)
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
                 if not isinstance(error, (NotLinearError, ValueError)):
                     raise
                 self.linear = False
-        return self._own(size)
+        return self.captured(size)
 
-    def _own(self, size: int) -> CapturedModel:
+    def captured(self, size: int) -> CapturedModel:
+        """The graph of `size` samples as it is captured."""
         if size not in self._captured:
             self._captured[size] = self.capture(size)
         return self._captured[size]

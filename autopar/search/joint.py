@@ -80,26 +80,28 @@ class Joint:
                 raise InfeasibleError(str(error)) from error
         return self._programs[microbatches]
 
-    def pricer(self, arrangement: Arrangement) -> Pricer:
+    def pricer(self, key: Candidate) -> Pricer:
+        """Fresh prices of the candidate's program; those of links are shared."""
+        arrangement = key.arrangement
         if arrangement not in self._pricers:
             self._pricers[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
-        return self._pricers[arrangement]
+        return self._pricers[arrangement].for_another()
 
     def bound(self, key: Candidate) -> float:
         if self._work is None:
             first = min(self.counts)
-            self._work = work_bound(self.program(first), self.pricer(key.arrangement))
+            self._work = work_bound(self.program(first), self.pricer(key))
         others = (replace(key, microbatches=n) for n in divisors(key.microbatches))
         return max([self._work, *(self._relaxed[other] for other in others if other in self._relaxed)])
 
     def sharpen(self, key: Candidate) -> None:
-        problem = build(self.program(key.microbatches), self.pricer(key.arrangement), limit=None, fold=self.fold)
+        problem = build(self.program(key.microbatches), self.pricer(key), limit=None, fold=self.fold)
         self._relaxed[key] = solve(problem.graph, relative_gap=BOUND_GAP).bound
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Plan, float, float]:
         plan = plan_program(
             self.program(key.microbatches),
-            self.pricer(key.arrangement),
+            self.pricer(key),
             relative_gap=self.relative_gap / 2,
             seconds=seconds,
             with_baselines=False,
@@ -123,8 +125,9 @@ def search_meshes(
     fold: bool = True,
     with_baselines: bool = True,
     tell: Callable[[str], None] = lambda _: None,
-) -> Plan:
-    """The best plan over all meshes of the cluster and, unless `microbatches` is given, all divisors of `batch`.
+) -> tuple[Plan, CapturedModel]:
+    """The best plan over all meshes of the cluster and, unless `microbatches` is given, all divisors of `batch`,
+    with the graph that it is for.
 
     capture: the graph of so many samples, of the whole batch for None. The plan's `estimate.solver["search"]` says
     what was searched and which alternatives were near.
@@ -150,14 +153,15 @@ def search_meshes(
         if outcome.answer is None or outcome.key is None:
             raise _nothing_fits(joint, outcome)
         count = outcome.key.microbatches
-        own = graph(count) if batch is None or not batches.linear else _captured(capture, batch, count)
+        own = graph(count) if batch is None else _captured(batches, batch, count)
         if own.fingerprint == outcome.answer.fingerprint:
-            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began)
+            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began), own
         batches.linear = False  # the graphs of other sizes are no line: capture each
 
 
-def _captured(capture: Callable[[int], CapturedModel], batch: int, count: int) -> CapturedModel:
-    return accumulate_gradients(capture(batch // count), count, lambda: capture(batch))
+def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
+    """The graph of one of `count` micro-batches as it is captured, not moved along the line."""
+    return accumulate_gradients(batches.captured(batch // count), count, lambda: batches.captured(batch))
 
 
 def _certified(
@@ -181,7 +185,7 @@ def _certified(
     estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
     plan = plan.with_estimate(estimate)
     if with_baselines and outcome.status == PROVED:
-        return compare(plan, joint.program(key.microbatches), joint.pricer(key.arrangement), joint.tell)
+        return compare(plan, joint.program(key.microbatches), joint.pricer(key), joint.tell)
     return plan
 
 
@@ -192,7 +196,7 @@ def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Plan]) -> Infeasible
     try:
         plan_program(
             joint.program(key.microbatches),
-            joint.pricer(key.arrangement),
+            joint.pricer(key),
             relative_gap=joint.relative_gap,
             seconds=None,
             with_baselines=False,

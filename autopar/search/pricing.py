@@ -46,7 +46,7 @@ class OpPrice:
 
 @dataclass(kw_only=True)
 class Pricer:
-    """Prices on one mesh of one cluster."""
+    """Prices of one program on one mesh of one cluster: signatures of another program mean other ops."""
 
     mesh: Mesh
     cluster: Cluster
@@ -56,6 +56,18 @@ class Pricer:
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
     _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
+
+    def for_another(self) -> "Pricer":
+        """The same mesh for another program; what links take is known already."""
+        return Pricer(
+            mesh=self.mesh,
+            cluster=self.cluster,
+            config=self.config,
+            _steps=self._steps,
+            _forms=self._forms,
+            _sent=self._sent,
+            _bytes=self._bytes,
+        )
 
     @cached_property
     def rates(self) -> Rates:
