@@ -67,6 +67,19 @@ class StagedModelPlan(StagedPlan):
         self.check(captured)
         return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values_of(captured, model))
 
+    def export(self, folder: str | Path) -> None:
+        """Write plan.json, a file of code a stage, specs.json, state.pt (if needed) and train.py into `folder`.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ArgumentError: if the folder cannot be written.
+        """
+        from autopar.export.stages import export_stages
+
+        parts, captured = self.parts, self.captured
+        assert captured is not None
+        export_stages(Path(folder), captured, parts, self, self.to_json(), self.values)
+
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 

@@ -14,6 +14,7 @@ which is where `torch.distributed.pipelining` looks for it.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
@@ -195,6 +196,20 @@ def is_staged(text: str) -> bool:
     except json.JSONDecodeError:
         return False
     return isinstance(body, Mapping) and str(body.get("schema", "")).startswith("stages-")
+
+
+def load_staged_plan(path: Path) -> StagedPlan:
+    """A saved plan with stages.
+
+    Raises:
+        PlanMismatchError: if the file is missing or is not such a plan for this library.
+    """
+    try:
+        return staged_plan_from_json(path.read_text())
+    except OSError as error:
+        raise PlanMismatchError(
+            f"plan {path} cannot be read ({error.strerror}); give the path of a plan.json"
+        ) from error
 
 
 def staged_plan_from_json(text: str) -> StagedPlan:

@@ -158,7 +158,7 @@ def test_limits_of_integers_come_from_their_readers() -> None:
     model, kwargs = zoo("gpt2")
     captured = capture(model, (), kwargs)
     local = insert_collectives(captured, uniform_plan(captured, make_mesh((1,))))
-    assert index_limits(local) == {"input_ids": 101, "labels": 101}
+    assert index_limits(local.captured) == {"input_ids": 101, "labels": 101}
 
 
 def export_of(

@@ -1,7 +1,9 @@
 """The module of a plan with stages to its user: training, evaluation, state dicts, checkpoints, and what it refuses."""
 
+import importlib.util
 import os
 import random
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +28,14 @@ from autopar.passes.split_stages import owners, split_stages
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import TrainConfig
 from autopar.reference import buffers_of, parameters_of
-from autopar.runtime import PipelinedModule, load, reset_parameters, save
+from autopar.runtime import (
+    PipelinedModule,
+    count_messages,
+    load,
+    load_exported_stages,
+    reset_parameters,
+    save,
+)
 from autopar.search.random_plan import random_staged_plan
 from autopar.staged_model_plan import StagedModelPlan, staged_model_plan
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
@@ -340,3 +349,44 @@ def test_a_saved_plan_with_stages_distributes_a_model(tmp_path: Path) -> None:
     assert loaded.bind(model).parts[1].received == bound.parts[1].received
     for loss in ranks(4).run(distributed, str(file)):
         assert loss == pytest.approx(one_process()[0][0], rel=1e-10)
+
+
+def exported(folder: str, text: str) -> None:
+    """The exported code against the graphs of the plan, from equal values: loss, gradients, evaluation, bytes."""
+    code = []
+    for number in range(staged_plan_from_json(text).num_stages):
+        name = f"exported_stage_{number}_{abs(hash(folder))}"
+        spec = importlib.util.spec_from_file_location(name, Path(folder) / f"stage_{number}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        code.append(module.forward)
+    model = cases.words()
+    own = load_exported_stages(folder, code, lambda name, shape, dtype: model.get_parameter(name).detach())
+    module = pipelined(staged_plan_from_json(text), sync=False)
+    with count_messages(own) as sent, count_messages(module) as expected:
+        loss, want = own.train_step(batch(0)), module.train_step(batch(0))
+    assert torch.equal(loss, want) and sent == expected
+    for state in module.states:
+        for name in state.specs:
+            got, gradient = own.local_gradient(name), module.local_gradient(name)
+            assert (got is None and gradient is None) or torch.equal(got, gradient)
+    own.eval()
+    module.eval()
+    with torch.no_grad():
+        assert own(**batch(1)).item() == module(**batch(1)).item()
+    with pytest.raises(PlanMismatchError, match="1 forwards were given"):
+        load_exported_stages(folder, code[:1], lambda name, shape, dtype: torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+def test_each_stage_is_exported_as_its_own_file(schedule: str, tmp_path: Path) -> None:
+    plan, captured = plan_of(schedule), cases.captured(0.0, MICROBATCHES)
+    values = {**parameters_of(captured, cases.words()), **buffers_of(captured, cases.words())}
+    staged_model_plan(plan, captured=captured, values=values).export(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} >= {f"stage_{n}.py" for n in range(4)} | {"plan.json", "train.py"}
+    script = (tmp_path / "train.py").read_text()
+    compile(script, "train.py", "exec")
+    assert "load_exported_stages(HERE, [stage_0.forward, " in script and "train_step(batch)" in script
+    assert "--nproc-per-node 4" in script and str((MICROBATCHES * cases.BATCH, cases.LENGTH)) in script
+    ranks(4).run(exported, str(tmp_path), plan.to_json())

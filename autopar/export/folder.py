@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.errors import ArgumentError
 from autopar.export.source import generate
 from autopar.export.training import training_script
-from autopar.graph import LocalModel
+from autopar.graph import CapturedModel, LocalModel
 from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
 
@@ -48,7 +48,11 @@ def export_folder(folder: Path, local: LocalModel, plan_json: str, values: Mappi
 
 def specs(local: LocalModel) -> dict[str, Any]:
     """What each tensor is, and which axes collectives use together."""
-    captured = local.captured
+    return {**specs_of(local.captured), "axes": sorted(flattened_axes(local.graph, local.plan.mesh))}
+
+
+def specs_of(captured: CapturedModel) -> dict[str, Any]:
+    """What each tensor of a model is."""
     return {
         "model": captured.name,
         "loss": captured.loss,
@@ -57,7 +61,6 @@ def specs(local: LocalModel) -> dict[str, Any]:
         "inputs": [_plain(asdict(spec)) for spec in captured.inputs],
         "constants": list(captured.constants),
         "accumulation": asdict(captured.accumulation) if captured.accumulation is not None else None,
-        "axes": sorted(flattened_axes(local.graph, local.plan.mesh)),
     }
 
 

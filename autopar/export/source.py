@@ -2,7 +2,8 @@
 
 What runs is exactly the graph: same calls, same arguments, same order. `forward(w, *inputs)` takes the rank's
 parameters, buffers and constants by qualified name, the inputs as the plan lays them out, and returns
-`(loss, *new values of mutated buffers)` and, of micro-batches, perhaps the count of labels.
+`(loss, *new values of mutated buffers)` and, of micro-batches, perhaps the count of labels. That of a pipeline's stage
+takes what it receives as further inputs and returns, unless it is the last, what it sends in place of the loss.
 """
 
 from collections.abc import Iterable, Sequence
@@ -185,9 +186,10 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
     body.settle()
     results = [body.text[node].source for node in operands(output)]
     result = ", ".join(results) + ("," if len(results) == 1 else "")
+    made = "The loss" if captured.loss else "What the next stage takes"
     return [
         *_signature("def forward", ["w", *inputs]),
-        f'{INDENT}"""The loss, and new values of buffers that change."""',
+        f'{INDENT}"""{made}, and new values of buffers that change."""',
         *(INDENT + line for line in body.lines),
         *(INDENT + line for line in returned(result)),
     ]

@@ -3,7 +3,8 @@
 import torch
 from torch import fx
 
-from autopar.graph import LocalModel, operands
+from autopar.graph import CapturedModel, LocalModel, operands
+from autopar.staged_plan import StagedPlan
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)",
@@ -12,12 +13,12 @@ OPTIMIZERS = {
     "sgd-momentum": "torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)",
 }
 
-TEMPLATE = '''"""Train {model} on mesh {mesh}:
+TEMPLATE = '''"""Train {model} on {mesh}:
 
     torchrun --nproc-per-node {size} train.py
 
 Written by autopar export, for you to change. Needs torch and autopar.runtime, and the files beside it: the model itself
-is model.py, what each rank holds is in plan.json.
+is {files}, what each rank holds is in plan.json.
 """
 
 import os
@@ -25,9 +26,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from autopar.runtime import init, load_exported
+from autopar.runtime import init, {loader}
 
-from model import forward
+{imports}
 
 NUM_STEPS = int(os.environ.get("NUM_STEPS", "20"))
 LEARNING_RATE = 1e-3
@@ -42,10 +43,7 @@ def initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 
 
 def batches():
-    """SYNTHETIC DATA. Put your own here: global batches, the same on every rank; each rank takes its slices.
-
-    (`module.local_batch(batch)` cuts a batch that you have whole; a rank's slices alone are taken as they are.)
-    """
+    """SYNTHETIC DATA. Put your own here: global batches, the same on every rank{slices}"""
     generator = torch.Generator().manual_seed(0)
     for _ in range(NUM_STEPS):
         yield {batch}
@@ -54,7 +52,7 @@ def batches():
 def main() -> None:
     init()
     torch.manual_seed(0)
-    module = load_exported(HERE, forward, initial)
+    module = {loader}(HERE, {code}, initial)
     optimizer = {optimizer}
     for step, batch in enumerate(batches(), start=1):
         loss = {call}
@@ -70,13 +68,56 @@ if __name__ == "__main__":
 '''
 
 
+SLICES = """; each rank takes its slices.
+
+    (`module.local_batch(batch)` cuts a batch that you have whole; a rank's slices alone are taken as they are.)
+    """
+
+
 def training_script(local: LocalModel) -> str:
     """The source of train.py."""
-    plan, captured = local.plan, local.captured
-    limits = index_limits(local)
+    plan = local.plan
+    batch, call = _step(local.captured, always_in_parts=False)
+    return TEMPLATE.format(
+        model=plan.model,
+        mesh=f"mesh {plan.mesh}",
+        size=plan.mesh.size,
+        files="model.py",
+        loader="load_exported",
+        imports="from model import forward",
+        code="forward",
+        slices=SLICES,
+        batch=batch,
+        optimizer=OPTIMIZERS[plan.config.optimizer],
+        call=call,
+    )
+
+
+def staged_training_script(captured: CapturedModel, plan: StagedPlan) -> str:
+    """The source of train.py for a model in stages."""
+    names = [f"stage_{number}" for number in range(plan.num_stages)]
+    batch, call = _step(captured, always_in_parts=True)
+    return TEMPLATE.format(
+        model=plan.model,
+        mesh=f"{plan.pipeline} pipeline ranks of mesh {plan.mesh}, schedule {plan.schedule}",
+        size=plan.world,
+        files=f"{names[0]}.py to {names[-1]}.py" if len(names) > 1 else f"{names[0]}.py",
+        loader="load_exported_stages",
+        imports="\n".join(f"import {name}" for name in names),
+        code=f"[{', '.join(f'{name}.forward' for name in names)}]",
+        slices=".",
+        batch=batch,
+        optimizer=OPTIMIZERS[plan.config.optimizer],
+        call=call,
+    )
+
+
+def _step(captured: CapturedModel, *, always_in_parts: bool) -> tuple[str, str]:
+    """Sources of a global batch, and of the loss of a step on it with the backward pass."""
+    limits = index_limits(captured)
     paths = [spec.path for spec in captured.inputs]
     values = [
-        _synthetic(_whole(spec.shape, plan.microbatches), spec.dtype, limits.get(spec.placeholder))
+        _synthetic(_whole(spec.shape, captured.microbatches), spec.dtype, limits.get(spec.placeholder))
         for spec in captured.inputs
     ]
     space = "\n" + " " * 12
@@ -93,17 +134,9 @@ def training_script(local: LocalModel) -> str:
         rows = [f'{space}"{key}": {value},' for key, value in zip(keys, values, strict=True)]
         # Nested or mixed arguments are given by the names that forward in model.py has for them.
         batch, call = "{" + "".join(rows) + "\n        }", "module(**batch).loss" if plain else "module.run(batch)"
-    call += "\n        loss.backward()"
-    if plan.microbatches > 1:  # each runs backward before the next begins
-        call = "module.train_step(batch)" if plain else "module.step(batch)"
-    return TEMPLATE.format(
-        model=plan.model,
-        mesh=plan.mesh,
-        size=plan.mesh.size,
-        batch=batch,
-        optimizer=OPTIMIZERS[plan.config.optimizer],
-        call=call,
-    )
+    if captured.microbatches > 1 or always_in_parts:  # each runs backward before the next begins
+        return batch, "module.train_step(batch)" if plain else "module.step(batch)"
+    return batch, f"{call}\n        loss.backward()"
 
 
 def _whole(shape: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
@@ -120,11 +153,11 @@ def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, limit: int | None) ->
     return f"torch.randint({limit or 2}, {shape}, dtype={dtype}, generator=generator)"
 
 
-def index_limits(local: LocalModel) -> dict[str, int]:
+def index_limits(captured: CapturedModel) -> dict[str, int]:
     """For integer inputs, how many values their first reader knows: rows of an embedding, classes of a loss."""
     limits: dict[str, int] = {}
-    for spec in local.captured.inputs:
-        if not spec.dtype.is_floating_point and (limit := _limit(local.captured.nodes[spec.placeholder])) is not None:
+    for spec in captured.inputs:
+        if not spec.dtype.is_floating_point and (limit := _limit(captured.nodes[spec.placeholder])) is not None:
             limits[spec.placeholder] = limit
     return limits
 

@@ -22,6 +22,7 @@ from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
 from autopar.runtime.data import DistributedBatchSampler
 from autopar.runtime.exported import block, load_exported
+from autopar.runtime.exported_stages import load_exported_stages
 from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
 from autopar.runtime.module import DistributedModule, Output, count_messages
@@ -52,6 +53,7 @@ __all__ = [
     "init",
     "load",
     "load_exported",
+    "load_exported_stages",
     "local_slice",
     "mean",
     "pad_dim",

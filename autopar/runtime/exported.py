@@ -54,7 +54,7 @@ def load_exported(
     specs = read_specs(root)
     held = torch.load(root / STATE, weights_only=True) if (root / STATE).exists() else {}
     captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
-    values = _Values(captured, held, initial)
+    values = Values(captured, held, initial)
     axes = tuple(tuple(names) for names in specs["axes"])
     local = LocalModel(captured=captured, plan=plan, graph=call_graph(captured, plan, forward, axes))
     return ExportedModule(local, values, seed=seed)
@@ -81,22 +81,17 @@ class ExportedModule(DistributedModule):
     @cached_property
     def _training_graph(self) -> fx.GraphModule:
         # What runs once a step is inside the call too.
-        graph = self.local.graph if self.local.captured.accumulation is None else self._traced(keep_again=True)
+        whole = self.local.captured.accumulation is None
+        graph = self.local.graph if whole else trace_exported(self.local, keep_again=True)
         return fx.GraphModule(nn.Module(), graph)
 
     @cached_property
     def _evaluation_graph(self) -> fx.GraphModule:
         # Dropout and batch statistics are inside the call: trace it to take them out.
-        return fx.GraphModule(nn.Module(), evaluation_graph(self._traced(keep_again=False)))
-
-    def _traced(self, keep_again: bool) -> fx.Graph:
-        forward = next(
-            n.target for n in self.local.graph.nodes if n.target is not operator.getitem and n.op == "call_function"
-        )
-        return trace_exported(forward, self.local, keep_again)
+        return fx.GraphModule(nn.Module(), evaluation_graph(trace_exported(self.local, keep_again=False)))
 
 
-class _Values(Mapping[str, Tensor]):
+class Values(Mapping[str, Tensor]):
     """Values by placeholder, made one at a time."""
 
     def __init__(self, captured: CapturedModel, held: Mapping[str, Tensor], initial: Initial) -> None:
@@ -142,19 +137,19 @@ def source_hash(forward: Callable[..., Any]) -> str:
 
 
 def captured_from(
-    specs: Mapping[str, Any], constants: Mapping[str, Tensor], forward: Callable[..., Any]
+    specs: Mapping[str, Any], constants: Mapping[str, Tensor], code: Callable[..., Any] | str
 ) -> CapturedModel:
-    """The specs as a captured model whose graph has only placeholders."""
+    """The specs as a captured model whose graph has only placeholders; its output names the code (or is its hash)."""
     parameters = tuple(ParameterSpec(**_typed(s)) for s in specs["parameters"])
     buffers = tuple(BufferSpec(**_typed(s)) for s in specs["buffers"])
     inputs = tuple(InputSpec(**_typed(s)) for s in specs["inputs"])
     graph = fx.Graph()
-    first = None
+    differentiable = set(specs.get("differentiable", ()))
     for name, shape, dtype in _placeholders(parameters, buffers, constants, inputs):
         node = graph.placeholder(name)
-        node.meta.update(val=torch.empty(shape, dtype=dtype, device="meta"), module="", requires_grad=False)
-        first = first or node
-    graph.output((source_hash(forward),))
+        value = torch.empty(shape, dtype=dtype, device="meta")
+        node.meta.update(val=value, module="", requires_grad=name in differentiable)
+    graph.output((code if isinstance(code, str) else source_hash(code),))
     return CapturedModel(
         name=specs["model"],
         graph=graph,
@@ -164,6 +159,8 @@ def captured_from(
         loss=specs["loss"],
         constants=constants,
         accumulation=Accumulation(**held) if (held := specs.get("accumulation")) is not None else None,
+        received=tuple(specs.get("received", ())),
+        sends=tuple(specs.get("sends", ())),
     )
 
 
@@ -178,15 +175,18 @@ def call_graph(
         layout: Layout = plan.layouts[name]
         node.meta.update(val=torch.empty(local_shape(shape, layout, plan.mesh), dtype=dtype, device="meta"))
         node.meta.update({"layouts": (layout,), "global": (shape,)})
+        node.meta["requires_grad"] = captured.nodes[name].meta["requires_grad"]
         nodes.append(node)
     call = graph.call_function(Adapter(forward, captured), tuple(nodes), {"axes": axes})
-    num_results = 1 + len(captured.results)
+    num_results = len(captured.ends) + len(captured.results)
     graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(num_results)))
     return graph
 
 
-def trace_exported(forward: Any, local: LocalModel, keep_again: bool) -> fx.Graph:
+def trace_exported(local: LocalModel, *, keep_again: bool) -> fx.Graph:
     """The calls that exported code makes, autopar's functions as single calls; `keep_again`: with their replays."""
+    calls = (n.target for n in local.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    forward: Any = next(calls)
     code = forward.forward.__globals__
     ours = {k: v for k, v in code.items() if callable(v) and getattr(v, "__module__", "").startswith("autopar.ops")}
     names = [node.name for node in local.graph.nodes if node.op == "placeholder"]

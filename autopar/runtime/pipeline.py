@@ -7,7 +7,8 @@ parameter where they are on one rank, else stored alike on corresponding ranks, 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
-from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
+from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
 from autopar.inputs import bind_inputs
 from autopar.ops.random import Draws
 from autopar.passes.predict_stages import PIPELINE
@@ -32,17 +33,36 @@ from autopar.runtime.module import Output
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.schedules import Schedule, schedule_class
-from autopar.runtime.stage import ONE_BATCH, Stage
+from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
 from autopar.runtime.state import State, first_ranks_value
 from autopar.runtime.trainable import Trainable
 from autopar.staged_plan import SPLITTING, StagedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """What stages run: the local graph of each by number, how it is written, and what dtype the loss has."""
+
+    local: Callable[[int], LocalModel]
+    written: Written
+    loss_dtype: torch.dtype
+
+
+def captured_code(captured: CapturedModel, stages: Sequence[CapturedModel], plan: StagedPlan) -> Code:
+    """The graphs of a captured model's stages."""
+    return Code(
+        local=lambda number: local_stage(stages, plan, number),
+        written=written,
+        loss_dtype=dtype_of(captured.nodes[captured.loss]),
+    )
 
 
 class PipelinedModule(Trainable):
     """One rank's stages of a model. All ranks construct it together, in the same order.
 
     captured: the whole model; stages: its parts. values: whole parameters and buffers by placeholder; those on the meta
-        device are left empty. sync, bare, seed, exact_random: as of `DistributedModule`.
+        device are left empty. sync, bare, seed, exact_random: as of `DistributedModule`. code: what stages run, if not
+        the graphs of `stages`.
 
     Raises:
         MeshError: if the plan is not for as many ranks as there are processes.
@@ -62,9 +82,12 @@ class PipelinedModule(Trainable):
         bare: bool = False,
         seed: int | None = None,
         exact_random: bool = False,
+        code: Code | None = None,
     ) -> None:
         super().__init__()
         init()
+        code = code or captured_code(captured, stages, plan)
+        self._loss_dtype = code.loss_dtype
         self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
         device = own_device()
         self.pipeline_rank = dist.get_rank() // plan.mesh.size
@@ -72,7 +95,7 @@ class PipelinedModule(Trainable):
             schedule_class(plan.schedule)
             self._owners = owners(stages)
             check_shared(captured, plan, self._owners)
-            locals_ = {s: local_stage(stages, plan, s) for s in plan.stages_of(self.pipeline_rank)}
+            locals_ = {s: code.local(s) for s in plan.stages_of(self.pipeline_rank)}
             check_names((name for spec in _specs(captured) for name in spec.names), dir(self))
         empty = [spec for spec in _specs(captured) if values[spec.placeholder].is_meta]
         agree({**_facts(captured, plan), "values": f"{len(empty)} of {len(_specs(captured))} on the meta device"})
@@ -92,7 +115,8 @@ class PipelinedModule(Trainable):
             for number, local in locals_.items():
                 state = State(local, self.groups.rank, self.device_mesh, device)
                 state.register(self, values, sync=False)
-                stage = Stage(number, local, state, self.groups, self, splits=plan.schedule in SPLITTING)
+                splits = plan.schedule in SPLITTING
+                stage = Stage(number, local, state, self.groups, self, splits=splits, written=code.written)
                 stage.sends_away = _is_away(plan, number, number + 1)
                 stage.returns_away = _is_away(plan, number, number - 1)
                 self.stages.append(stage)
@@ -103,7 +127,7 @@ class PipelinedModule(Trainable):
         self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
         self.bind()
         install_check()
-        self._schedule = Schedule(plan, self.stages, self.pipeline_group)
+        self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group)
 
     @property
     def device(self) -> torch.device:
@@ -193,8 +217,7 @@ class PipelinedModule(Trainable):
             told[1] = 1.0 if (scale := gradient_scale(accumulation, last.counts)) is None else scale
         dist.broadcast(told, group=self.pipeline_group, group_src=source)
         loss, scale = told.unbind()
-        dtype = self.captured.nodes[self.captured.loss].meta["val"].dtype
-        return loss.to(dtype), None if accumulation.count is None else scale
+        return loss.to(self._loss_dtype), None if accumulation.count is None else scale
 
     def _gradients(self, scale: Tensor | None) -> dict[str, Tensor]:
         """The step's gradients of this rank's parameters, by placeholder, summed over the stages that share them."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed import pipelining
 
 from autopar.errors import ArgumentError
+from autopar.graph import CapturedModel, dtype_of, requires_grad, shape_of
+from autopar.placement import local_shape
 from autopar.runtime.stage import Stage, sent_dtype
 from autopar.staged_plan import SPLITTING, StagedPlan
 
@@ -44,11 +46,20 @@ def schedule_class(schedule: str) -> Any:
 
 
 class Schedule:
-    """Runs steps over a rank's stages, together with the other ranks of its pipeline."""
+    """Runs steps over a rank's stages, together with the other ranks of its pipeline.
 
-    def __init__(self, plan: StagedPlan, stages: Sequence[Stage], group: dist.ProcessGroup) -> None:
-        self.plan, self.stages, self.group = plan, stages, group
-        described = [_described(stage, plan.num_stages, group, plan.schedule in SPLITTING) for stage in stages]
+    captured: all stages of the model.
+    """
+
+    def __init__(
+        self,
+        plan: StagedPlan,
+        captured: Sequence[CapturedModel],
+        stages: Sequence[Stage],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.plan, self.captured, self.stages, self.group = plan, captured, stages, group
+        described = [self._described(stage) for stage in stages]
         self._schedule = schedule_class(plan.schedule)(
             described[0] if plan.schedule in SINGLE else described,
             plan.microbatches,
@@ -87,36 +98,32 @@ class Schedule:
     def _received(self, stage: Stage) -> tuple[Tensor, ...]:
         """What the stage before sends from its rank; nothing for the first."""
         found = []
-        for node in received_by(stage):
-            value = node.meta["val"]
-            buffer = torch.empty(value.shape, dtype=sent_dtype(value.dtype), device=stage.device)
+        for example in self._examples(stage.number):
+            buffer = torch.empty(example.shape, dtype=example.dtype, device=stage.device)
             dist.recv(buffer, group=self.group, group_src=self.plan.stage_rank(stage.number - 1))
             found.append(buffer)
         return tuple(found)
 
+    def _described(self, stage: Stage) -> pipelining.PipelineStage:
+        is_last = stage.number + 1 == self.plan.num_stages
+        return pipelining.PipelineStage(
+            stage,
+            stage.number,
+            self.plan.num_stages,
+            stage.device,
+            input_args=self._examples(stage.number),
+            output_args=(torch.empty((), device="meta"),) if is_last else self._examples(stage.number + 1),
+            group=self.group,
+            dw_builder=stage.later if self.plan.schedule in SPLITTING else None,
+        )
 
-def received_by(stage: Stage) -> list[fx.Node]:
-    """Placeholders of what a stage receives, in order."""
-    placeholders = {node.name: node for node in stage.local.graph.nodes if node.op == "placeholder"}
-    return [placeholders[name] for name in stage.local.captured.received]
-
-
-def _described(stage: Stage, num_stages: int, group: dist.ProcessGroup, splits: bool) -> pipelining.PipelineStage:
-    output = next(node for node in reversed(stage.local.graph.nodes) if node.op == "output")
-    ends: Any = output.args[0]
-    return pipelining.PipelineStage(
-        stage,
-        stage.number,
-        num_stages,
-        stage.device,
-        input_args=tuple(_example(node) for node in received_by(stage)),
-        output_args=tuple(_example(node) for node in ends[: output.meta["ends"]]),
-        group=group,
-        dw_builder=stage.later if splits else None,
-    )
-
-
-def _example(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    needs_gradient = bool(node.meta["requires_grad"])
-    return torch.empty(value.shape, dtype=sent_dtype(value.dtype), device="meta", requires_grad=needs_gradient)
+    def _examples(self, number: int) -> tuple[Tensor, ...]:
+        """Meta tensors like those that one rank of a stage receives."""
+        captured, plan = self.captured[number], self.plan.stages[number]
+        found = []
+        for name in captured.received:
+            node = captured.nodes[name]
+            shape = local_shape(shape_of(node), plan.layouts[name], plan.mesh)
+            found.append(torch.empty(shape, dtype=sent_dtype(dtype_of(node)), device="meta"))
+            found[-1].requires_grad_(requires_grad(node))
+        return tuple(found)

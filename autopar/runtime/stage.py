@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.graph import Accumulation, LocalModel
 from autopar.ops.groups import Groups, use_groups
@@ -27,25 +27,37 @@ from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.split_backward import backward_input
 from autopar.runtime.state import State
 
+Written = Callable[[LocalModel, bool], fx.Graph]
+"""The graph that is run of a stage, in training or in evaluation."""
+
 ONE_BATCH = Accumulation(microbatches=1, weight=1.0)
 
 
 class Stage(nn.Module):
     """One stage on one rank.
 
-    root: the module that has the buffers. splits: backward in two parts.
+    root: the module that has the buffers. written: gives the graph that is run. splits: backward in two parts.
     sends_away, returns_away: the next stage, the stage before is on another rank (for counting what is sent).
     losses, counts: of the micro-batches so far, if this is the last stage.
     """
 
     def __init__(
-        self, number: int, local: LocalModel, state: State, groups: Groups, root: nn.Module, *, splits: bool
+        self,
+        number: int,
+        local: LocalModel,
+        state: State,
+        groups: Groups,
+        root: nn.Module,
+        *,
+        splits: bool,
+        written: Written,
     ) -> None:
         super().__init__()
         self.number, self.local, self.state, self.groups, self.splits = number, local, state, groups, splits
+        self.written = written
         self.root = (root,)  # in a tuple, or it would be registered as a part of its own part
         self.remakes = "use" in self.plan.lifetimes.values() or bool(self.plan.recompute or self.plan.remade)
-        self.written = [b for b in local.captured.buffers if b.mutated_by]
+        self.changed = [b for b in local.captured.buffers if b.mutated_by]
         self.sends_away = self.returns_away = False
         self.losses: list[Tensor] = []
         self.counts: list[Tensor] = []
@@ -127,11 +139,11 @@ class Stage(nn.Module):
         ends, rest = results[: len(captured.ends)], results[len(captured.ends) :]
         if self.root[0].training:
             with torch.no_grad():
-                for buffer, value in zip(self.written, rest, strict=False):
+                for buffer, value in zip(self.changed, rest, strict=False):
                     self.root[0].get_buffer(buffer.names[0]).copy_(value)
         if captured.loss:
             self.losses.append(ends[0].detach())
-            self.counts += [count.detach() for count in rest[len(self.written) :]]
+            self.counts += [count.detach() for count in rest[len(self.changed) :]]
             return (ends[0] * self.accumulation.weight,)
         return ends
 
@@ -151,10 +163,14 @@ class Stage(nn.Module):
     def _accumulator(self) -> Accumulator:
         training = self.root[0].training
         if training not in self._accumulators:
-            written = again_graph(self.local.graph) if training else evaluation_graph(self.local.graph)
-            hoisted = hoist_parameters(written, self.plan.lifetimes)
+            hoisted = hoist_parameters(self.written(self.local, training), self.plan.lifetimes)
             self._accumulators[training] = Accumulator(hoisted, self.accumulation)
         return self._accumulators[training]
+
+
+def written(local: LocalModel, training: bool) -> fx.Graph:
+    """The stage's own graph, what is recomputed marked, or without dropout and batch statistics."""
+    return again_graph(local.graph) if training else evaluation_graph(local.graph)
 
 
 def _nothing() -> None:

@@ -1,0 +1,69 @@
+"""An exported plan with stages as a folder: plan.json, stage_0.py, ..., specs.json, state.pt (if needed), train.py."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import ArgumentError
+from autopar.export.folder import specs, specs_of
+from autopar.export.source import generate
+from autopar.export.training import staged_training_script
+from autopar.graph import CapturedModel, dtype_of, requires_grad
+from autopar.passes.split_stages import local_stage
+from autopar.runtime.exported import SPECS, STATE
+from autopar.staged_plan import StagedPlan
+
+
+def export_stages(
+    folder: Path,
+    captured: CapturedModel,
+    stages: Sequence[CapturedModel],
+    plan: StagedPlan,
+    plan_json: str,
+    values: Mapping[str, Tensor],
+) -> None:
+    """Write the folder; other files in it are left alone.
+
+    Args:
+        captured: the whole model; stages: its parts.
+        plan_json: the plan as text.
+        values: parameters and buffers by placeholder; buffers on the meta device have to come from a checkpoint later.
+
+    Raises:
+        ArgumentError: if the folder cannot be written.
+    """
+    locals_ = [local_stage(stages, plan, number) for number in range(plan.num_stages)]
+    state = dict(captured.constants)
+    state |= {b.placeholder: values[b.placeholder] for b in captured.buffers if b.placeholder in values}
+    state = {name: value.detach().cpu().contiguous() for name, value in state.items() if not value.is_meta}
+    body: dict[str, Any] = specs_of(captured)
+    body["constants"] = []
+    body["loss_dtype"] = str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch.")
+    body["stages"] = [{**specs(local), **_boundary(local.captured)} for local in locals_]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(plan_json)
+        for number, local in enumerate(locals_):
+            (folder / f"stage_{number}.py").write_text(generate(local))
+        (folder / SPECS).write_text(json.dumps(body, indent=1))
+        (folder / "train.py").write_text(staged_training_script(captured, plan))
+        (folder / STATE).unlink(missing_ok=True)
+        if state:
+            torch.save(state, folder / STATE)
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot export to {folder}: {error.strerror}; choose a folder that can be written"
+        ) from error
+
+
+def _boundary(stage: CapturedModel) -> dict[str, Any]:
+    """What a stage receives and sends, and which of what it receives has gradients."""
+    return {
+        "received": list(stage.received),
+        "sends": list(stage.sends),
+        "differentiable": [name for name in stage.received if requires_grad(stage.nodes[name])],
+    }
