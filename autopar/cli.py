@@ -128,6 +128,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
+    from autopar.verification import num_ranks
+
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
         if model.endswith(".json") and not model.startswith("hf:"):
@@ -158,7 +160,7 @@ def export(
         console.print(
             f"{made.model} on mesh {made.mesh} exported to {out}: {', '.join(answer['files'])}", highlight=False
         )
-        console.print(f"run it: cd {out} && torchrun --nproc-per-node {made.mesh.size} train.py", highlight=False)
+        console.print(f"run it: cd {out} && torchrun --nproc-per-node {num_ranks(made)} train.py", highlight=False)
 
 
 @app.command()

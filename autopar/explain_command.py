@@ -14,15 +14,16 @@ from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
 from autopar.search.compare import Difference
 from autopar.search.explain import Explanation
+from autopar.staged_model_plan import StagedModelPlan
 
 
-def reloaded(path: Path, overrides: dict[str, str], device: str) -> ModelPlan:
-    """A saved plan with the graph of the model that it says it is for.
+def reloaded(path: Path, overrides: dict[str, str], device: str) -> ModelPlan | StagedModelPlan:
+    """A saved plan, with stages or without, with the graph of the model that it says it is for.
 
     Raises:
         PlanMismatchError: if the plan does not say, or the model is another now.
     """
-    saved = without_stages(path)
+    saved = load_plan(path)
     if saved.source is None:
         raise PlanMismatchError(
             f"{path} does not say where its model is (it was not made by the command line); in Python, "
@@ -34,17 +35,16 @@ def reloaded(path: Path, overrides: dict[str, str], device: str) -> ModelPlan:
     return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
 
 
-def without_stages(path: Path) -> ModelPlan:
-    """A saved plan.
+def without_stages(plan: ModelPlan | StagedModelPlan, path: Path) -> ModelPlan:
+    """The plan of that file.
 
     Raises:
         PlanMismatchError: if it has stages.
     """
-    saved = load_plan(path)
-    if isinstance(saved, ModelPlan):
-        return saved
+    if isinstance(plan, ModelPlan):
+        return plan
     raise PlanMismatchError(
-        f"{path} is a plan in {saved.num_stages} stages, which is trained and verified, but not yet exported, "
+        f"{path} is a plan in {plan.num_stages} stages, which is trained, verified and exported, but not yet "
         "explained or compared; give a plan without stages"
     )
 
@@ -58,7 +58,7 @@ def explained(
         ClusterError: if the plan's cluster is not known by its name, and no `cluster` is given.
     """
     tell("capturing the model")
-    plan = reloaded(path, overrides, "meta")
+    plan = without_stages(reloaded(path, overrides, "meta"), path)
     return plan.explain(cluster=machine_of(plan, cluster, f"give --cluster for {path}"), seconds=seconds, progress=tell)
 
 
@@ -69,13 +69,13 @@ def compared(first: Path, second: Path, tell: Callable[[str], None]) -> Differen
         PlanMismatchError: if they are for different models, or one does not say for which.
     """
     tell(f"capturing the model of {first}")
-    left = reloaded(first, {}, "meta")
-    right = without_stages(second)
+    left = without_stages(reloaded(first, {}, "meta"), first)
+    right = without_stages(load_plan(second), second)
     if (right.fingerprint, right.microbatches) == (left.fingerprint, left.microbatches):
         right = replace(right, captured=left.captured)
     else:
         tell(f"capturing the model of {second}")
-        right = reloaded(second, {}, "meta")
+        right = without_stages(reloaded(second, {}, "meta"), second)
     return left.diff(right)
 
 

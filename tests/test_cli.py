@@ -228,7 +228,7 @@ def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net
 
 
 def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
-    source = {"spec": net, "batch": 8, "seq": None, "overrides": {}}
+    source = {"spec": net, "batch": 8, "seq": None, "overrides": {}, "precision": "fp32"}
     loaded = load_model(net, batch=8)
     captured, call = captured_model(loaded.model, Call(kwargs=loaded.kwargs), "fp32", microbatches=2)
     cut = next(n.name for n in captured.graph.nodes if "linear_1" in n.name)
@@ -239,6 +239,10 @@ def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net
     assert code == 0 and body["passed"] and body["loss_error"] < 1e-10 and body["gradient_error"] < 1e-8
     assert body["plans"][0]["sent"] == body["plans"][0]["predicted"]
     assert body["plans"][0]["sent"]["send pipeline"]["calls"] == 2
+    code, out, _ = run(capsys, "export", tmp_path / "plan.json", "--out", tmp_path / "a")
+    assert code == 0 and "stage_0.py, stage_1.py" in out and "torchrun --nproc-per-node 4 train.py" in out
+    code, _, err = run(capsys, "explain", tmp_path / "plan.json")
+    assert code == 2 and "a plan in 2 stages" in err
 
 
 def test_plan_and_verify_in_micro_batches(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
