@@ -69,7 +69,7 @@ def plan(
     seconds: Annotated[float | None, typer.Option(help="stop solving after these, with the best plan so far")] = None,
     no_fold: Annotated[bool, typer.Option("--no-fold", help="every layer decides; says what folding costs")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
-    out: Annotated[Path | None, typer.Option(help="export into this folder too")] = None,
+    out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +99,9 @@ def plan(
             with_baselines=not no_baselines,
             progress=lambda text: status.update(text),
         )
-        if out is not None:
+        if out is not None and out.suffix == ".json":
+            made.save(out)
+        elif out is not None:
             _with_values(made, source).export(out)
         if as_json:
             answer.update(json.loads(made.to_json()))
@@ -108,7 +110,7 @@ def plan(
 
         print_plan(made, made.local, made.machine, console)
         if out is not None:
-            console.print(f"exported to {out}", highlight=False)
+            console.print(f"written to {out}", highlight=False)
 
 
 @app.command()

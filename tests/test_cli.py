@@ -206,9 +206,9 @@ def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: st
 
 def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
     for name in ("fsdp", "ddp:zero=0"):
-        out = tmp_path / name[:4]
+        out = tmp_path / f"{name[:3]}.json"
         assert run(capsys, "plan", net, "--cluster", "2xcpu", "--baseline", name, "--out", out)[0] == 0
-    one, other = tmp_path / "fsdp/plan.json", tmp_path / "ddp:/plan.json"
+    one, other = tmp_path / "fsd.json", tmp_path / "ddp.json"
     code, out, err = run(capsys, "diff", one, other, "--json")
     changes = json.loads(out)["changes"]
     assert code == 0 and err == "" and {"parameter"} <= {change["kind"] for change in changes}

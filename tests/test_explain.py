@@ -63,7 +63,9 @@ def explanation() -> Explanation:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(explaining, "GB", STEP)
         patch.setattr(explaining, "DECISIONS", 1)
-        return explain(tight()[0], captured_of("llama"), machine(), relative_gap=GAP, seconds=1e4)
+        plan = tight()[0]
+        priced = plan.with_estimate(replace(plan.estimate, baselines={"ddp": "does not fit"}))
+        return explain(priced, captured_of("llama"), machine(), relative_gap=GAP, seconds=1e4)
 
 
 def replanned(limit: float) -> Plan:
@@ -90,6 +92,7 @@ def test_more_memory_buys_what_planning_with_it_gives(explanation: Explanation) 
     least, most = explanation.limit_costs
     assert 0 < least <= plan.estimate.step_seconds - free.best <= most
     assert "memory binds: " in str(explanation)
+    assert explanation.baselines == {"ddp": "does not fit"}, "those of the plan are not priced again"
 
 
 def test_a_faster_link_buys_what_planning_on_it_gives(explanation: Explanation) -> None:

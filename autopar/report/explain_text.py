@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.search.alternatives import Alternative
 from autopar.search.explain import Explanation
 from autopar.search.ledger import Item
 
@@ -143,12 +144,16 @@ def _alternatives(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
     title = "plans near this one (the best without what is named, under the same limit)"
     table = _table(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
+    alike: dict[tuple[object, ...], list[Alternative]] = {}
     for other in explanation.alternatives:
+        alike.setdefault((other.instead, other.seconds, other.bound, other.why_not), []).append(other)
+    for others in alike.values():
+        other, without = others[0], "; or ".join(other.without for other in others)
         if other.seconds is None:
-            table.add_row(other.without, other.why_not, "", "", "", "")
+            table.add_row(without, other.why_not, "", "", "", "")
             continue
         table.add_row(
-            other.without,
+            without,
             other.instead,
             seconds_text(other.seconds),
             _signed(other.seconds - own.step_seconds, own.step_seconds),

@@ -84,27 +84,33 @@ class NamedConfiguration:
                 f"{self}: pipelines are not yet built from a baseline; leave out pp, virtual_stages and schedule"
             )
         n, inner = cluster.num_devices, self.inner
+        if self.kind in ("ddp", "fsdp"):
+            self._check_dp(n, "", cluster)
+            return given
         key = "tp" if self.kind == "megatron" else "cp"
-        if given is not None and inner is not None and self.kind not in ("ddp", "fsdp") and given.shape[-1] != inner:
-            raise MeshError(
-                f"{self}: the last axis of mesh {given} has {given.shape[-1]} ranks, {key} says {inner}; "
-                f"leave --mesh out, or choose one whose last axis has {inner}"
-            )
-        if inner is None and (given is None) and self.dp is not None:
+        if given is not None:
+            if inner not in (None, given.shape[-1]):
+                raise MeshError(
+                    f"{self}: the last axis of mesh {given} has {given.shape[-1]} ranks, {key} says {inner}; "
+                    f"leave --mesh out, or choose one whose last axis has {inner}"
+                )
+            inner = given.shape[-1]
+        elif inner is None and self.dp is not None:
             inner = max(n // self.dp, 1)
-        if inner is not None and n % inner:
+        if inner is None:
+            return None
+        if n % inner:
             degrees = [d for d in range(1, n + 1) if n % d == 0]
             raise MeshError(f"{self}: {key} {inner} does not divide the {n} devices of {cluster}; use one of {degrees}")
-        outer = n // inner if inner is not None else None
-        outer = given.size // given.shape[-1] if outer is None and given is not None else outer
-        if self.dp is not None and self.dp != outer:
-            rest = "" if self.kind in ("ddp", "fsdp") else f" x {key} {inner or (given.shape[-1] if given else 1)}"
+        self._check_dp(n // inner, f" x {key} {inner}", cluster)
+        return given or make_mesh((n // inner, inner))
+
+    def _check_dp(self, ranks: int, rest: str, cluster: Cluster) -> None:
+        if self.dp not in (None, ranks):
             raise MeshError(
-                f"{self}: dp {self.dp}{rest} is not the {n} devices of {cluster}; use dp={outer}, or leave it out"
+                f"{self}: dp {self.dp}{rest} is not the {cluster.num_devices} devices of {cluster}; use dp={ranks}, or "
+                "leave it out"
             )
-        if given is not None or inner is None or self.kind in ("ddp", "fsdp"):
-            return given
-        return make_mesh((n // inner, inner))
 
     def num_microbatches(self, global_batch: int | None, mesh: Mesh) -> int | None:
         """In how many micro-batches a step runs `global_batch` samples; None if nothing is said.
