@@ -34,15 +34,25 @@ def render(difference: Difference) -> RenderableType:
         parts.append(table)
     if difference.changes:
         table = _table("what they decide differently", "of", "first", "second")
-        for change in difference.changes:
-            count = f" ×{change.count}" if change.count > 1 else ""
-            table.add_row(f"{change.what}{count} [{change.kind}]", change.left, change.right)
+        for (kind, module, left, right), names in _by_module(difference).items():
+            listed = f"{module}: {', '.join(names)}" if module else ", ".join(names)
+            table.add_row(Text(f"{listed} [{kind}]"), left, right)
         parts.append(table)
     else:
         parts.append(Text("they decide the same\n"))
     parts.append(_costs("step time", difference.seconds, seconds_text))
     parts.append(_costs("memory at the peak", difference.nbytes, nbytes_text))
     return Group(*parts)
+
+
+def _by_module(difference: Difference) -> dict[tuple[str, str, str, str], list[str]]:
+    """(kind, module, first, second) -> what of the module is so, each with its count."""
+    out: dict[tuple[str, str, str, str], list[str]] = {}
+    for change in difference.changes:
+        module, _, name = change.what.rpartition(": ")
+        count = f" ×{change.count}" if change.count > 1 else ""
+        out.setdefault((change.kind, module, change.left, change.right), []).append(f"{name}{count}")
+    return out
 
 
 def _table(title: str, *columns: str) -> Table:

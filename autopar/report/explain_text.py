@@ -120,16 +120,17 @@ def _offers(explanation: Explanation) -> Table:
     table = _table(title, "with", "this plan", "best plan", "no plan below", "saves", "at most", folded=1)
     for offer in explanation.offers:
         same = "does not fit" if offer.same is None else seconds_text(offer.same)
-        if offer.best is None or offer.why_not:
-            table.add_row(offer.change, same, offer.why_not, "", "", "")
+        change = f"{offer.change}: {offer.why_not}" if offer.why_not else offer.change
+        if offer.best is None:
+            table.add_row(change, same, "", "", "", "")
             continue
         table.add_row(
-            offer.change,
+            change,
             same,
             seconds_text(offer.best),
-            seconds_text(offer.bound),
+            seconds_text(offer.bound) if offer.bound else "not proved",
             _signed(own.step_seconds - offer.best, own.step_seconds, ""),
-            _signed(own.step_seconds - offer.bound, own.step_seconds, ""),
+            _signed(own.step_seconds - offer.bound, own.step_seconds, "") if offer.bound else "",
         )
     return table
 

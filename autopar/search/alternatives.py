@@ -6,6 +6,7 @@ part. A technique is forbidden everywhere; a decision is what one kind of op, or
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,12 +15,13 @@ from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan
 from autopar.search.build import Problem, build
 from autopar.search.build_recompute import build_with_recompute
+from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
 from autopar.search.ledger import describe
 from autopar.search.options import Restriction
-from autopar.search.planner import make_problem
+from autopar.search.planner import TRIAL_GAP, make_problem
 from autopar.search.pricing import Pricer
 from autopar.search.program import Op, Program, Tensor
 from autopar.search.words import WHOLE, Tags, dim_tags, factor_tags
@@ -43,7 +45,7 @@ Question = tuple[str, Callable[[float], Alternative]]
 """What it is about, and its answer within so many seconds of solving."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """Where alternatives are looked for: the plan's own mesh, micro-batches and limit."""
 
@@ -121,7 +123,7 @@ class Space:
 
     def decisions(self, most: int) -> Iterator[Question]:
         """The best plan with another decision for each of the `most` dearest kinds of ops and largest of parameters."""
-        problem = self._own_problem()
+        problem = self._keeping
         tags = dim_tags(self.program.captured)
         spent = {node: self._node_seconds(problem, node) for node in problem.options}
         for node in sorted(spent, key=lambda n: -spent[n])[:most]:
@@ -131,16 +133,17 @@ class Space:
             def said(plan: Plan, op: Op = root) -> str:
                 return words_of(op, plan, tags)
 
-            banned = np.array([option.names[-1] == chosen for option in problem.options[node]])
+            def is_banned(problem: Problem, node: int = node, chosen: tuple[str, ...] = chosen) -> list[bool]:
+                return [option.names[-1] == chosen for option in problem.options[node]]
+
             label = f"{describe(self.program, root.name)}: {said(self.plan)}"
-            yield label, self._forbidden(problem, node, banned, label, said)
+            yield label, self._forbidden(node, is_banned, label, said)
         stored = {
             node: sum(self.pricer.local_nbytes(self.program.tensors[n], self.plan.layouts[n]) for n in names)
             for node, (names, _) in problem.parameters.items()
         }
         for node in sorted(stored, key=lambda n: -stored[n])[: max(most // 2, 1)]:
-            names, space = problem.parameters[node]
-            name = names[0]
+            name = problem.parameters[node][0][0]
             lifetime = {"always": "step", "microbatch": "keep"}.get(
                 self.plan.lifetimes[name], self.plan.lifetimes[name]
             )
@@ -149,14 +152,21 @@ class Space:
                 return stored_as(plan, name)
 
             lifetimes = {lifetime, "keep"} if lifetime == "step" else {lifetime}
-            banned = np.array([s == self.plan.layouts[name] and v in lifetimes for s, v in space.options])
-            label = f"{describe(self.program, name)}: {stored_as(self.plan, name)}"
-            yield label, self._forbidden(problem, node, banned, label, said_of)
+            banned = {(self.plan.layouts[name], v) for v in lifetimes}
 
-    def _own_problem(self) -> Problem:
-        if self.plan.recompute or self.plan.remade:
-            return build_with_recompute(self.program, self.pricer, limit=self.limit)
+            def is_stored(problem: Problem, node: int = node, banned: set[tuple[Layout, str]] = banned) -> list[bool]:
+                return [option in banned for option in problem.parameters[node][1].options]
+
+            label = f"{describe(self.program, name)}: {stored_as(self.plan, name)}"
+            yield label, self._forbidden(node, is_stored, label, said_of)
+
+    @cached_property
+    def _keeping(self) -> Problem:
         return build(self.program, self.pricer, limit=self.limit)
+
+    @cached_property
+    def _recomputing(self) -> Problem:
+        return build_with_recompute(self.program, self.pricer, limit=self.limit)
 
     def _node_seconds(self, problem: Problem, node: int) -> float:
         """What the plan's ops of a cluster take, all instances."""
@@ -165,15 +175,28 @@ class Space:
         return sum(self.pricer.op(op, self.plan.choices[op.name]).seconds for op in ops)
 
     def _forbidden(
-        self, problem: Problem, node: int, banned: np.ndarray, without: str, said: Callable[[Plan], str]
+        self, node: int, is_banned: Callable[[Problem], list[bool]], without: str, said: Callable[[Plan], str]
     ) -> Callable[[float], Alternative]:
-        def answer(seconds: float) -> Alternative:
-            if banned.all():
-                return Alternative(without=without, why_not="there is no other")
-            graph = problem.graph
+        """Without some options of a node; recompute is allowed where the fastest plan without them does not fit."""
+
+        def less(problem: Problem) -> Problem:
+            graph, banned = problem.graph, np.array(is_banned(problem))
             changed = replace(graph.nodes[node], seconds=np.where(banned, np.inf, graph.nodes[node].seconds))
-            nodes = (*graph.nodes[:node], changed, *graph.nodes[node + 1 :])
-            return self._solved(lambda: replace(problem, graph=replace(graph, nodes=nodes)), without, said, seconds)
+            return replace(
+                problem, graph=replace(graph, nodes=(*graph.nodes[:node], changed, *graph.nodes[node + 1 :]))
+            )
+
+        def answer(seconds: float) -> Alternative:
+            if all(is_banned(self._keeping)):
+                return Alternative(without=without, why_not="there is no other")
+
+            def problem() -> Problem:
+                keeping = less(self._keeping)
+                fastest = solve(replace(keeping.graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
+                fits = within(keeping.graph, fastest.choice, fastest.arcs)
+                return keeping if fits else less(self._recomputing)
+
+            return self._solved(problem, without, said, seconds)
 
         return answer
 

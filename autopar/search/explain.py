@@ -42,7 +42,8 @@ DECISIONS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What a change would buy. same: seconds of the plan as it is, under the change (None where it does not fit).
-    best, bound, nbytes: of the best plan found under it, `best` None with `why_not` where there is none."""
+    best, bound, nbytes: of the best plan found under it; `why_not` says why none beside the plan itself was, `best` is
+    then None or that."""
 
     change: str
     same: float | None = None
@@ -203,7 +204,7 @@ class _Asker:
         except InfeasibleError as error:
             return Offer(change=change, same=same, best=same, why_not=str(error))
         except SearchTimeoutError:
-            return Offer(change=change, same=same, best=same, why_not="no plan was found in the time given")
+            return Offer(change=change, same=same, best=same, why_not="no other plan was found in the time given")
         best, nbytes = found.step_seconds, found.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes
@@ -213,7 +214,7 @@ class _Asker:
         """Seconds at least and at most that the best plan under the limit takes more than the best without."""
         known = {offer.change: offer for offer in offers}
         free, own = known.get(UNLIMITED), self.plan.estimate
-        if free is None or free.best is None:
+        if free is None or free.best is None or not free.bound:
             return None
         if free.nbytes <= limit:
             return 0.0, 0.0
