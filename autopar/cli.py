@@ -176,6 +176,9 @@ def verify(
         list[str] | None, typer.Option(help="a named baseline to verify; may be given several times")
     ] = None,
     random: Annotated[int, typer.Option(help="this many random valid plans")] = 0,
+    pipeline: Annotated[
+        str | None, typer.Option(help="random plans in stages, --mesh that of each: 1f1b:4, interleaved-1f1b:2:6")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of random plans")] = 0,
     global_batch: Batch = None,
     microbatches: Annotated[
@@ -196,6 +199,7 @@ def verify(
         plan=plan,
         baselines=tuple(baseline or ()),
         num_random=random,
+        pipeline=pipeline,
         seed=seed,
         batch=global_batch,
         microbatches=microbatches,

@@ -71,6 +71,24 @@ def check_microbatches(schedule: str, pipeline: int, microbatches: int) -> None:
         )
 
 
+def parse_pipeline(text: str) -> tuple[str, int, int]:
+    """`1f1b:4` or `interleaved-1f1b:2:6` as schedule, pipeline ranks and stages (by default as few as can be).
+
+    Raises:
+        ArgumentError: if the text is of neither form, or the schedule does not run so many stages on so many ranks.
+    """
+    schedule, *numbers = text.split(":")
+    if len(numbers) not in (1, 2) or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        raise ArgumentError(
+            f"pipeline {text!r} is not of the form schedule:ranks or schedule:ranks:stages, such as 1f1b:4 or "
+            "interleaved-1f1b:2:6"
+        )
+    pipeline = int(numbers[0])
+    num_stages = int(numbers[1]) if len(numbers) == 2 else pipeline * (2 if schedule in SCHEDULES[2:] else 1)
+    stage_ranks(schedule, pipeline, num_stages)
+    return schedule, pipeline, num_stages
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedPlan:
     """A distribution of one captured model (that of one micro-batch) over the stages of a pipeline.

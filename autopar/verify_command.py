@@ -25,7 +25,7 @@ from autopar.plan import Plan, TrainConfig
 from autopar.report.units import nbytes_text
 from autopar.search.named_configuration import configured
 from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import StagedPlan, parse_pipeline
 from autopar.verification import TOLERANCES, Check, verify_plans
 
 
@@ -38,6 +38,7 @@ class Request:
     plan: Path | None = None
     baselines: tuple[str, ...] = ()
     num_random: int = 0
+    pipeline: str | None = None
     seed: int = 0
     batch: int | None = None
     microbatches: int | None = None
@@ -53,6 +54,8 @@ def run(request: Request, console: Console) -> dict[str, Any]:
         AutoparError: for bad input; RankError if a process dies.
     """
     check_choice("precision", request.precision, DTYPES)
+    if request.pipeline is not None and (not request.num_random or request.plan or request.baselines):
+        raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
     saved = load_plan(request.plan) if request.plan is not None else None
     mesh = _mesh(request, saved)
     request = request if saved is None else _as_planned(request, saved)
@@ -148,15 +151,23 @@ def _plans(
                 raise
             console.print(f"{name} does not apply: {error}", highlight=False, markup=False)
     if request.num_random:
-        from autopar.search.random_plan import random_plan
-
         for number in range(request.num_random):
             seed = request.seed + number
-            yield f"random {seed}", random_plan(captured, mesh, random.Random(seed))
+            yield f"random {seed}", _random(request, captured, mesh, random.Random(seed))
     if saved is None and not request.baselines and not request.num_random:
         with console.status("planning"):
             found = search_plan(captured, machine, mesh, config, None, 0.01, False, lambda _: None)
         yield "ilp", found
+
+
+def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan | StagedPlan:
+    """A random plan, in stages cut at random if a pipeline is asked for."""
+    from autopar.search.random_plan import random_cuts, random_plan, random_staged_plan
+
+    if request.pipeline is None:
+        return random_plan(captured, mesh, rng)
+    schedule, pipeline, num_stages = parse_pipeline(request.pipeline)
+    return random_staged_plan(captured, mesh, schedule, pipeline, random_cuts(captured, num_stages, rng), rng)
 
 
 def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
@@ -206,10 +217,11 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
     passed = bool(checks) and not failed
     if worst is not None:
         _print_traffic(worst if len(checks) > 1 else checks[0], console)
+        stages = f"stages {request.pipeline} of " if request.pipeline else ""
         said = "equal to one process" if passed else f"NOT equal to one process: {', '.join(failed)}"
         console.print(
-            f"{len(checks)} {'plan' if len(checks) == 1 else 'plans'} on mesh {mesh}, {request.precision}: largest "
-            f"relative error of the loss {worst_loss:.1e} (tolerance {loss:.0e}), of a gradient "
+            f"{len(checks)} {'plan' if len(checks) == 1 else 'plans'} on {stages}mesh {mesh}, {request.precision}: "
+            f"largest relative error of the loss {worst_loss:.1e} (tolerance {loss:.0e}), of a gradient "
             f"{worst.gradient_error:.1e} ({worst.worst_gradient or 'none'}, plan {worst.plan}; tolerance "
             f"{gradient:.0e}): {said}",
             style="green" if passed else "red",

@@ -23,7 +23,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
 from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.runtime import PipelinedModule, count_messages
-from autopar.search.random_plan import random_staged_plan
+from autopar.search.random_plan import random_cuts, random_staged_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 from tests.zoo import zoo
@@ -81,13 +81,6 @@ def one_process(
     return float(total.detach()), gradients, {name: value.detach() for name, value in buffers.items()}
 
 
-def cuts_of(captured: CapturedModel, num_stages: int, rng: random.Random) -> tuple[str, ...]:
-    """Random cuts before the loss, each stage with some calls."""
-    names = [node.name for node in captured.graph.nodes if node.op == "call_function"]
-    names = names[1 : names.index(captured.loss) + 1]
-    return tuple(names[i] for i in sorted(rng.sample(range(len(names)), num_stages - 1)))
-
-
 def random_plans(
     captured: CapturedModel,
     schedule: str,
@@ -102,7 +95,7 @@ def random_plans(
     plans = []
     for seed in seeds:
         rng = random.Random(f"{captured.name} {schedule} {num_stages} {captured.microbatches} {seed}")
-        cuts = cuts_of(captured, num_stages, rng)
+        cuts = random_cuts(captured, num_stages, rng)
         plan = random_staged_plan(captured, make_mesh(mesh), schedule, pipeline, cuts, rng, recompute=recompute)
         plans.append(plan.to_json())
     return plans

@@ -245,6 +245,22 @@ def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net
     assert code == 2 and "a plan in 2 stages" in err
 
 
+def test_verify_random_pipelines(capsys: pytest.CaptureFixture[str], net: str) -> None:
+    pipeline = ("--mesh", 1, "--pipeline", "zbv:2", "--microbatches", 2)
+    code, out, _ = run(capsys, "verify", net, *pipeline, "--random", 3, "--json")
+    body = json.loads(out)
+    assert code == 0 and len(body["plans"]) == 3 and body["gradient_error"] < 1e-8
+    assert all(check["sent"] == check["predicted"] and "send pipeline" in check["sent"] for check in body["plans"])
+    for arguments, message in (
+        (pipeline, "is for random plans alone"),
+        (("--mesh", 1, "--pipeline", "zbv", "--random", 1), "not of the form schedule:ranks"),
+        (("--mesh", 1, "--pipeline", "zbv:2:2", "--random", 1), "needs two stages a rank, 4; got 2"),
+        (("--mesh", 1, "--pipeline", "1f1b:2", "--random", 1), "as many micro-batches, got 1"),
+    ):
+        code, _, err = run(capsys, "verify", net, *arguments)
+        assert code == 2 and message in err
+
+
 def test_plan_and_verify_in_micro_batches(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
     code, out, _ = run(capsys, "plan", net, "--cluster", "2xcpu", "--microbatches", 2, "--out", tmp_path / "a")
     assert code == 0 and "in 2 micro-batches" in out

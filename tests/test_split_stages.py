@@ -21,7 +21,7 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import owners, split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
-from autopar.search.random_plan import random_plan
+from autopar.search.random_plan import random_cuts, random_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import SCHEDULES, StagedPlan, check_microbatches, stage_ranks, staged_plan_from_json
 from tests.plans_in_threads import one_process
@@ -36,13 +36,6 @@ def captured_of(family: str) -> tuple[CapturedModel, nn.Module, dict[str, Any]]:
 
 def calls(captured: CapturedModel) -> list[str]:
     return [node.name for node in captured.graph.nodes if node.op == "call_function"]
-
-
-def random_cuts(captured: CapturedModel, num_stages: int, rng: random.Random) -> tuple[str, ...]:
-    """Cuts anywhere before the loss."""
-    names = calls(captured)
-    names = names[1 : names.index(captured.loss) + 1]
-    return tuple(names[i] for i in sorted(rng.sample(range(len(names)), num_stages - 1)))
 
 
 def run_one_after_the_other(stages: tuple[CapturedModel, ...], values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,6 +128,8 @@ def test_cuts_that_make_no_stages_are_refused() -> None:
     ):
         with pytest.raises(PlanMismatchError, match=message):
             split_stages(captured, cuts)
+    with pytest.raises(ArgumentError, match="too few for 1000 stages"):
+        random_cuts(captured, 1000, random.Random(0))
 
 
 class Twice(nn.Module):

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel, LocalModel, requires_grad
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
@@ -79,6 +80,21 @@ def nested_under(storage: Layout, use: Layout) -> Layout:
     shared = [a for dim in use.sharded_dims() for a in use.axes_of(dim) if storage.axes[a] == Shard(dim)]
     extra = [a for a, p in enumerate(storage.axes) if isinstance(p, Shard) and a not in shared]
     return next(v for v in orders(storage.axes) if v == Layout(storage.axes, (*shared, *extra)))
+
+
+def random_cuts(captured: CapturedModel, num_stages: int, rng: random.Random) -> tuple[str, ...]:
+    """Cuts anywhere before the loss.
+
+    Raises:
+        ArgumentError: if the model has not so many calls.
+    """
+    names = [node.name for node in captured.graph.nodes if node.op == "call_function"]
+    names = names[1 : names.index(captured.loss) + 1]
+    if num_stages - 1 > len(names):
+        raise ArgumentError(
+            f"{captured.name} has {len(names) + 1} calls up to its loss, too few for {num_stages} stages; use fewer"
+        )
+    return tuple(names[i] for i in sorted(rng.sample(range(len(names)), num_stages - 1)))
 
 
 def random_staged_plan(
