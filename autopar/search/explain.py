@@ -6,6 +6,7 @@ none below b', the best under the change is between b' and s' away from zero, so
 max(0, b - s') and at most s - b'. The plan itself is a candidate under every change that it still fits.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -158,10 +159,10 @@ class _Asker:
             space = Space(
                 plan=plan, program=self.program, pricer=self.pricer, limit=limit, relative_gap=self.relative_gap
             )
-            for questions in (space.decisions(DECISIONS), space.techniques()):
-                for label, answer in questions:
-                    if self._asks(label, unanswered):
-                        alternatives.append(answer(self._left()))
+            both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
+            for label, answer in filter(None, itertools.chain.from_iterable(both)):
+                if self._asks(label, unanswered):
+                    alternatives.append(answer(self._left()))
         alternatives.sort(key=lambda a: math.inf if a.seconds is None else a.seconds)
         return Explanation(
             plan=plan,
