@@ -51,9 +51,10 @@ def _split_batch_norm(
     centred = x - mean.view(shape)
     # two passes over x, since the mean of squares less the square of the mean cancels
     var = all_reduce(centred.square().sum(dims), axis=axis, backward="all_reduce") / count
-    y = centred * torch.rsqrt(var + eps).view(shape)
+    scale = torch.rsqrt(var + eps)
     if weight is not None:
-        y = y * weight.view(shape)
+        scale = scale * weight
+    y = centred * scale.view(shape)  # one product, so that backward keeps one tensor of the size of x
     if bias is not None:
         y = y + bias.view(shape)
     with torch.no_grad():

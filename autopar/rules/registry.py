@@ -6,6 +6,7 @@ and the layout of a consumer's operand that is a getitem node is the layout of t
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autopar.rules import (
     views,
 )
 from autopar.rules.describe import free_dims, result_values
+from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Rule, replicated_rule
 
 RULES: dict[Any, Callable[[fx.Node], Rule]] = {
@@ -61,7 +63,11 @@ def rule_of(node: fx.Node) -> Rule:
     if elementwise.is_pointwise(node):
         return elementwise.pointwise_rule(node)
     ranks = tuple(source.meta["val"].dim() for source in operands(node))
-    return replicated_rule(ranks, tuple(value.dim() for value in result_values(node)))
+    rule = replicated_rule(ranks, tuple(value.dim() for value in result_values(node)))
+    if node.op != "call_function":
+        return rule
+    saves, saves_results, nbytes = kept_by_autograd(node)
+    return replace(rule, saves=saves, saves_results=saves_results, saves_nbytes=nbytes)
 
 
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:

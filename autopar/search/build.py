@@ -264,6 +264,9 @@ class _Builder:
             options += [w for w in wanted if w in input_layouts(tensor.shape, self.pricer.mesh)]
         node = self._node(names[0], np.zeros(len(options)))
         self.problem.inputs[node] = (names, tuple(options))
+        if tensor.kind == "input" and self.times > 1:  # a step holds those of all its micro-batches
+            nbytes = [self.pricer.local_nbytes(tensor, v) * (self.times - 1) * len(names) for v in options]
+            self._count(node, nbytes, np.ones(self.moments.count))
         layouts = (whole, *wanted)
         lattice = Lattice(
             layouts=layouts,
@@ -275,10 +278,10 @@ class _Builder:
             backward=np.zeros(len(wanted)),
         )
         group = self._group(names, node, options, readers, lattice, lattice.forward)
-        nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        sizes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         always = np.full(self.moments.count, float(len(names)))
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
-        self.kept_memory.append((group, nbytes, always, True, keepers))
+        self.kept_memory.append((group, sizes, always, True, keepers))
 
     def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))

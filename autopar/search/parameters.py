@@ -13,8 +13,8 @@ import numpy as np
 
 from autopar.placement import Layout
 from autopar.redistribution import Step
-from autopar.search.evaluate import regathered
 from autopar.search.lattice import Distances, Lattices, cheapest_ways
+from autopar.search.live import regathered
 from autopar.search.moments import Moments
 from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer, total

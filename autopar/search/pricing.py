@@ -21,6 +21,7 @@ from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
 from autopar.redistribution import Message, Step, messages
 from autopar.rules.rule import Local, is_splittable, layouts, localized
+from autopar.rules.spare import handed_on, spare
 from autopar.search.program import Op, Tensor
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
@@ -30,7 +31,7 @@ Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpPrice:
     """One op under one choice an axis. Bytes of one rank: `working` beside operands and results that are saved or are
-    parameters, `kept` what autograd keeps beside saved operands and results."""
+    parameters, `spare` (`rules.spare`) among it, `kept` what autograd keeps beside saved operands and results."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -41,6 +42,8 @@ class OpPrice:
     seconds: float
     working_forward: int
     working_backward: int
+    spare_forward: int
+    spare_backward: int
     kept: int
 
 
@@ -145,7 +148,10 @@ class Pricer:
         saves, saves_results = (rule.saves, rule.saves_results) if op.has_backward else ((), ())
         unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
-        gradients = [n for n, g in zip(sizes + results, op.operand_grads + op.result_grads, strict=True) if g]
+        handed = handed_on(op.node, rule)
+        gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in handed]
+        gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
+        ahead, back = (round(part * max([*sizes, *results], default=0)) for part in spare(op.node, rule))
         is_view = rule.alias is not None
         return OpPrice(
             operands=wanted,
@@ -155,8 +161,10 @@ class Pricer:
             forward_sent=forward_sent,
             backward_sent=backward_sent,
             seconds=forward + backward + total(forward_sent) + total(backward_sent),
-            working_forward=0 if is_view else sum(unsaved),
-            working_backward=0 if is_view or not op.has_backward else sum(gradients),
+            working_forward=0 if is_view else sum(unsaved) + ahead,
+            working_backward=0 if is_view or not op.has_backward else sum(gradients) + back,
+            spare_forward=ahead,
+            spare_backward=back if op.has_backward else 0,
             kept=-(-rule.saves_nbytes // parts) if op.has_backward else 0,
         )
 

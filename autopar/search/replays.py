@@ -18,6 +18,7 @@ from autopar.search.pricing import Pricer
 from autopar.search.program import Program
 
 Value = tuple[str, Layout]
+"""A tensor in a layout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +31,21 @@ class Replays:
     first: dict[Value, int] = field(default_factory=dict)
     ops: dict[int, int] = field(default_factory=dict)
     steps: dict[Value, tuple[Step, int]] = field(default_factory=dict)
+
+
+def root_of(
+    program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey], name: str, layout: Layout
+) -> Value:
+    """The value whose storage a tensor in a layout is."""
+    while True:
+        journey = journeys[name]
+        while journey.tensor.kind == "op" and layout != journey.source and not journey.made[layout].forward:
+            layout = journey.made[layout].source
+        view = program.aliases.get(name)
+        if view is None or layout != journey.source:
+            return name, layout
+        op = program.ops[view[0]]
+        name, layout = op.operands[view[1]], pricer.op(op, plan.choices[op.name]).operands[view[1]]
 
 
 def find_replays(plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> Replays:
@@ -62,16 +78,7 @@ class _Search:
         return found
 
     def value(self, name: str, layout: Layout) -> Value:
-        """The value whose storage a tensor in a layout is."""
-        while True:
-            journey = self.journeys[name]
-            while journey.tensor.kind == "op" and layout != journey.source and not journey.made[layout].forward:
-                layout = journey.made[layout].source
-            view = self.program.aliases.get(name)
-            if view is None or layout != journey.source:
-                return name, layout
-            op = self.program.ops[view[0]]
-            name, layout = op.operands[view[1]], self.pricer.op(op, self.plan.choices[op.name]).operands[view[1]]
+        return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
 
     def _wait(self, value: Value, position: int) -> None:
         self.found.uses[value].append(position)

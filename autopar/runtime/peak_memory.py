@@ -1,0 +1,92 @@
+"""How many bytes of tensors does this rank hold at once? Counted while it computes, the peak and what it is made of.
+
+A *storage* counts from the call that makes it until nothing refers to it, views and aliases included; what exists
+before is named by `hold`. Not seen: what a kernel or a library allocates inside one call, the rounding and the
+fragments of an allocator, and buffers of the backend that sends.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.private_torch import local_tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """One live storage: its bytes, what it is, and the call that made it."""
+
+    nbytes: int
+    kind: str
+    made_by: str
+
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while active (`with`). `peak`: most bytes at once; `at_peak`: bytes then, by kind or by making call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._held: dict[int, _Held] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._at_peak: tuple[_Held, ...] = ()
+
+    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that exist already, or name what they are if they are counted."""
+        for tensor in tensors:
+            self._count(tensor, kind, kind)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes at the peak by kind; what no `hold` named is `working`."""
+        return _summed((held.kind, held.nbytes) for held in self._at_peak)
+
+    @property
+    def makers_at_peak(self) -> dict[str, int]:
+        """Bytes at the peak by the call that made them, most first."""
+        return _summed((held.made_by, held.nbytes) for held in self._at_peak)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again, for local tensors
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._count(tensor, "working", str(func))
+        return result
+
+    def _count(self, tensor: Tensor, kind: str, made_by: str) -> None:
+        storage = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if (held := self._held.get(id(storage))) is not None:
+            held.kind = kind if kind != "working" else held.kind
+            return
+        key, held = id(storage), _Held(nbytes=storage.nbytes(), kind=kind, made_by=made_by)
+        self._held[key] = held
+        self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
+        self.live += held.nbytes
+        if self.live > self.peak:
+            self.peak, self._at_peak = self.live, tuple(self._held.values())
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._held.pop(key).nbytes
+        del self._references[key]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _summed(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for name, nbytes in parts:
+        out[name] = out.get(name, 0) + nbytes
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
