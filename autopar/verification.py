@@ -40,7 +40,11 @@ DRAWS = Draws(seed=1, step=0, exact=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One plan against one process: largest relative errors over all ranks, and messages predicted and counted."""
+    """One plan against one process: largest relative errors over all ranks, and messages predicted and counted.
+
+    Peaks are bytes of tensors that a rank holds at once, without optimizer state: predicted, and the most of any rank;
+    not of plans with stages.
+    """
 
     plan: str
     loss: float
@@ -49,6 +53,8 @@ class Check:
     worst_gradient: str
     predicted: Sent
     counted: Sent
+    predicted_peak: float | None
+    measured_peak: int | None
     error: str = ""
 
     @property
@@ -235,12 +241,27 @@ def _check(
     reference: Mapping[str, Any],
 ) -> Check:
     """This rank's view of one plan."""
+    from autopar.cluster import load_cluster
     from autopar.runtime import count_messages
+    from autopar.runtime.data import local_samples
+    from autopar.runtime.peak_memory import watch
+    from autopar.search.evaluate import peak_without_optimizer
 
     made = _staged_module if isinstance(plan, StagedPlan) else _module
     module, predicted = made(captured, plan, tensors["values"])
-    with count_messages(module) as counted:
-        loss = module.step(tensors["inputs"])
+    if isinstance(plan, StagedPlan):
+        peak, predicted_peak = None, None
+        with count_messages(module) as counted:
+            loss = module.step(tensors["inputs"])
+    else:
+        own = {
+            spec.placeholder: local_samples(module, spec, tensors["inputs"][spec.placeholder]).clone()
+            for spec in captured.inputs
+        }
+        predicted_peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}xcpu"))
+        with count_messages(module) as counted, watch(module, own) as memory:
+            loss = module.step(own)
+        peak = memory.peak
     error, worst = _gradient_error(module, reference["gradients"])
     whole = reference["loss"]
     return Check(
@@ -251,6 +272,8 @@ def _check(
         worst_gradient=worst,
         predicted=predicted,
         counted=dict(counted),
+        predicted_peak=predicted_peak,
+        measured_peak=peak,
     )
 
 
@@ -306,6 +329,8 @@ def _merge(checks: list[Check]) -> Check:
         worst_gradient=worst.worst_gradient,
         predicted=odd.predicted,
         counted=odd.counted,
+        predicted_peak=checks[0].predicted_peak,
+        measured_peak=max((c.measured_peak for c in checks if c.measured_peak is not None), default=None),
     )
 
 

@@ -184,7 +184,10 @@ def _repointed_stages(plan: StagedPlan, captured: CapturedModel) -> StagedPlan:
     return replace(plain, fingerprint=captured.fingerprint, stages=stages)
 
 
-HEAD = f"{'plan':12} {'loss error':>11} {'gradient error':>15}  {'largest at':38} {'sent':>10} {'bytes':>9}  verdict"
+HEAD = (
+    f"{'plan':12} {'loss error':>11} {'gradient error':>15}  {'largest at':38} {'sent':>10} {'bytes':>9} {'peak':>10} "
+    f"{'predicted':>10}  verdict"
+)
 
 
 def _print_row(check: Check, precision: str, console: Console) -> None:
@@ -195,7 +198,8 @@ def _print_row(check: Check, precision: str, console: Console) -> None:
     worst = check.worst_gradient if len(check.worst_gradient) <= 38 else "…" + check.worst_gradient[-37:]
     line = (
         f"{check.plan:12} {check.loss_error:11.1e} {check.gradient_error:15.1e}  {worst:38} "
-        f"{nbytes_text(sent):>10} {agreed:>9}  {verdict}"
+        f"{nbytes_text(sent):>10} {agreed:>9} {_nbytes(check.measured_peak):>10} "
+        f"{_nbytes(check.predicted_peak):>10}  {verdict}"
     )
     console.print(line, style="" if verdict == "ok" else "red", highlight=False, markup=False, soft_wrap=True)
     if not check.bytes_match:
@@ -207,6 +211,10 @@ def _print_row(check: Check, precision: str, console: Console) -> None:
                     f"sent {seen[0]} calls, {seen[1]} bytes",
                     highlight=False,
                 )
+
+
+def _nbytes(count: float | None) -> str:
+    return "-" if count is None else nbytes_text(count)
 
 
 def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
@@ -263,6 +271,7 @@ def _check_json(check: Check, precision: str) -> dict[str, Any]:
         "loss_error": check.loss_error,
         "gradient_error": check.gradient_error,
         "worst_gradient": check.worst_gradient,
+        "peak_nbytes": {"predicted": check.predicted_peak, "measured": check.measured_peak},
         "predicted": sent(check.predicted),
         "sent": sent(check.counted),
         "error": check.error,

@@ -61,7 +61,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._ops": ("*",),
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
-    "torch.utils._python_dispatch": ("autopar/capture/layer_traces.py",),
+    "torch.utils._python_dispatch": ("autopar/capture/layer_traces.py", "autopar/runtime/peak_memory.py"),
     "torch.utils._pytree": ("autopar/inputs.py",),
     "torch.distributed.tensor.placement_types._StridedShard": ("autopar/runtime/private_torch.py",),
     "torch.distributed.distributed_c10d._get_default_store": ("autopar/runtime/private_torch.py",),

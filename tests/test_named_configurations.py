@@ -20,7 +20,7 @@ from autopar.placement import Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.attention_core import attention_core
 from autopar.search.baselines import BASELINES, baseline_plan, make_baseline
-from autopar.search.evaluate import live_nbytes
+from autopar.search.evaluate import find_live
 from autopar.search.named_configuration import COMMON, KINDS, configured, parse_configuration
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
@@ -93,14 +93,14 @@ def test_stages_of_zero_shard_what_they_say(stage: int, mbs: int) -> None:
     """Bytes of state, of gradients between micro-batches, and of copies between forward and backward."""
     made, program, pricer = made_of(f"ddp:zero={stage},mbs={mbs}")
     assert made.microbatches == 8 // (4 * mbs)
-    live = live_nbytes(made, program, pricer)
+    found = find_live(made, program, pricer)
+    live, turn = found.bytes, len(found.calls) - 1
     weights = sum(
         t.element_size * torch.Size(t.shape).numel() for t in program.tensors.values() if t.kind == "parameter"
     )
     part = pytest.approx(weights / 4, rel=1e-9)
     assert live["parameters"][0] == (weights if stage == 0 else part)
     assert live["optimizer"][0] == (2 * weights if stage == 0 else pytest.approx(weights / 2, rel=1e-9))
-    turn = len(program.ops) - 1
     if made.microbatches > 1:
         assert live["gradients"][turn] == (weights if stage < 2 else part)
     if stage in (1, 2):
@@ -129,11 +129,14 @@ def test_sequence_parallel_splits_what_lies_between_and_nothing_is_gathered_that
 def test_full_recompute_keeps_what_enters_a_block_and_no_more(text: str) -> None:
     """Between the passes, of all that blocks make: their results, in the layouts in which they leave."""
     made, program, pricer = made_of(text)
-    turn = len(program.ops) - 1
-    held = live_nbytes(made, program, pricer)["activations"][turn]
-    assert held < 0.7 * live_nbytes(*made_of(text.replace("recompute=full", "recompute=none")))["activations"][turn]
-    deeper = made_of(text, layers=4)
-    layer = (live_nbytes(*deeper)["activations"][len(deeper[1].ops) - 1] - held) / 2
+
+    def between(case: tuple[Plan, Program, Pricer]) -> float:
+        live = find_live(*case)
+        return float(live.bytes["activations"][len(live.calls) - 1])
+
+    held = between((made, program, pricer))
+    assert held < 0.7 * between(made_of(text.replace("recompute=full", "recompute=none")))
+    layer = (between(made_of(text, layers=4)) - held) / 2
     assert layer == 8 * 16 * 32 * 4 / 4, "a layer more keeps one tensor [batch, sequence, hidden] more, split over all"
 
 

@@ -30,7 +30,7 @@ from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
 from autopar.plan import TrainConfig
 from autopar.search.baselines import make_baseline
-from autopar.search.evaluate import live_nbytes
+from autopar.search.evaluate import find_live
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 
@@ -137,6 +137,6 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
     assert estimate.memory["parameters"] == stored
     assert held["parameters"] == blocks
     assert held["gradients"] == blocks
-    live = live_nbytes(plan, program, pricer)
+    live = find_live(plan, program, pricer).bytes
     assert live["gradients"].max() == stored
     assert held["optimizer state"] == pytest.approx(estimate.memory["optimizer"], abs=512)

@@ -23,8 +23,7 @@ from autopar.passes.recompute import again_graph
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, plan_from_json
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.evaluate import live_nbytes
-from autopar.search.moments import Moments
+from autopar.search.evaluate import find_live
 from autopar.search.program import make_program
 from autopar.search.random_plan import random_plan, random_recompute
 from tests.plans_in_threads import errors_of, one_process
@@ -85,8 +84,8 @@ def test_between_forward_and_backward_lives_what_evaluate_counts(family: str, sh
     for seed in range(2):
         rng = random.Random(f"{family} {share} {seed}")
         plan = random_recompute(whole_plan(captured), captured, rng, share=share)
-        moment = Moments(num_ops=len(program.ops)).forward(len(program.ops) - 1)
-        predicted = live_nbytes(plan, program, pricer)["activations"][moment]
+        live = find_live(plan, program, pricer)
+        predicted = live.bytes["activations"][live.at[len(program.ops) - 1]]
         measured = measured_nbytes(captured, plan, model, kwargs)
         assert measured == pytest.approx(predicted, abs=16 * len(program.ops)), f"{measured} bytes, not {predicted}"
 

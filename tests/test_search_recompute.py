@@ -54,7 +54,8 @@ def test_less_memory_never_costs_less_and_prices_are_those_of_the_plan(family: s
         seconds = plan.estimate.step_seconds
         assert seconds <= solution.seconds * (1 + 1e-9)
         assert seconds == pytest.approx(solution.seconds, rel=2e-2 if family in TIED else 1e-9)
-        assert plan.estimate.peak_nbytes <= usage(problem.graph, solution.choice, solution.arcs).max() <= part * peak
+        counted = usage(problem.graph, solution.choice, solution.arcs).max()
+        assert counted <= part * peak and plan.estimate.peak_nbytes <= 1.02 * counted
         assert solution.seconds >= last * (1 - 1e-4)
         last, recomputed = solution.seconds, max(recomputed, len(plan.recompute))
         insert_collectives(captured_of(family), plan)

@@ -1,8 +1,8 @@
 """What does a call allocate beside its operands, results and what autograd keeps, and which gradients does it hand on?
 
 Spare bytes are counted in units of the call's largest tensor on the rank: temporary results of kernels that torch
-composes of others, seen as one peak (tests/test_rules_spare.py measures each). A gradient is *handed on* where backward
-gives an operand the storage of the gradient that it got, as views and sums do; else it is written anew.
+composes of others (tests/test_rules_spare.py measures them). A gradient is *handed on* where backward gives an operand
+the storage of the gradient that it got, as views and sums do; else it is written anew.
 """
 
 from torch import fx
@@ -13,12 +13,22 @@ from autopar.rules.rule import Rule
 WRITTEN = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "expand", "diagonal"})
 """Views whose gradient is written: a sum, or zeros around a part."""
 
-HANDED = frozenset({"add", "clone", "alias"})
-"""Ops that hand on a gradient to each operand of the result's size, `sub` to its first."""
+HANDED: dict[str, tuple[int, ...]] = {
+    "clone": (0,),
+    "alias": (0,),
+    "add": (0, 1),
+    "sub": (0,),
+    "_to_copy": (0,),
+    "baddbmm": (0,),
+}
+"""Operands of the result's size and dtype that are given its gradient."""
+
+VIEWED: dict[str, tuple[int, ...]] = {"sum": (0,), "slice_scatter": (1,), "select_scatter": (1,)}
+"""Operands that are given a view of it, a part or expanded; `stack` gives each of its own."""
 
 BACKWARD: dict[str, float] = {
     "abs": 1.0, "sin": 1.0, "cos": 2.0, "erf": 4.0, "square": 2.0, "sqrt": 1.0, "rsqrt": 2.0, "reciprocal": 2.0,
-    "log1p": 1.0, "pow": 2.0, "clamp": 0.5, "div": 2.0, "where": 1.0, "dropout": 0.75, "cumsum": 2.0, "maximum": 1.0,
+    "log1p": 1.0, "pow": 2.0, "clamp": 0.5, "div": 3.0, "where": 1.0, "dropout": 0.75, "cumsum": 2.0, "maximum": 1.0,
     "minimum": 1.0, "amax": 0.75, "amin": 0.75, "logsumexp": 2.0, "max": 1.0, "min": 1.0, "var": 1.33, "std": 1.5,
     "topk": 1.0, "sort": 1.0, "index": 1.0, "index_select": 1.0, "gather": 1.0, "cross_entropy": 1.0, "atan2": 5.0,
 }  # fmt: skip
@@ -47,9 +57,11 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
     name = short_name(node)
     if rule.alias is not None:
         return frozenset() if name in WRITTEN else frozenset({rule.alias})
-    if name not in HANDED and name != "sub":
-        return frozenset()
+    sources = operands(node)
+    if name == "stack":
+        return frozenset(range(len(sources)))
     value = node.meta["val"]
-    same = [i for i, s in enumerate(operands(node)) if s.meta["val"].shape == value.shape]
-    scaled = node.kwargs.get("alpha", 1) != 1
-    return frozenset(i for i in same if i == 0 or (name == "add" and not scaled))
+    given = HANDED.get(name, ()) if node.kwargs.get("alpha", 1) == 1 else HANDED.get(name, ())[:1]
+    alike = (i for i in given if i < len(sources) and sources[i].meta["val"].shape == value.shape)
+    same = frozenset(i for i in alike if sources[i].meta["val"].dtype == value.dtype)
+    return same | frozenset(VIEWED.get(name, ()))

@@ -88,14 +88,15 @@ def local_batch(module: "DistributedModule", batch: Any) -> Any:
         args, kwargs = (batch,), {}
     leaves, rebuild = flatten_inputs(args, kwargs)
     specs = {spec.path: spec for spec in module.local.captured.inputs}
-    taken = [_local_samples(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
+    taken = [local_samples(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
     new_args, new_kwargs = rebuild(taken)
     if isinstance(batch, Tensor):
         return new_args[0]
     return type(batch)(new_args) if isinstance(batch, (tuple, list)) else {key: new_kwargs[key] for key in batch}
 
 
-def _local_samples(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
+def local_samples(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
+    """This rank's part of one input of a step, micro-batch after micro-batch."""
     count = module.plan.microbatches
     if count == 1 or not value.dim():
         return local_input(module, spec, value)

@@ -6,7 +6,7 @@ fragments of an allocator, and buffers of the backend that sends.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.module import DistributedModule
 from autopar.runtime.private_torch import local_tensor
 
 
@@ -75,6 +76,15 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drop(self, key: int) -> None:
         self.live -= self._held.pop(key).nbytes
         del self._references[key]
+
+
+def watch(module: DistributedModule, inputs: Mapping[str, Tensor]) -> PeakMemory:
+    """A count that begins with what a module holds, and with this rank's part of the inputs of a step."""
+    memory = PeakMemory()
+    memory.hold("parameters", module.parameters())
+    memory.hold("gradients", (p.grad for p in module.parameters() if p.grad is not None))
+    memory.hold("inputs", [*module.buffers(), *module.state.constants.values(), *inputs.values()])
+    return memory
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

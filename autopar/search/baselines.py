@@ -27,6 +27,7 @@ from autopar.search.build import build
 from autopar.search.build_recompute import block_of, build_with_recompute
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
+from autopar.search.fitting import fitting
 from autopar.search.ilp import solve
 from autopar.search.journeys import make_journeys
 from autopar.search.named_configuration import KINDS, NamedConfiguration, parse_configuration
@@ -75,10 +76,16 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
             "recipe of that name does"
         )
     restriction = _restriction(configuration, program, pricer)
+    if limit is None:
+        return _solved(configuration, program, pricer, None, restriction)
+
+    def search(aim: float) -> Plan:
+        return _solved(configuration, program, pricer, aim, restriction)
+
     try:
-        return _solved(configuration, program, pricer, limit, restriction)
+        return fitting(search, lambda plan: plan.estimate.peak_nbytes, limit)
     except InfeasibleError as error:
-        if error.least_nbytes is None or limit is None:
+        if error.least_nbytes is None:
             raise
         # The strategy graph counts memory from above, and what is run again by whole clusters: the plan may fit.
         plan = _solved(configuration, program, pricer, None, restriction)

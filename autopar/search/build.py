@@ -5,7 +5,7 @@ redistributed inside a cluster, equal blocks decide alike), every tensor between
 through any layouts nested in mesh order over the placements that its ends use, and every parameter takes any storage
 and lifetime; further restrictions are listed in `options` and `parameters`.
 
-Memory does not count less than `evaluate`: a cluster keeps and works in its bytes from its first op to its last.
+Memory is counted op by op, within 2% of `live`: a cluster keeps and works in its bytes from its first op to its last.
 """
 
 import itertools
@@ -265,8 +265,8 @@ class _Builder:
         node = self._node(names[0], np.zeros(len(options)))
         self.problem.inputs[node] = (names, tuple(options))
         if tensor.kind == "input" and self.times > 1:  # a step holds those of all its micro-batches
-            nbytes = [self.pricer.local_nbytes(tensor, v) * (self.times - 1) * len(names) for v in options]
-            self._count(node, nbytes, np.ones(self.moments.count))
+            nbytes = [self.pricer.local_nbytes(tensor, v) * len(names) for v in options]
+            self._count(node, nbytes, self.moments.nothing() + self.times - 1)
         layouts = (whole, *wanted)
         lattice = Lattice(
             layouts=layouts,
@@ -279,9 +279,8 @@ class _Builder:
         )
         group = self._group(names, node, options, readers, lattice, lattice.forward)
         sizes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
-        always = np.full(self.moments.count, float(len(names)))
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
-        self.kept_memory.append((group, sizes, always, True, keepers))
+        self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))
 
     def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
@@ -312,8 +311,7 @@ class _Builder:
         node, member = self.place[self.folding.class_of[position]]
         if member == len(self.problem.clusters[node].members) - 1:
             return True
-        readers = (p for r in op.results if r is not None for p, _ in self.program.readers[r])
-        return any(self._leaves_as_view(p) for p in readers)
+        return any(self._leaves_as_view(p) for r in op.results if r is not None for p, _ in self.program.readers[r])
 
     def _parameter_group(
         self,
@@ -325,7 +323,7 @@ class _Builder:
     ) -> None:
         """Vertices: options, then for one reader its uses; for several (use, cost of gathering it again) on the way to
         (use, reader). One option is chosen, so that copies from different ones may share a vertex."""
-        count, num_options = len(names), len(space.options)
+        num_options = len(space.options)
         arcs: list[tuple[int, int, float]] = []
         steps: list[tuple[Step, ...]] = []
         wants: list[dict[Layout, int]] = []
@@ -347,8 +345,7 @@ class _Builder:
                 for reader, want in zip(readers, wants, strict=True):
                     arcs.append((num_options + copy, want[use], again * reader.savers))
                     steps.append(())
-        layouts: list[Layout | None] = [storage for storage, _ in space.options]
-        layouts += [None] * (num_vertices - num_options)
+        layouts = (*(storage for storage, _ in space.options), *[None] * (num_vertices - num_options))
         self.problem.groups.append(
             Group(
                 name=names[0],
@@ -361,10 +358,10 @@ class _Builder:
                 num_vertices=num_vertices,
                 arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * count,
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * len(names),
             )
         )
-        self.problem.travels.append((names, tuple(layouts), tuple(steps)))
+        self.problem.travels.append((names, layouts, tuple(steps)))
         group = len(self.problem.groups) - 1
         for lifetime in ("step", "keep", "use"):
             coefficient = self.moments.nothing()

@@ -12,8 +12,8 @@ A kept producer gives F (and K, where its op saves its own result), a recomputed
 saves the tensor or is recomputed, else F. So a copy can be kept though its source is not, and made again though its
 source is kept.
 
-What leaves a block is kept: else each block could lean on the one before. Memory is not counted less than `evaluate`
-does: replayed bytes count from the moment the block's backward begins.
+What leaves a block is kept: else each block could lean on the one before. Replayed bytes count from the moment the
+block's backward begins.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """What does a plan cost, exactly, on the whole unfolded graph? Seconds by kind and bytes by kind at the peak moment."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -8,15 +7,13 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
-from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
 from autopar.search.journeys import Journey, make_journeys
-from autopar.search.live import MEMORY_KINDS, Holding, Live, regathered
+from autopar.search.live import MEMORY_KINDS, Live, regathered
 from autopar.search.pricing import Pricer, Timed
 from autopar.search.program import Program, Tensor, make_program
 from autopar.search.replays import Replays, find_replays
-from autopar.search.strategy_graph import Floats
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
@@ -56,12 +53,12 @@ class Charge:
     axes: tuple[int, ...] = ()
 
 
-def itemised(plan: Plan, program: Program, pricer: Pricer) -> tuple[list[Charge], list[Holding]]:
+def itemised(plan: Plan, program: Program, pricer: Pricer) -> tuple[list[Charge], Live]:
     """What `evaluate_program` adds up."""
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)
-    return list(charges), Live(plan, program, pricer, journeys, replays).holdings
+    return list(charges), Live(plan, program, pricer, journeys, replays)
 
 
 def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:

@@ -13,7 +13,7 @@ from autopar.graph import target_name
 from autopar.plan import Plan
 from autopar.search.evaluate import itemised
 from autopar.search.folding import pattern
-from autopar.search.moments import Moments
+from autopar.search.live import Live
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program
 
@@ -45,21 +45,17 @@ class Ledger:
 
 def ledger(plan: Plan, program: Program, pricer: Pricer) -> Ledger:
     """The items of a plan."""
-    charges, holdings = itemised(plan, program, pricer)
-    moments = Moments(num_ops=len(program.ops), several=plan.microbatches > 1)
-    live = moments.nothing()
-    for holding in holdings:
-        live[holding.interval] += holding.nbytes
-    peak = int(np.argmax(live))
+    charges, live = itemised(plan, program, pricer)
+    peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
     names, words = plan.mesh.names, cache(partial(describe, program))
     seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)
-    at_peak = (h for h in holdings if h.interval.start <= peak < h.interval.stop)
+    at_peak = (h for h in live.holdings if h.first <= peak <= h.last)
     nbytes = _items((h.kind, words(h.name), h.name, h.nbytes, ()) for h in at_peak)
     levels: dict[str, float] = {level.name: 0.0 for level in pricer.cluster.levels}
     for charge in charges:
         if charge.seconds and charge.axes:
             levels[pricer.slowest_level(charge.axes)] += charge.seconds
-    return Ledger(seconds=seconds, nbytes=nbytes, peak=_moment(program, peak), levels=levels)
+    return Ledger(seconds=seconds, nbytes=nbytes, peak=_moment(live, peak), levels=levels)
 
 
 def describe(program: Program, name: str) -> str:
@@ -92,11 +88,11 @@ def _items(rows: Iterable[tuple[str, str, str, float, tuple[str, ...]]]) -> tupl
     return tuple(sorted(items, key=lambda item: -item.amount))
 
 
-def _moment(program: Program, moment: int) -> str:
-    n = len(program.ops)
-    if moment == 2 * n:
+def _moment(live: Live, number: int) -> str:
+    word, call = live.moment(number)
+    if call is None:
         return "the optimizer's step"
-    op = program.ops[moment if moment < n else 2 * n - 1 - moment]
-    where = op.module or "no module"
-    called = target_name(op.node.target).removeprefix("aten.").split(".")[0]
-    return f"the {'forward' if moment < n else 'backward'} of {called} in {where}"
+    if call.op is None:
+        return f"the {word} of redistributing {call.operands[0][0]}"
+    called = target_name(call.op.node.target).removeprefix("aten.").split(".")[0]
+    return f"the {word} of {called} in {call.op.module or 'no module'}"

@@ -32,10 +32,22 @@ from autopar.search.replays import Replays, Value, root_of
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that an op or a tensor holds from moment `first` to moment `last`."""
+
+    kind: str
+    name: str
+    nbytes: float
+    first: int
+    last: int
+
+
 @dataclass(slots=True, eq=False)
 class _Gradient:
     """A gradient's storage: since when, and how many values' gradients it is."""
 
+    name: str
     nbytes: int
     since: int
     last: int
@@ -57,6 +69,7 @@ class Live:
         self.backward: dict[int, int] = {}
         self.replay: dict[int, int] = {}
         self._order()
+        self.holdings: list[Holding] = []
         self.bytes = {kind: np.zeros(self.end + 1) for kind in MEMORY_KINDS}
         self._values()
         self._parameters()
@@ -81,8 +94,20 @@ class Live:
             moment += 1
         self.end = moment
 
-    def _add(self, kind: str, nbytes: float, first: int, last: int) -> None:
-        self.bytes[kind][first : last + 1] += nbytes
+    def _add(self, kind: str, name: str, nbytes: float, first: int, last: int) -> None:
+        if nbytes:
+            self.bytes[kind][first : last + 1] += nbytes
+            self.holdings.append(Holding(kind, name, nbytes, first, last))
+
+    def moment(self, number: int) -> tuple[str, Call | None]:
+        """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
+        if number < len(self.calls):
+            return "forward", self.calls[number]
+        for word, moments in (("backward", self.backward), ("replay", self.replay)):
+            for call, moment in moments.items():
+                if moment == number:
+                    return word, self.calls[call]
+        return "optimizer", None
 
     def _values(self) -> None:
         """What calls make, and what is handed in; but copies of parameters that live for a use or a step."""
@@ -105,7 +130,7 @@ class Live:
         for name, journey in self.journeys.items():
             if journey.tensor.kind not in ("op", "parameter"):
                 times = self.plan.microbatches if journey.tensor.kind == "input" else 1
-                self._add("inputs", times * self._nbytes((name, journey.source)), 0, self.end)
+                self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end)
 
     def _root(self, name: str, layout: Layout) -> Value:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
@@ -115,21 +140,23 @@ class Live:
 
     def _value(self, value: Value, made: int, last: int, uses: set[int]) -> None:
         journey = self.journeys[value[0]]
+        if journey.tensor.kind != "op" and not journey.is_copied(value[1]):
+            return
         kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
         nbytes = self._nbytes(value)
         if self._is_once_a_step(value[0]):
-            self._add(kind, nbytes, 0, self.end - 1)
+            self._add(kind, value[0], nbytes, 0, self.end - 1)
         elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
-            self._add(kind, nbytes, made, last)
+            self._add(kind, value[0], nbytes, made, last)
             for moment in uses:
-                self._add(kind, nbytes, moment, moment)
+                self._add(kind, value[0], nbytes, moment, moment)
         elif not uses:
-            self._add("working" if kind == "activations" else kind, nbytes, made, last)
+            self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
         elif value in self.replays.first:
-            self._add("working", nbytes, made, last)
-            self._add(kind, nbytes, self.replay[made], max(uses))
+            self._add("working", value[0], nbytes, made, last)
+            self._add(kind, value[0], nbytes, self.replay[made], max(uses))
         else:
-            self._add(kind, nbytes, made, max(uses))
+            self._add(kind, value[0], nbytes, made, max(uses))
 
     def _parameters(self) -> None:
         """Storage and state, and gradients as far as they are there from the beginning."""
@@ -139,17 +166,17 @@ class Live:
             if tensor.kind != "parameter":
                 continue
             stored = self._nbytes((tensor.name, journey.source))
-            self._add("parameters", stored, 0, end)
+            self._add("parameters", tensor.name, stored, 0, end)
             readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
             if not (tensor.requires_grad and readers):
                 continue
-            self._add("optimizer", self.pricer.state_nbytes(tensor, journey.source), 0, end)
+            self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end)
             if self._is_once_a_step(tensor.name):
                 for layout in readers:
-                    self._add("gradients", self._nbytes((tensor.name, layout)), 0, end - 1)
-                self._add("gradients", stored, end, end)
+                    self._add("gradients", tensor.name, self._nbytes((tensor.name, layout)), 0, end - 1)
+                self._add("gradients", tensor.name, stored, end, end)
             elif self.several:
-                self._add("gradients", stored, 0, end)
+                self._add("gradients", tensor.name, stored, 0, end)
 
     def _gradients(self) -> None:
         """Backward, call by call: what each makes, hands on, adds up and lets go."""
@@ -168,9 +195,9 @@ class Live:
             for gradient in given:
                 if gradient is not None:
                     self._release(gradient, now)
-        for gradient in held.values():
-            last = gradient.last if self.several else self.end
-            self._add("gradients", gradient.nbytes, gradient.since, last)
+        for gradient in held.values():  # of parameters; with several micro-batches added to what is there
+            kind, last = ("working", gradient.last) if self.several else ("gradients", self.end)
+            self._add(kind, gradient.name, gradient.nbytes, gradient.since, last)
 
     def _is_once_a_step(self, name: str) -> bool:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
@@ -185,7 +212,7 @@ class Live:
         if handed and arrived is not None:
             arrived.owners += 1
             return arrived
-        return _Gradient(self._nbytes(value), now, now)
+        return _Gradient(value[0], self._nbytes(value), now, now)
 
     def _arrive(self, held: dict[Value, _Gradient], value: Value, new: _Gradient, now: int) -> None:
         """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
@@ -196,14 +223,14 @@ class Live:
             old.last = now
             self._release(new, now)
         else:
-            held[value] = _Gradient(old.nbytes, now, now)
+            held[value] = _Gradient(value[0], old.nbytes, now, now)
             self._release(old, now)
             self._release(new, now)
 
     def _release(self, gradient: _Gradient, now: int) -> None:
         gradient.owners -= 1
         if not gradient.owners:
-            self._add("working", gradient.nbytes, gradient.since, now)
+            self._add("working", gradient.name, gradient.nbytes, gradient.since, now)
 
     def _beside(self, number: int, call: Call) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
@@ -211,9 +238,11 @@ class Live:
         if call.step is not None:
             source, target = (self._nbytes(v) for v in (call.operands[0], call.results[0]) if v is not None)
             step = call.step
-            self._add("working", buffers(step.forward, step, source, target), forward, forward)
+            self._add("working", call.operands[0][0], buffers(step.forward, step, source, target), forward, forward)
             if any(call.gradients):
-                self._add("working", buffers(step.backward, step, target, source), backward, backward)
+                self._add(
+                    "working", call.operands[0][0], buffers(step.backward, step, target, source), backward, backward
+                )
             return
         op = call.op
         assert op is not None
@@ -221,11 +250,11 @@ class Live:
         unread = zip(op.result_shapes, op.result_sizes, price.results, call.results, strict=True)
         nobodys = sum(self.pricer.nbytes(s, size, layout) for s, size, layout, value in unread if value is None)
         if op.rule.alias is None:
-            self._add("working", price.spare_forward + nobodys, forward, forward)
+            self._add("working", op.name, price.spare_forward + nobodys, forward, forward)
         if any(call.gradients):
-            self._add("working", price.spare_backward, backward, backward)
+            self._add("working", op.name, price.spare_backward, backward, backward)
         if price.kept:
-            self._add("activations", price.kept, self.replay.get(number, forward), backward)
+            self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
 
 
 def regathered(path: list[Step]) -> list[Step]:

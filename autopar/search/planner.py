@@ -24,6 +24,7 @@ from autopar.search.build_recompute import build_with_recompute
 from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
+from autopar.search.fitting import fitting
 from autopar.search.highs_log import Progress
 from autopar.search.ilp import solve
 from autopar.search.options import Restriction
@@ -109,16 +110,22 @@ def plan_program(
     tell = progress or (lambda _: None)
     limit = memory_limit(pricer.cluster, pricer.config)
     few_axes = pricer.mesh.num_axes <= SEARCHED_AXES
-    if solver == "double-recursive" or (solver == "auto" and not few_axes):
-        plan, bound, facts = _recursive(program, pricer, limit, fold, tell)
-    else:
-        plan, bound, facts = _exact(program, pricer, limit, relative_gap, seconds, fold, tell, cutoff, say_least)
-    plan = plan.with_estimate(evaluate_program(plan, program, pricer))
+    bounds: list[float] = []
+
+    def search(aim: float, folded: bool = fold) -> Found:
+        if solver == "double-recursive" or (solver == "auto" and not few_axes):
+            plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
+        else:
+            plan, bound, facts = _exact(program, pricer, aim, relative_gap, seconds, folded, tell, cutoff, say_least)
+        bounds.append(bound)
+        return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
+
+    plan, _, facts = fitting(search, _peak_nbytes, limit)
+    bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
     if plan.recompute or plan.remade:
         facts["recompute"] = _traded(plan, program, pricer)
     if not fold and "build_seconds" in facts:
-        folded, _, _ = _exact(program, pricer, limit, relative_gap, seconds, True, tell)
-        folded = folded.with_estimate(evaluate_program(folded, program, pricer))
+        folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)
         facts["folded_seconds"] = folded.estimate.step_seconds
         if folded.estimate.step_seconds < plan.estimate.step_seconds:
             plan = folded
@@ -150,7 +157,11 @@ def compare(plan: Plan, program: Program, pricer: Pricer, tell: Callable[[str], 
 
 
 Found = tuple[Plan, float, dict[str, Any]]
-"""A plan without its estimate, a lower bound in seconds, and what there is to say of the search."""
+"""A plan, a lower bound in seconds, and what there is to say of the search."""
+
+
+def _peak_nbytes(found: Found) -> float:
+    return found[0].estimate.peak_nbytes
 
 
 def _exact(

@@ -2,7 +2,7 @@
 
 One row a kind of bytes (what a cluster keeps, what a tensor's layouts keep, a parameter's storage, ...), one column a
 moment: how often it is live then, over all instances. Bytes times rows are the usage; rows times a price on moments are
-the price of a byte of each kind. As in the strategy graph nothing is counted less than by `evaluate`.
+the price of a byte of each kind. As in the strategy graph, op by op.
 """
 
 from collections.abc import Mapping

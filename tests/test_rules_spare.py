@@ -1,0 +1,52 @@
+"""What a call allocates beside operands, results and gradients, and the gradients it hands on, are what torch does."""
+
+import pytest
+import torch
+from op_sample import Sample
+from op_samples import SAMPLES
+
+from autopar.graph import operands
+from autopar.ops.random import Draws, use_draws
+from autopar.rules.registry import rule_of
+from autopar.rules.spare import BACKWARD, handed_on, short_name, spare
+from autopar.runtime.peak_memory import PeakMemory
+
+LARGE = 200
+"""Bytes: in samples below, scalars and rows weigh as much as tensors."""
+
+
+def size(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+def test_backward_hands_on_and_allocates_as_declared(sample: Sample) -> None:
+    node = sample.node(torch.float32)
+    rule = rule_of(node)
+    if not node.meta["requires_grad"] or short_name(node) == "detach":
+        return
+    tensors = [
+        t.requires_grad_(spec.needs_grad)
+        for t, spec in zip(sample.tensors(dtype=torch.float32), sample.inputs, strict=True)
+    ]
+    numbers = [int(s.name.removeprefix("x")) for s in operands(node)]
+    memory = PeakMemory()
+    memory.hold("known", tensors)
+    with memory, use_draws(Draws(seed=1, step=1, exact=True)):
+        results = [r for r in sample.run(*tensors) if r.requires_grad]
+    given = [torch.ones_like(r) for r in results]
+    memory.hold("known", given)
+    before = memory.peak = memory.live
+    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+    with memory:
+        gradients = torch.autograd.grad(results, [tensors[i] for i in wanted], given)
+    storages = {g.untyped_storage().data_ptr() for g in given}
+    handed = {i for i, g in zip(wanted, gradients, strict=True) if g.untyped_storage().data_ptr() in storages}
+    declared = {numbers[i] for i in handed_on(node, rule)} & set(wanted)
+    assert handed == declared or len(set(numbers)) < len(numbers)
+    largest = max(map(size, [*tensors, *results]))
+    if short_name(node) not in BACKWARD or largest < LARGE:
+        return
+    written = sum(size(g) for i, g in zip(wanted, gradients, strict=True) if i not in handed)
+    beside = memory.peak - before - written
+    assert beside <= (spare(node, rule)[1] + 0.85) * largest
