@@ -308,6 +308,29 @@ def test_what_ranks_are_refused() -> None:
         assert "3 stages on 3 pipeline ranks of mesh 2 (data), 6 ranks in all, but 4 processes were started" in world
 
 
+def failed(text: str) -> list[str]:
+    """What a step raises if a rank is gone, if a pass fails with an error of ours, and with any other."""
+    module = pipelined(staged_plan_from_json(text))
+    messages = []
+    for cause in (None, BatchError("too many rows"), ZeroDivisionError("by zero")):
+        error = RuntimeError("connection closed")
+        error.__cause__ = cause
+        with mock.patch.object(module._schedule._schedule, "step", side_effect=error):
+            try:
+                module.train_step(batch(0))
+            except RuntimeError as caught:
+                messages.append(f"{type(caught).__name__}: {caught}")
+            except BatchError as caught:
+                messages.append(str(caught))
+    return messages
+
+
+def test_errors_of_a_pass_are_raised_as_they_are_and_lost_ranks_are_named() -> None:
+    for rank, (lost, ours, other) in enumerate(ranks(4).run(failed, plan_of("1f1b").to_json())):
+        assert lost.startswith(f"RankError: rank {rank}: sending or receiving between stages failed: connection closed")
+        assert (ours, other) == ("too many rows", "RuntimeError: connection closed")
+
+
 def test_a_shared_weight_stored_in_two_ways_is_refused() -> None:
     from autopar.runtime.pipeline import check_shared
 

@@ -5,7 +5,8 @@ so that nothing is inferred by a trial run), and that a step's micro-batches are
 numbers, by which stages find their own inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, AutoparError, RankError
 from autopar.graph import CapturedModel, dtype_of, requires_grad, shape_of
 from autopar.placement import local_shape
 from autopar.runtime.stage import Stage, sent_dtype
@@ -70,7 +71,8 @@ class Schedule:
     def train(self) -> None:
         """All passes of a step, forward and back."""
         index = torch.arange(self.plan.microbatches)
-        self._schedule.step(index=index, target=index, losses=[], return_outputs=False)
+        with _explained():
+            self._schedule.step(index=index, target=index, losses=[], return_outputs=False)
 
     def evaluate(self) -> None:
         """All passes forward, without gradients, in waves: stage s runs micro-batch i in wave s + i.
@@ -91,16 +93,19 @@ class Schedule:
             if other == self.plan.stage_rank(number):
                 here[number + 1, i] = sent
             else:
-                sending += [dist.isend(x, group=self.group, group_dst=other) for x in sent]
-        for work in sending:
-            work.wait()
+                with _explained():
+                    sending += [dist.isend(x, group=self.group, group_dst=other) for x in sent]
+        with _explained():
+            for work in sending:
+                work.wait()
 
     def _received(self, stage: Stage) -> tuple[Tensor, ...]:
         """What the stage before sends from its rank; nothing for the first."""
         found = []
         for example in self._examples(stage.number):
             buffer = torch.empty(example.shape, dtype=example.dtype, device=stage.device)
-            dist.recv(buffer, group=self.group, group_src=self.plan.stage_rank(stage.number - 1))
+            with _explained():
+                dist.recv(buffer, group=self.group, group_src=self.plan.stage_rank(stage.number - 1))
             found.append(buffer)
         return tuple(found)
 
@@ -127,3 +132,24 @@ class Schedule:
             found.append(torch.empty(shape, dtype=sent_dtype(dtype_of(node)), device="meta"))
             found[-1].requires_grad_(requires_grad(node))
         return tuple(found)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What went wrong in a pass as itself, not as the library wraps it; what went wrong between ranks as RankError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, AutoparError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        if error.__cause__ is not None:
+            raise
+        raise RankError(
+            f"rank {dist.get_rank()}: sending or receiving between stages failed: {error}; a rank of this pipeline "
+            "died or hangs, its own output says why"
+        ) from error
