@@ -7,25 +7,22 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import runtime_cases as cases
 import torch
 from process_group import ranks
 from torch import Tensor, nn
-from torch.distributed import pipelining
+from word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 import autopar
 from autopar.api import captured_model
 from autopar.calls import Call
-from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError, RankError
+from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.model_plan import load_plan
-from autopar.passes.split_stages import owners, split_stages
-from autopar.placement import INVARIANT, Layout
+from autopar.passes.split_stages import split_stages
 from autopar.plan import TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import (
@@ -40,49 +37,7 @@ from autopar.search.random_plan import random_staged_plan
 from autopar.staged_model_plan import StagedModelPlan, staged_model_plan
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 
-STEPS, MICROBATCHES = 2, 4
-
-
-def plan_of(
-    schedule: str = "1f1b",
-    stage_mesh: tuple[int, ...] = (2,),
-    pipeline: int = 2,
-    *,
-    seed: int = 0,
-    dropout: float = 0.0,
-) -> StagedPlan:
-    """A random plan for the model of `runtime_cases`: tied weight, frozen weight, batch norm. All ranks train some."""
-    captured = cases.captured(dropout, MICROBATCHES)
-    rng = random.Random(f"{schedule} {seed}")
-    num_stages = pipeline * {"zbv": 2, "interleaved-1f1b": 2}.get(schedule, 1)
-    names = [n.name for n in captured.graph.nodes if n.op == "call_function"]
-    names = names[1 : names.index(captured.loss)]
-    while True:
-        cuts = tuple(names[i] for i in sorted(rng.sample(range(len(names)), num_stages - 1)))
-        plan = random_staged_plan(captured, make_mesh(stage_mesh), schedule, pipeline, cuts, rng)
-        trained_by = {
-            plan.stage_rank(s)
-            for s, part in enumerate(split_stages(captured, cuts))
-            for p in part.parameters
-            if p.trainable
-        }
-        if len(trained_by) == pipeline:
-            return plan
-
-
-def pipelined(plan: StagedPlan, dropout: float = 0.0, model: nn.Module | None = None, **more: Any) -> PipelinedModule:
-    captured = cases.captured(dropout, plan.microbatches)
-    model = model or cases.words(dropout)
-    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    return PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values, **more)
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    """A global batch whose labels are ignored unevenly."""
-    data = cases.batch(step, MICROBATCHES * cases.BATCH)
-    for row in range(len(data["labels"])):
-        data["labels"][row, : row * 3 // len(data["labels"])] = -100
-    return data
+STEPS = 2
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -278,72 +233,6 @@ def trains_without_parameters(frozen: bool, schedule: str) -> None:
 def test_stages_without_parameters_or_gradients(schedule: str) -> None:
     for frozen in (False, True):
         ranks(4).run(trains_without_parameters, frozen, schedule)
-
-
-def refusals(texts: list[str]) -> list[str]:
-    """What each rank is told if ranks have different plans, if torch lacks the schedule, and of other world sizes."""
-    messages = []
-    plans = [staged_plan_from_json(text) for text in texts]
-    with pytest.raises(RankError) as caught:
-        pipelined(plans[int(os.environ["RANK"]) == 3])
-    messages.append(str(caught.value))
-    with mock.patch.object(pipelining, "ScheduleZBVZeroBubble", create=False):
-        del pipelining.ScheduleZBVZeroBubble
-        with pytest.raises(ArgumentError) as lacking:
-            pipelined(plans[2])
-        pipelining.ScheduleZBVZeroBubble = None
-    messages.append(str(lacking.value))
-    with pytest.raises(MeshError) as world:
-        autopar.distribute(cases.words(), plans[3])
-    messages.append(str(world.value))
-    return messages
-
-
-def test_what_ranks_are_refused() -> None:
-    plans = [plan_of("1f1b"), plan_of("1f1b", seed=1), plan_of("zbv"), plan_of("1f1b", (2,), 3)]
-    for differ, lacking, world in ranks(4).run(refusals, [plan.to_json() for plan in plans]):
-        assert "ranks differ in plan" in differ and "on ranks [3]" in differ
-        assert "zbv needs torch.distributed.pipelining.ScheduleZBVZeroBubble" in lacking
-        assert "plan with one of gpipe, 1f1b, interleaved-1f1b" in lacking
-        assert "3 stages on 3 pipeline ranks of mesh 2 (data), 6 ranks in all, but 4 processes were started" in world
-
-
-def failed(text: str) -> list[str]:
-    """What a step raises if a rank is gone, if a pass fails with an error of ours, and with any other."""
-    module = pipelined(staged_plan_from_json(text))
-    messages = []
-    for cause in (None, BatchError("too many rows"), ZeroDivisionError("by zero")):
-        error = RuntimeError("connection closed")
-        error.__cause__ = cause
-        with mock.patch.object(module._schedule._schedule, "step", side_effect=error):
-            try:
-                module.train_step(batch(0))
-            except RuntimeError as caught:
-                messages.append(f"{type(caught).__name__}: {caught}")
-            except BatchError as caught:
-                messages.append(str(caught))
-    return messages
-
-
-def test_errors_of_a_pass_are_raised_as_they_are_and_lost_ranks_are_named() -> None:
-    for rank, (lost, ours, other) in enumerate(ranks(4).run(failed, plan_of("1f1b").to_json())):
-        assert lost.startswith(f"RankError: rank {rank}: sending or receiving between stages failed: connection closed")
-        assert (ours, other) == ("too many rows", "RuntimeError: connection closed")
-
-
-def test_a_shared_weight_stored_in_two_ways_is_refused() -> None:
-    from autopar.runtime.pipeline import check_shared
-
-    plan = plan_of("1f1b")
-    captured = cases.captured(0.0, MICROBATCHES)
-    tied = next(name for name, stages in owners(split_stages(captured, plan.cuts)).items() if len(stages) > 1)
-    other = Layout((INVARIANT,)) if plan.stages[0].layouts[tied] != Layout((INVARIANT,)) else Layout((cases.Shard(0),))
-    last = replace(plan.stages[1], layouts={**plan.stages[1].layouts, tied: other})
-    bad = replace(plan, stages=(plan.stages[0], last))
-    with pytest.raises(
-        PlanMismatchError, match=r"stages share embedding\.weight, which the plan stores as .* in stage 0"
-    ):
-        check_shared(captured, bad, owners(split_stages(captured, plan.cuts)))
 
 
 def distributed(file: str) -> float:

@@ -1,0 +1,58 @@
+"""The model of `runtime_cases` (tied weight, frozen weight, batch norm) in stages: random plans, modules, batches."""
+
+import random
+from typing import Any
+
+import runtime_cases as cases
+from torch import Tensor, nn
+
+from autopar.mesh import make_mesh
+from autopar.passes.split_stages import split_stages
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime import PipelinedModule
+from autopar.search.random_plan import random_staged_plan
+from autopar.staged_plan import StagedPlan
+
+MICROBATCHES = 4
+
+
+def plan_of(
+    schedule: str = "1f1b",
+    stage_mesh: tuple[int, ...] = (2,),
+    pipeline: int = 2,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+) -> StagedPlan:
+    """A random plan for the model of `runtime_cases`: tied weight, frozen weight, batch norm. All ranks train some."""
+    captured = cases.captured(dropout, MICROBATCHES)
+    rng = random.Random(f"{schedule} {seed}")
+    num_stages = pipeline * {"zbv": 2, "interleaved-1f1b": 2}.get(schedule, 1)
+    names = [n.name for n in captured.graph.nodes if n.op == "call_function"]
+    names = names[1 : names.index(captured.loss)]
+    while True:
+        cuts = tuple(names[i] for i in sorted(rng.sample(range(len(names)), num_stages - 1)))
+        plan = random_staged_plan(captured, make_mesh(stage_mesh), schedule, pipeline, cuts, rng)
+        trained_by = {
+            plan.stage_rank(s)
+            for s, part in enumerate(split_stages(captured, cuts))
+            for p in part.parameters
+            if p.trainable
+        }
+        if len(trained_by) == pipeline:
+            return plan
+
+
+def pipelined(plan: StagedPlan, dropout: float = 0.0, model: nn.Module | None = None, **more: Any) -> PipelinedModule:
+    captured = cases.captured(dropout, plan.microbatches)
+    model = model or cases.words(dropout)
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
+    return PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values, **more)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """A global batch whose labels are ignored unevenly."""
+    data = cases.batch(step, MICROBATCHES * cases.BATCH)
+    for row in range(len(data["labels"])):
+        data["labels"][row, : row * 3 // len(data["labels"])] = -100
+    return data
