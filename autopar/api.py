@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from autopar.models.spec import DTYPES
 from autopar.plan import Plan, TrainConfig
 from autopar.staged_plan import StagedPlan
 
+if TYPE_CHECKING:
+    from autopar.staged_model_plan import StagedModelPlan
+
 RELATIVE_GAP = 0.01
 
 
@@ -33,6 +36,8 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     cluster: str | Path | Cluster,
     mesh: str | tuple[int, ...] | Mesh | None = None,
+    pipeline: int | Literal["auto"] | None = None,
+    schedule: str = "auto",
     global_batch: int | None = None,
     microbatches: int | Literal["auto"] | None = None,
     optimizer: str = "adamw",
@@ -46,7 +51,7 @@ def plan(
     fold: bool = True,
     with_baselines: bool = True,
     progress: Callable[[str], None] | None = None,
-) -> ModelPlan:
+) -> "ModelPlan | StagedModelPlan":
     """Decide how to train `model` on a cluster.
 
     Args:
@@ -55,6 +60,8 @@ def plan(
             dtypes count. (Or give `args` and `kwargs`.)
         cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
         mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh, or `auto` for the best; by default nodes x devices of a node.
+        pipeline: with mesh `auto`: how many pipeline ranks; `auto`, its default, for the best.
+        schedule: of a pipeline: gpipe, 1f1b (`auto`) or interleaved-1f1b.
         global_batch: samples a step over all devices; by default that of the example inputs.
         microbatches: in how many parts a step runs the global batch, adding up their gradients; `auto` for the number
             that is best, as with mesh `auto` where none is given.
@@ -90,6 +97,8 @@ def plan(
     searched = mesh == "auto"
     if searched and baseline is not None:
         raise MeshError(f"the baseline {baseline} is made for one mesh; give it instead of auto, as in 8x8")
+    if not searched and pipeline not in (None, 1):
+        raise MeshError(f"{pipeline} pipeline ranks on mesh {mesh}: stages are planned with mesh auto; leave out one")
     microbatches = ("auto" if searched else 1) if microbatches is None else microbatches
     own_mesh = mesh_for(machine, None if searched else mesh)
     call = call_of(example_inputs, args, kwargs)
@@ -120,6 +129,7 @@ def plan(
         bare[:] = [seen.bare]
         return part
 
+    found: Plan | StagedPlan
     if searched:
         from autopar.search.joint import search_meshes
 
@@ -129,6 +139,8 @@ def plan(
             machine,
             config,
             microbatches=None if microbatches == "auto" else microbatches,
+            pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
+            schedule=schedule,
             relative_gap=relative_gap, seconds=seconds, fold=fold, with_baselines=with_baselines, tell=tell,
         )  # fmt: skip
         call = replace(call, bare=bare[0])
@@ -147,9 +159,11 @@ def plan(
     else:
         captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
         found = planned(captured)
-    return model_plan(
-        found, captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model)
-    )
+    from autopar.staged_model_plan import staged_model_plan
+
+    about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
+    about["values"] = values_of(captured, model)
+    return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
 
 
 def search_plan(
@@ -355,24 +369,6 @@ def mesh_for(machine: Cluster, mesh: str | tuple[int, ...] | Mesh | None) -> Mes
             f"such as {' or '.join(shapes)}, or another cluster"
         )
     return own
-
-
-def resized(machine: Cluster, nodes: int, per_node: int) -> Cluster:
-    """A cluster of the same devices and links with another number of them.
-
-    Raises:
-        MeshError: if the cluster has no link between nodes and several are needed.
-    """
-    if machine.num_devices == nodes * per_node:
-        return machine
-    sizes = (nodes, per_node) if nodes > 1 else (per_node,)
-    if len(sizes) > len(machine.levels):
-        raise MeshError(
-            f"cluster {machine} is one node, but processes on {nodes} nodes were started; name a cluster of several, "
-            f"such as {nodes}x{machine}"
-        )
-    levels = [replace(level, size=n) for level, n in zip(machine.levels[-len(sizes) :], sizes, strict=True)]
-    return replace(machine, name=f"{'x'.join(map(str, sizes))} of {machine}", levels=tuple(levels))
 
 
 def check_world(mesh: Mesh) -> None:

@@ -57,6 +57,10 @@ def plan(
     model: Annotated[str, MODEL],
     cluster: Cluster,
     mesh: Mesh = None,
+    pipeline: Annotated[
+        str, typer.Option(help="with --mesh auto: how many pipeline ranks, or auto for the best; 1 for none")
+    ] = "auto",
+    schedule: Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b (auto) or interleaved-1f1b")] = "auto",
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
@@ -88,6 +92,8 @@ def plan(
             device="meta",
             cluster=cluster,
             mesh=mesh,
+            pipeline=None if pipeline == "auto" else _number(pipeline, "--pipeline"),
+            schedule=schedule,
             microbatches=_number(microbatches),
             optimizer=optimizer,
             memory_gb=memory_gb,
@@ -107,8 +113,13 @@ def plan(
             answer.update(json.loads(made.to_json()))
     if not as_json:
         from autopar.report.plan_text import print_plan
+        from autopar.report.staged_text import staged_text
+        from autopar.staged_model_plan import StagedModelPlan
 
-        print_plan(made, made.local, made.machine, console)
+        if isinstance(made, StagedModelPlan):
+            console.print(staged_text(made, made.parts), highlight=False)
+        else:
+            print_plan(made, made.local, made.machine, console)
         if out is not None:
             console.print(f"written to {out}", highlight=False)
 
@@ -261,7 +272,7 @@ def overrides(pairs: list[str] | None) -> dict[str, str]:
     return out
 
 
-def _number(text: str | None) -> int | Literal["auto"] | None:
+def _number(text: str | None, option: str = "--microbatches") -> int | Literal["auto"] | None:
     """A number of micro-batches.
 
     Raises:
@@ -270,7 +281,7 @@ def _number(text: str | None) -> int | Literal["auto"] | None:
     if text is None or text == "auto":
         return None if text is None else "auto"
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"--microbatches {text}: give a number of parts from 1 on, or auto for the best")
+        raise ArgumentError(f"{option} {text}: give a number from 1 on, or auto for the best")
     return int(text)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.device import Device
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, MeshError
 from autopar.link import LinkLevel
 from autopar.link_file import level_toml, preset_networks, read_level
 from autopar.toml_tables import check_keys, figure_line, figures, quote, text
@@ -78,6 +78,24 @@ def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
     sources = (("memory_bytes", "given by the caller"), *others)
     device = dataclasses.replace(cluster.device, memory_bytes=nbytes, sources=sources)
     return dataclasses.replace(cluster, device=device)
+
+
+def resized(machine: Cluster, nodes: int, per_node: int) -> Cluster:
+    """A cluster of the same devices and links with another number of them.
+
+    Raises:
+        MeshError: if the cluster has no link between nodes and several are needed.
+    """
+    if machine.num_devices == nodes * per_node:
+        return machine
+    sizes = (nodes, per_node) if nodes > 1 else (per_node,)
+    if len(sizes) > len(machine.levels):
+        raise MeshError(
+            f"cluster {machine} is one node, but processes on {nodes} nodes were started; name a cluster of several, "
+            f"such as {nodes}x{machine}"
+        )
+    levels = [dataclasses.replace(level, size=n) for level, n in zip(machine.levels[-len(sizes) :], sizes, strict=True)]
+    return dataclasses.replace(machine, name=f"{'x'.join(map(str, sizes))} of {machine}", levels=tuple(levels))
 
 
 def preset_devices() -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autopar.api import check_choice, plan, resized, values_of
+from autopar.api import check_choice, plan, values_of
 from autopar.calls import Call, call_of
-from autopar.cluster import Cluster, load_cluster
+from autopar.cluster import Cluster, load_cluster, resized
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
 from autopar.mesh import Mesh
@@ -49,11 +49,12 @@ class Settings:
     memory_gb: float | None
 
     def plan(self, model: nn.Module, call: Call, **more: Any) -> ModelPlan:
-        return plan(
+        made = plan(
             model,
             call,
             cluster=self.cluster,
             mesh=self.mesh,
+            pipeline=1,
             global_batch=self.global_batch,
             optimizer=self.optimizer,
             precision=self.precision,
@@ -61,6 +62,8 @@ class Settings:
             memory_gb=self.memory_gb,
             **more,
         )
+        assert isinstance(made, ModelPlan)
+        return made
 
 
 def auto_parallel(

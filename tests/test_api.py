@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import check_batch, mesh_for, resized
+from autopar.api import check_batch, mesh_for
 from autopar.calls import Call, call_from_json, call_of
-from autopar.cluster import load_cluster
+from autopar.cluster import load_cluster, resized
 from autopar.errors import (
     ArgumentError,
     BatchError,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
-from autopar.search.journeys import Journey, wanted_by_output
+from autopar.search.journeys import SINK, Journey
 from autopar.search.pricing import Pricer
 from autopar.search.program import Op, Program
 from autopar.search.replays import Value
@@ -57,6 +57,8 @@ def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str,
                 gradients=tuple(g and op.has_backward for g in op.operand_grads),
             )
         )
-    for name, layout in wanted_by_output(program, plan.mesh):
-        calls += travel(name, layout)
+    for name in (*program.captured.ends, *program.mutated):
+        for position, _, layout in journeys[name].wanted:
+            if position == SINK:
+                calls += travel(name, layout)
     return calls

@@ -1,12 +1,14 @@
 """What does a plan cost, exactly, on the whole unfolded graph? Seconds by kind and bytes by kind at the peak moment."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
+from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
 from autopar.search.journeys import Journey, make_journeys
@@ -53,9 +55,11 @@ class Charge:
     axes: tuple[int, ...] = ()
 
 
-def itemised(plan: Plan, program: Program, pricer: Pricer) -> tuple[list[Charge], Live]:
-    """What `evaluate_program` adds up."""
-    journeys = make_journeys(program, plan, pricer)
+def itemised(
+    plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
+) -> tuple[list[Charge], Live]:
+    """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
+    journeys = make_journeys(program, plan, pricer, sent)
     replays = find_replays(plan, program, pricer, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)
     return list(charges), Live(plan, program, pricer, journeys, replays)

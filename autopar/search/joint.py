@@ -1,14 +1,16 @@
-"""Which mesh, and how many micro-batches? All meshes that follow the cluster's levels, all divisors of the batch.
+"""Which mesh, how many stages and micro-batches? All meshes that follow the levels, all divisors of the batch.
 
-Bounds, from cheap to dear, each of them proved:
+Bounds, from cheap to dear, each of them proved; t and o are seconds of a micro-batch and once a step of the whole model
+on the mesh of one of p stages, m the number of micro-batches:
 
     work           all work split evenly over all devices, nothing sent (`work_bound`)
     of a divisor   what d micro-batches take at least without a memory limit holds for every multiple of d (with fewer
                    samples at a time nothing gets faster, see `microbatches`)
-    its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes
+    its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
+                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`rounds`)
     its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known
 
-`best_first` solves no more than it must.
+`best_first` solves no more than it must. Equal blocks are split alike in all stages.
 """
 
 import time
@@ -18,34 +20,89 @@ from typing import Any
 
 from autopar.capture.rebatch import SIZES, Batches
 from autopar.cluster import Cluster
-from autopar.errors import BatchError, InfeasibleError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.best_first import PROVED, Outcome, best_first
 from autopar.search.build import build
-from autopar.search.ilp import solve
-from autopar.search.meshes import Arrangement, arrangements, divisors
+from autopar.search.ilp import CutoffError, solve
+from autopar.search.meshes import Arrangement, arrangements, divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
-from autopar.search.work_bound import work_bound
+from autopar.search.stages import best_staged, block_starts
+from autopar.search.work_bound import work_seconds
+from autopar.staged_plan import StagedPlan
 
 BOUND_GAP = 2e-3
 """How exactly the relaxed graphs are solved."""
+SEARCHED = ("gpipe", "1f1b", "interleaved-1f1b")
+CHUNKS = (2, 4, 8)
+"""Stages a rank of interleaved schedules."""
 NEAR = 8
 """How many alternatives a plan names."""
 
 
+Answer = Plan | StagedPlan
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One problem of the joint space."""
+    """One problem of the joint space; `chunks`: stages a pipeline rank."""
 
     arrangement: Arrangement
     microbatches: int
+    schedule: str = ""
+    chunks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        text += f", {self.schedule}" if self.schedule else ""
+        return text + (f" x {self.chunks}" if self.chunks > 1 else "")
+
+    @property
+    def rounds(self) -> float:
+        return rounds(self.schedule, self.arrangement.pipeline, self.microbatches)
+
+
+def rounds(schedule: str, p: int, m: int) -> float:
+    """r such that no step of p stages, however uneven, whose micro-batch takes t in all is below r t / p.
+
+    1f1b, m > p     m + p - 1. Stage k's first backward waits for the whole forward and the backward behind it, its last
+                    forward is followed by the same, and between lie (m - p + k - 1) of its micro-batches; so a step
+                    takes T + S_k + (m - p + k - 1) t_k, S_k = t_k + ... + t_(p-1). Weights w_k >= 0 with
+                    w_0 + ... + w_s + w_s (m - p + s - 1) the same for all s average these to T (1 + (m - 1) / p).
+    gpipe           m + p - 1: forward and backward are two flow shops, T + (m - 1) (max f + max b).
+    1f1b, m <= p    p / (1 - (1 - 1 / m)^p): stage k works m t_k after and before the stages in front of it.
+    others          m: no rank works less than its share.
+    """
+    if schedule == "gpipe" or (schedule == "1f1b" and m > p):
+        return m + p - 1
+    return p / (1 - (1 - 1 / m) ** p) if schedule == "1f1b" else m
+
+
+def candidates(
+    cluster: Cluster, counts: tuple[int, ...], pipelines: tuple[int, ...], schedule: str, num_blocks: int
+) -> list[Candidate]:
+    """All problems; of `schedule`, auto for 1f1b: gpipe takes as long and more memory, and the bound known of
+    interleaved stages has no bubble, so that it excludes little."""
+    if schedule not in ("auto", *SEARCHED):
+        raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
+    name = "1f1b" if schedule == "auto" else schedule
+    out = []
+    for arrangement in arrangements(cluster, pipelines):
+        p = arrangement.pipeline
+        for count in counts:
+            if p == 1:
+                out.append(Candidate(arrangement=arrangement, microbatches=count))
+            elif p <= num_blocks:
+                chunks = [v for v in CHUNKS if v * p <= num_blocks and count % p == 0]
+                out += [
+                    Candidate(arrangement=arrangement, microbatches=count, schedule=name, chunks=v)
+                    for v in (chunks if name == "interleaved-1f1b" else [1])
+                ]
+    return out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,14 +114,17 @@ class Joint:
 
     graph: Callable[[int], CapturedModel]
     counts: tuple[int, ...]
+    cluster: Cluster
     config: TrainConfig
     relative_gap: float
     fold: bool = True
     tell: Callable[[str], None] = lambda _: None
     _programs: dict[int, Program] = field(default_factory=dict)
     _pricers: dict[Arrangement, Pricer] = field(default_factory=dict)
-    _work: float | None = None
-    _relaxed: dict[Candidate, float] = field(default_factory=dict)
+    _work: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _own: dict[Candidate, float] = field(default_factory=dict)
+    _relaxed: dict[tuple[Arrangement, int, int], float] = field(default_factory=dict)
+    _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -88,29 +148,62 @@ class Joint:
         return self._pricers[arrangement].for_another()
 
     def bound(self, key: Candidate) -> float:
-        if self._work is None:
-            first = min(self.counts)
-            self._work = work_bound(self.program(first), self.pricer(key))
-        others = (replace(key, microbatches=n) for n in divisors(key.microbatches))
-        return max([self._work, *(self._relaxed[other] for other in others if other in self._relaxed)])
+        p = key.arrangement.pipeline
+        if p not in self._work:
+            self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
+        passing, update = self._work[p]
+        known = [(passing * key.rounds / key.microbatches + update) / p, self._own.get(key, 0.0)]
+        known += [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
+        return max(known)
 
     def sharpen(self, key: Candidate) -> None:
-        problem = build(self.program(key.microbatches), self.pricer(key), limit=None, fold=self.fold)
-        self._relaxed[key] = solve(problem.graph, relative_gap=BOUND_GAP).bound
+        program, p, m = self.program(key.microbatches), key.arrangement.pipeline, key.microbatches
+        times = int(key.rounds) if m > 1 else 1
+        passing, _ = self._work[p]
+        rest = (key.rounds - times) * passing / m / p  # another round takes its work at least
+        if (key.arrangement, m, times) in self._relaxed:
+            self._own[key] = self._relaxed[key.arrangement, m, times] + rest
+            return
+        accumulation = program.captured.accumulation
+        if accumulation is not None and times != m:
+            again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
+            program = replace(program, captured=again)
+        problem = build(program, self.pricer(key), limit=None, fold=self.fold)
+        found = solve(problem.graph, relative_gap=BOUND_GAP).bound / p
+        self._relaxed[key.arrangement, m, times] = found
+        self._own[key] = found + rest
+        # r t + o is concave in r: of fewer rounds at least their share
+        place = key.arrangement, m
+        self._least[place] = max(self._least.get(place, 0.0), found * m / times)
 
-    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Plan, float, float]:
-        plan = plan_program(
-            self.program(key.microbatches),
-            self.pricer(key),
-            relative_gap=self.relative_gap / 2,
-            seconds=seconds,
-            with_baselines=False,
-            fold=self.fold,
-            progress=lambda text: self.tell(f"{key}: {text}"),
-            cutoff=cutoff,
-            say_least=False,
-        )
-        return plan, plan.estimate.step_seconds, plan.estimate.bound
+    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
+        p = key.arrangement.pipeline
+        program = self.program(key.microbatches)
+
+        def whole(pricer: Pricer) -> Plan:
+            return plan_program(
+                program,
+                pricer,
+                relative_gap=self.relative_gap / 2,
+                seconds=seconds,
+                with_baselines=False,
+                fold=self.fold,
+                progress=lambda text: self.tell(f"{key}: {text}"),
+                cutoff=cutoff * p,
+                say_least=False,
+            )
+
+        if p == 1:
+            plan = whole(self.pricer(key))
+            return plan, plan.estimate.step_seconds, plan.estimate.bound
+        try:
+            made, bound = best_staged(program, self.pricer(key), self.cluster, p, key.schedule, key.chunks, whole)
+        except CutoffError as error:
+            raise CutoffError(error.bound / p) from error
+        self._own[key] = max(self._own.get(key, 0.0), bound)
+        if made is None:
+            raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
+        return made, made.estimate.step_seconds, bound
 
 
 def search_meshes(
@@ -120,12 +213,14 @@ def search_meshes(
     config: TrainConfig,
     *,
     microbatches: int | None = None,
+    pipelines: tuple[int, ...] | None = (1,),
+    schedule: str = "auto",
     relative_gap: float,
     seconds: float | None = None,
     fold: bool = True,
     with_baselines: bool = True,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Plan, CapturedModel]:
+) -> tuple[Answer, CapturedModel]:
     """The best plan over all meshes of the cluster and, unless `microbatches` is given, all divisors of `batch`,
     with the graph that it is for.
 
@@ -147,8 +242,25 @@ def search_meshes(
 
     while True:
         left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
-        joint = Joint(graph=graph, counts=counts, config=config, relative_gap=relative_gap, fold=fold, tell=tell)
-        keys = [Candidate(arrangement=a, microbatches=n) for a in arrangements(cluster) for n in counts]
+        joint = Joint(
+            graph=graph,
+            counts=counts,
+            cluster=cluster,
+            config=config,
+            relative_gap=relative_gap,
+            fold=fold,
+            tell=tell,
+        )
+        num_blocks = len(block_starts(joint.program(min(counts)).captured)) + 1
+        possible = tuple(n for n in parts(cluster) if n <= num_blocks)
+        if wrong := sorted(set(pipelines or ()) - set(possible)):
+            raise MeshError(
+                f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks allow "
+                f"{', '.join(map(str, possible))}; choose one of them or auto"
+            )
+        keys = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
+        if not keys:
+            raise InfeasibleError(f"schedule {schedule} does not run with {counts} micro-batches; choose auto")
         outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
         if outcome.answer is None or outcome.key is None:
             raise _nothing_fits(joint, outcome)
@@ -165,15 +277,16 @@ def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
 
 
 def _certified(
-    outcome: Outcome[Candidate, Plan], joint: Joint, count: int, with_baselines: bool, seconds: float
-) -> Plan:
+    outcome: Outcome[Candidate, Answer], joint: Joint, count: int, with_baselines: bool, seconds: float
+) -> Answer:
     """The plan found with the bound of the whole space and what there is to say of it."""
     assert outcome.answer is not None and outcome.key is not None
     plan, key = outcome.answer, outcome.key
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
     left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items())
+    staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
     facts: dict[str, Any] = {
-        "space": "meshes of at most 3 axes that follow the cluster's levels, no pipeline",
+        "space": "meshes of at most 3 axes that follow the cluster's levels" + (", " + staged if staged else ""),
         "candidates": count,
         "planned": len(outcome.solved),
         "do_not_fit": sum(cost is None for cost in outcome.solved.values()),
@@ -184,12 +297,12 @@ def _certified(
     }
     estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
     plan = plan.with_estimate(estimate)
-    if with_baselines and outcome.status == PROVED:
+    if with_baselines and outcome.status == PROVED and isinstance(plan, Plan):
         return compare(plan, joint.program(key.microbatches), joint.pricer(key), joint.tell)
     return plan
 
 
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Plan]) -> InfeasibleError:
+def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time and most axes needs."""
     key = max(outcome.failures, key=lambda k: (k.microbatches, k.arrangement.mesh.num_axes))
     said: InfeasibleError = outcome.failures[key]

@@ -4,8 +4,9 @@ The same order as `passes.insert_collectives`: consumers in graph order, a layou
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
@@ -42,15 +43,19 @@ class Journey:
         return any(step.forward for step in self.path(layout))
 
 
-def wanted_by_output(program: Program, mesh: Mesh) -> Iterator[tuple[str, Layout]]:
-    """What the graph's output asks of the tensors that it returns."""
-    yield program.loss, Layout((INVARIANT,) * mesh.num_axes)
+def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -> Iterator[tuple[str, Layout]]:
+    """What the graph's output asks of the tensors that it returns; `sent`: what a stage sends on, and how."""
+    if program.loss:
+        yield program.loss, Layout((INVARIANT,) * mesh.num_axes)
+    yield from sent.items()
     for name in program.mutated:
         yield name, Layout((REPLICATE,) * mesh.num_axes)
 
 
-def make_journeys(program: Program, plan: Plan, pricer: Pricer) -> dict[str, Journey]:
-    """The way of every tensor under `plan`."""
+def make_journeys(
+    program: Program, plan: Plan, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
+) -> dict[str, Journey]:
+    """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
     out: dict[str, Journey] = {}
     for name, tensor in program.tensors.items():
         if tensor.producer is None:
@@ -63,8 +68,8 @@ def make_journeys(program: Program, plan: Plan, pricer: Pricer) -> dict[str, Jou
             op = program.ops[position]
             layout = pricer.op(op, plan.choices[op.name]).operands[slot]
             _travel(journey, plan, position, slot, layout, op.has_backward)
-    for name, layout in wanted_by_output(program, plan.mesh):
-        _travel(out[name], plan, SINK, 0, layout, name == program.loss)
+    for name, layout in wanted_by_output(program, plan.mesh, sent):
+        _travel(out[name], plan, SINK, 0, layout, name == program.loss or name in sent)
     return out
 
 

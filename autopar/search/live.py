@@ -187,8 +187,8 @@ class Live:
                 continue
             given = [held.pop(value, None) for value in call.results if value is not None]
             arrived = next((g for g in given if g is not None), None)
-            is_loss = call.results[0] is not None and call.results[0][0] == self.program.loss
-            if any(call.gradients) and (arrived is not None or is_loss):
+            is_end = any(value is not None and value[0] in self.program.captured.ends for value in call.results)
+            if any(call.gradients) and (arrived is not None or is_end):
                 for slot, (value, wanted) in enumerate(zip(call.operands, call.gradients, strict=True)):
                     if wanted:
                         self._arrive(held, value, self._given(call, slot, value, arrived, now), now)

@@ -16,17 +16,22 @@ from autopar.search.program import Op, Program
 
 def work_bound(program: Program, pricer: Pricer) -> float:
     """Seconds that no plan of `program` on the pricer's mesh stays below, in its cost model."""
+    return sum(work_seconds(program, pricer))
+
+
+def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
+    """Seconds of all micro-batches, and of the optimizer."""
     cache: dict[int, float] = {}
-    total = 0.0
+    passing = update = 0.0
     for op in program.ops:
         if op.signature not in cache:
             cache[op.signature] = _op_seconds(op, pricer)
-        total += cache[op.signature] * program.microbatches
+        passing += cache[op.signature] * program.microbatches
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
             elements = math.prod(tensor.shape) / pricer.mesh.size
-            total += optimizer_step_seconds(pricer.config.optimizer, elements, tensor.element_size, pricer.rates)
-    return total
+            update += optimizer_step_seconds(pricer.config.optimizer, elements, tensor.element_size, pricer.rates)
+    return passing, update
 
 
 def _op_seconds(op: Op, pricer: Pricer) -> float:

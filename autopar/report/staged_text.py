@@ -1,0 +1,59 @@
+"""A plan with stages in a few lines: which calls on which ranks, what each takes and holds, what the pipeline idles."""
+
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from autopar.blocks import block_of, title
+from autopar.graph import CapturedModel
+from autopar.report.search_text import search_text
+from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.staged_plan import StagedPlan
+
+
+def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
+    """The plan as text; `stages` are the captured models of its stages."""
+    estimate = plan.estimate
+    lines = [
+        f"{plan.model} on {plan.cluster}: {plan.num_stages} stages on {plan.pipeline} pipeline ranks, each of mesh "
+        f"{plan.mesh}; {plan.schedule}, {plan.microbatches} micro-batches, {plan.config.optimizer}, "
+        f"{plan.config.precision} [{plan.origin}]"
+    ]
+    if searched := estimate.solver.get("search"):
+        lines.append(search_text(searched))
+    if estimate.seconds:
+        bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
+        lines.append(
+            f"step {seconds_text(estimate.step_seconds)}, in the space searched none takes less than {bound} "
+            f"(gap {gap}); memory at the peak of the fullest rank {nbytes_text(estimate.peak_nbytes)}"
+        )
+        kinds = (f"{kind} {seconds_text(seconds)}" for kind, seconds in estimate.seconds.items() if seconds)
+        lines.append(f"of which {', '.join(kinds)}")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):
+        table.add_column(name, justify="left" if name in ("blocks", "devices") else "right")
+    prices = estimate.solver.get("stages", [{}] * plan.num_stages)
+    for number, (stage, price) in enumerate(zip(stages, prices, strict=True)):
+        first = plan.stage_rank(number) * plan.mesh.size
+        table.add_row(
+            str(number),
+            _blocks(stage),
+            f"{first}-{first + plan.mesh.size - 1}",
+            seconds_text(price["seconds"]) if price else "",
+            seconds_text(price["once"]) if price else "",
+            nbytes_text(price["memory"]) if price else "",
+        )
+    console = Console(file=StringIO(), width=120)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return "\n".join(lines) + "\n" + console.file.getvalue()
+
+
+def _blocks(stage: CapturedModel) -> str:
+    """The numbered modules whose calls a stage has."""
+    calls = (node for node in stage.graph.nodes if node.op == "call_function" and node.meta["requires_grad"])
+    blocks = dict.fromkeys(block for node in calls if (block := block_of(node.meta["module"])))
+    return title(blocks) if blocks else "-"

@@ -1,0 +1,142 @@
+"""Stages: what a plan in stages costs, how few seconds it can take, and that the search finds the best of them."""
+
+import random
+from functools import cache
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from autopar import api
+from autopar.capture import capture
+from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import make_order
+from autopar.cost_models.timeline import simulate
+from autopar.errors import ArgumentError, MeshError
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.split_stages import local_stage
+from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
+from autopar.report.staged_text import staged_text
+from autopar.search.evaluate import itemised
+from autopar.search.joint import rounds
+from autopar.search.meshes import parts
+from autopar.search.planner import make_plan
+from autopar.search.pricing import Pricer
+from autopar.search.program import make_program
+from autopar.search.stages import balanced, block_starts, choose_cuts, in_flight, priced, staged
+from autopar.staged_model_plan import StagedModelPlan
+from tests.search_cases import machine
+from tests.zoo import zoo
+
+MICROBATCHES = 4
+
+
+def makespan(schedule: str, p: int, m: int, chunks: int, forward: list[float], backward: list[float]) -> float:
+    order = make_order(schedule, p, m, chunks)
+    stages = [
+        StageWork(actions={"F": (Segment(COMPUTE, f),), "B": (Segment(COMPUTE, b),)})
+        for f, b in zip(forward, backward, strict=True)
+    ]
+    return float(simulate(make_pipeline(order, stages).tasks).finish.max())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_no_uneven_stages_beat_the_rounds_of_their_schedule(schedule: str) -> None:
+    """Thousands of drawn stage times, one stage far slower among them; equal ones meet the bound of 1f1b and gpipe."""
+    draw = random.Random(0)
+    for _ in range(150):
+        p, chunks = draw.randint(1, 5), 2 if schedule == "interleaved-1f1b" else 1
+        m = p * draw.randint(1, 3) if chunks > 1 else draw.randint(1, 12)
+        spread = draw.choice((0.0, 0.3, 1.0, 4.0))
+        times = [[draw.random() * np.exp(draw.gauss(0, spread)) + 1e-3 for _ in range(p * chunks)] for _ in range(2)]
+        total = sum(map(sum, times))
+        assert makespan(schedule, p, m, chunks, *times) >= rounds(schedule, p, m) * total / p * (1 - 1e-9)
+        if chunks == 1 and m > p:
+            equal = makespan(schedule, p, m, 1, [1.0] * p, [2.0] * p)
+            assert equal == pytest.approx(rounds(schedule, p, m) * 3.0)
+
+
+def test_balanced_is_brute_force() -> None:
+    draw = random.Random(1)
+    for _ in range(50):
+        count, stages = draw.randint(1, 8), draw.randint(1, 4)
+        if stages > count:
+            continue
+        seconds = [draw.random() for _ in range(count)]
+
+        def worst(cuts: tuple[int, ...], seconds: list[float] = seconds) -> float:
+            ends = (0, *cuts, len(seconds))
+            return max(sum(seconds[a:b]) for a, b in pairwise(ends))
+
+        found = balanced(seconds, stages)
+        assert len(found) == stages - 1
+        assert worst(found) == pytest.approx(min(map(worst, combinations(range(1, count), stages - 1))))
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
+    assert in_flight(make_order("1f1b", 4, 8)) == [4, 3, 2, 1]
+    assert in_flight(make_order("1f1b", 4, 2)) == [2, 2, 2, 1]
+    assert in_flight(make_order("gpipe", 3, 5)) == [5, 5, 5]
+
+
+@cache
+def graph(family: str) -> CapturedModel:
+    model, kwargs = zoo(family, batch=MICROBATCHES)
+    part = {k: v[:1] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), part), MICROBATCHES, lambda: capture(model, (), kwargs))
+
+
+@cache
+def whole(family: str) -> tuple[Plan, Pricer]:
+    cluster, mesh = parts(machine(4))[2], make_mesh((2,))
+    plan = make_plan(graph(family), cluster, mesh, TrainConfig(), relative_gap=1e-2, with_baselines=False)
+    return plan, Pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_stages_cost_what_the_whole_costs(family: str) -> None:
+    """The stages' seconds add up to the whole plan's, but for what no stage owns and each computes (rotary tables)."""
+    plan, pricer = whole(family)
+    program = make_program(graph(family))
+    cuts = choose_cuts(plan, program, pricer, 2)
+    assert set(cuts) <= set(block_starts(graph(family)))
+    made, stages = staged(plan, program, pricer, 2, "1f1b", cuts)
+    made = priced(made, stages, machine(4), pricer.cluster)
+    charges = itemised(plan, program, pricer)[0]
+    passing = sum(c.seconds for c in charges if c.kind != "optimizer" and plan.lifetimes.get(c.name) not in ONCE_A_STEP)
+    found = [stage["seconds"] for stage in made.estimate.solver["stages"]]
+    tables = sum(op.position for op in program.ops if not any(op.result_grads)) > 0
+    assert sum(found) == pytest.approx(passing / MICROBATCHES, rel=0.01 if tables else 1e-9)
+    assert sum(found) >= passing / MICROBATCHES * (1 - 1e-9)
+    least = rounds("1f1b", 2, MICROBATCHES) * sum(found) / 2
+    assert made.estimate.step_seconds >= least
+    made.check(graph(family))
+    for number in range(2):
+        local_stage(stages, made, number)
+    assert "1f1b" in staged_text(made, stages)
+
+
+def test_a_pipeline_needs_less_memory_of_a_device_than_one_stage() -> None:
+    plan, pricer = whole("llama")
+    program = make_program(graph("llama"))
+    made, stages = staged(plan, program, pricer, 2, "1f1b", choose_cuts(plan, program, pricer, 2))
+    one = priced(made, stages, machine(4), pricer.cluster).estimate
+    many, _ = staged(plan, program, pricer, 2, "gpipe", made.cuts)
+    assert one.peak_nbytes < plan.estimate.peak_nbytes
+    assert priced(many, stages, machine(4), pricer.cluster).estimate.peak_nbytes > one.peak_nbytes
+
+
+def test_the_joint_search_plans_stages() -> None:
+    model, kwargs = zoo("vit", batch=4)
+    made = api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=2, relative_gap=0.02)
+    assert isinstance(made, StagedModelPlan) and made.world == 2
+    best = api.plan(model, kwargs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
+    assert best.estimate.step_seconds <= made.estimate.step_seconds
+    assert best.estimate.bound <= made.estimate.bound * (1 + 1e-9)
+    with pytest.raises(MeshError, match="3 pipeline ranks"):
+        api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=3)
+    with pytest.raises(ArgumentError, match="not searched"):
+        api.plan(model, kwargs, cluster=machine(2), mesh="auto", schedule="zbv")
