@@ -22,6 +22,9 @@ Answer = TypeVar("Answer")
 Asked = TypeVar("Asked", contravariant=True)
 Given = TypeVar("Given", covariant=True)
 
+EARLY = 5
+"""Bounds after which the most promising problem is solved, though others are open: an answer excludes many."""
+
 INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
 
 
@@ -31,8 +34,11 @@ class Problems(Protocol[Asked, Given]):
     def bound(self, key: Asked) -> float:
         """What every answer costs at least, as far as is known without work."""
 
-    def sharpen(self, key: Asked) -> None:
-        """Work for a better bound; afterwards `bound` gives it. Raises InfeasibleError if there is no answer."""
+    def sharpen(self, key: Asked) -> bool:
+        """Work for a better bound; afterwards `bound` gives it. True where no further work would better it.
+
+        Raises InfeasibleError if there is no answer.
+        """
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
@@ -78,12 +84,24 @@ def best_first(
     heapq.heapify(heap)
     count = len(heap)
     sharpened: set[Key] = set()
+    tried: set[Key] = set()
     try:
         while heap and heap[0][0] < outcome.cost * (1 - relative_gap):
             left = None if seconds is None else seconds - (time.monotonic() - began)
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
+            if (
+                outcome.answer is None
+                and len(sharpened) >= EARLY
+                and (ahead := _promising(problems, heap, sharpened - tried))
+            ):
+                tried.add(ahead[2])
+                tell(f"planning {ahead[2]} for a first answer: {len(heap)} of {count} open")
+                _solve(problems, ahead[2], outcome, relative_gap, left)
+                heap.remove(ahead)
+                heapq.heapify(heap)
+                continue
             bound, number, key = heap[0]
             known = problems.bound(key)
             if known > bound:
@@ -94,9 +112,9 @@ def best_first(
             work = "planning" if key in sharpened else "bounding"
             tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
             if key not in sharpened:
-                sharpened.add(key)
                 try:
-                    problems.sharpen(key)
+                    if problems.sharpen(key):
+                        sharpened.add(key)
                 except InfeasibleError as error:
                     outcome.solved[key], outcome.failures[key] = None, error
                     heapq.heappop(heap)
@@ -114,6 +132,14 @@ def best_first(
             f"no plan was found in {seconds:g} s (lower bound {outcome.bound:.4g} s); give more time"
         )
     return outcome
+
+
+def _promising(
+    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], among: set[Key]
+) -> tuple[float, int, Key] | None:
+    """The entry whose bound is least, as it stands now."""
+    entries = (entry for entry in heap if entry[2] in among)
+    return min(entries, default=None, key=lambda entry: (problems.bound(entry[2]), entry[1]))
 
 
 def _solve(

@@ -153,28 +153,42 @@ class Joint:
             self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
         passing, update = self._work[p]
         known = [(passing * key.rounds / key.microbatches + update) / p, self._own.get(key, 0.0)]
-        known += [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
-        return max(known)
+        least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
+        return max([*known, max(least) + self._more_rounds(key, key.microbatches)])
 
-    def sharpen(self, key: Candidate) -> None:
-        program, p, m = self.program(key.microbatches), key.arrangement.pipeline, key.microbatches
+    def _more_rounds(self, key: Candidate, rounds: int) -> float:
+        """What the rounds beyond so many take at least: their work."""
+        p = key.arrangement.pipeline
+        return (key.rounds - rounds) * self._work[p][0] / key.microbatches / p
+
+    def sharpen(self, key: Candidate) -> bool:
+        """First what the fewest micro-batches take, which holds for all, then the candidate's own rounds."""
+        first = min(self.counts)
+        if (key.arrangement, first) not in self._least and key.microbatches % first == 0:
+            self._least[key.arrangement, first] = self._relax(key.arrangement, first, first)
+            return key.microbatches == first and key.rounds == first
+        m = key.microbatches
         times = int(key.rounds) if m > 1 else 1
-        passing, _ = self._work[p]
-        rest = (key.rounds - times) * passing / m / p  # another round takes its work at least
-        if (key.arrangement, m, times) in self._relaxed:
-            self._own[key] = self._relaxed[key.arrangement, m, times] + rest
-            return
-        accumulation = program.captured.accumulation
-        if accumulation is not None and times != m:
-            again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
-            program = replace(program, captured=again)
-        problem = build(program, self.pricer(key), limit=None, fold=self.fold)
-        found = solve(problem.graph, relative_gap=BOUND_GAP).bound / p
-        self._relaxed[key.arrangement, m, times] = found
-        self._own[key] = found + rest
+        found = self._relax(key.arrangement, m, times)
+        self._own[key] = found + self._more_rounds(key, times)
         # r t + o is concave in r: of fewer rounds at least their share
         place = key.arrangement, m
         self._least[place] = max(self._least.get(place, 0.0), found * m / times)
+        return True
+
+    def _relax(self, arrangement: Arrangement, microbatches: int, times: int) -> float:
+        """The least that `times` micro-batches and what is paid once take, a stage's share, if memory has no limit."""
+        if (arrangement, microbatches, times) not in self._relaxed:
+            program = self.program(microbatches)
+            accumulation = program.captured.accumulation
+            if accumulation is not None and times != microbatches:
+                again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
+                program = replace(program, captured=again)
+            pricer = self.pricer(Candidate(arrangement=arrangement, microbatches=microbatches))
+            problem = build(program, pricer, limit=None, fold=self.fold)
+            found = solve(problem.graph, relative_gap=BOUND_GAP).bound / arrangement.pipeline
+            self._relaxed[arrangement, microbatches, times] = found
+        return self._relaxed[arrangement, microbatches, times]
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         p = key.arrangement.pipeline
