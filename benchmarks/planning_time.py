@@ -1,0 +1,99 @@
+"""How long does a whole plan take, every mesh searched? Wall and CPU seconds of `autopar.plan`, capture included.
+
+    python -m benchmarks.planning_time [--targets 8b,70b,405b] [--layers 8,32,128,512] [--seconds 120] [--pipeline 1]
+
+The three targets of docs/status.md, and Llama-3-8B's block in other numbers of layers on other numbers of devices.
+--pipeline auto searches stages too; 1, the default, meshes and micro-batches. An empty list leaves a part out.
+"""
+
+import argparse
+import resource
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.models import load_model
+from autopar.staged_plan import StagedPlan
+
+TARGETS = {
+    "8b": ("8x8xh100", 64, {}),
+    "70b": (
+        "64x8xh100",
+        512,
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    ),
+    "405b": (
+        "2048x8xh100",
+        2048,
+        {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126},
+    ),
+}
+GAP = 0.02
+NODES = {8: 1, 32: 8, 128: 64, 512: 2048}
+"""Nodes of 8 for a number of layers in the table."""
+
+
+def planned(cluster: str, batch: int, config: dict[str, int], seconds: float | None, pipeline: str) -> list[str]:
+    """A row of the table."""
+    began, cpu = time.monotonic(), _cpu_seconds()
+    loaded = load_model(
+        spec="hf:examples/llama3_8b/config.json",
+        batch=batch,
+        seq=8192,
+        overrides={key: str(value) for key, value in config.items()},
+        precision="bf16",
+        device="meta",
+    )
+    found: list[str]
+    try:
+        made = autopar.plan(
+            loaded.model,
+            args=loaded.args,
+            kwargs=loaded.kwargs,
+            cluster=cluster,
+            mesh="auto",
+            pipeline=None if pipeline == "auto" else int(pipeline),
+            precision="bf16",
+            relative_gap=GAP,
+            seconds=seconds,
+            with_baselines=False,
+        )
+        estimate: Any = made.estimate
+        stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
+        found = [f"{stages}{made.mesh}, {made.microbatches}", f"{estimate.step_seconds:.3f}", f"{estimate.gap:.2%}"]
+    except AutoparError as error:
+        found = [str(error), "", ""]
+    return [*found, f"{time.monotonic() - began:.0f}", f"{_cpu_seconds() - cpu:.0f}"]
+
+
+def _cpu_seconds() -> float:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + children.ru_utime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="8b,70b,405b")
+    parser.add_argument("--layers", default="8,32,128,512")
+    parser.add_argument("--seconds", type=float, default=None, help="of search, for each row")
+    parser.add_argument("--pipeline", default="1")
+    arguments = parser.parse_args()
+    table = Table("model", "cluster", "mesh, micro-batches", "step s", "gap", "wall s", "CPU s")
+    for name in filter(None, arguments.targets.split(",")):
+        cluster, batch, config = TARGETS[name]
+        table.add_row(name, cluster, *planned(cluster, batch, config, arguments.seconds, arguments.pipeline))
+    for layers in map(int, filter(None, arguments.layers.split(","))):
+        nodes = NODES.get(layers, 8)
+        cluster = "8xh100" if nodes == 1 else f"{nodes}x8xh100"
+        config = {"num_hidden_layers": layers}
+        row = planned(cluster, 8 * nodes, config, arguments.seconds, arguments.pipeline)
+        table.add_row(f"{layers} layers of 8b", cluster, *row)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
