@@ -40,6 +40,8 @@ BOUND_GAP = 2e-3
 SEARCHED = ("gpipe", "1f1b", "interleaved-1f1b")
 CHUNKS = (2, 4, 8)
 """Stages a rank of interleaved schedules."""
+PLAN_SECONDS = 15.0
+"""Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
 NEAR = 8
 """How many alternatives a plan names."""
 
@@ -199,7 +201,7 @@ class Joint:
                 program,
                 pricer,
                 relative_gap=self.relative_gap / 2,
-                seconds=seconds,
+                seconds=PLAN_SECONDS if seconds is None else min(seconds, PLAN_SECONDS),
                 with_baselines=False,
                 fold=self.fold,
                 progress=lambda text: self.tell(f"{key}: {text}"),
