@@ -17,7 +17,7 @@ from autopar.placement import Shard, local_shape
 from autopar.plan import ONCE_A_STEP, TrainConfig
 from autopar.search.baselines import make_baseline
 from autopar.search.build import Problem, build
-from autopar.search.build_recompute import build_with_recompute
+from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate, evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
@@ -143,7 +143,7 @@ def test_recompute_and_micro_batches_are_priced_together() -> None:
     program, pricer, problem = problem_of("vit", 4, None)
     free = extract(problem, solve(problem.graph, relative_gap=1e-4), pricer.cluster, pricer.config, "ilp")
     limit = evaluate_program(free, program, pricer).peak_nbytes * 0.85
-    problem = build_with_recompute(program, pricer, limit=limit)
+    problem = build(program, pricer, limit=limit, builder=RecomputeBuilder)
     solution = solve(problem.graph, relative_gap=1e-3)
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
     estimate = evaluate_program(plan, program, pricer)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.blocks import block_of
 from autopar.errors import InfeasibleError
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig
 from autopar.report.recompute_text import recompute_text
 from autopar.search.build import Problem, build
-from autopar.search.build_recompute import block_of, build_with_recompute
+from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
@@ -29,7 +30,7 @@ EXACT = 1e-7
 def solved(
     program: Program, pricer: Pricer, limit: float, restriction: Restriction | None = None, gap: float = EXACT
 ) -> tuple[Problem, Solution, Plan]:
-    problem = build_with_recompute(program, pricer, limit=limit, restriction=restriction)
+    problem = build(program, pricer, limit=limit, restriction=restriction, builder=RecomputeBuilder)
     solution = solve(problem.graph, relative_gap=gap)
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
     return problem, solution, plan.with_estimate(evaluate_program(plan, program, pricer))
@@ -99,7 +100,7 @@ def test_for_a_fixed_sharding_no_recompute_set_is_better(part: float) -> None:
 def test_what_leaves_a_block_is_kept() -> None:
     """Else all blocks could lean on each other, and memory would be that of one block."""
     program, pricer = program_of("gpt2"), pricer_of((1,))
-    problem = build_with_recompute(program, pricer, limit=1e9)
+    problem = build(program, pricer, limit=1e9, builder=RecomputeBuilder)
     for node, cluster in enumerate(problem.clusters):
         if len(problem.options[node]) == problem.num_kept[node]:
             continue
@@ -108,7 +109,7 @@ def test_what_leaves_a_block_is_kept() -> None:
             while waiting:
                 for position, slot in program.readers[waiting.pop()]:
                     op = program.ops[position]
-                    assert block_of(op.module) == block_of(program.ops[positions[-1]].module) is not None
+                    assert block_of(op.module) == block_of(program.ops[positions[-1]].module) != ""
                     waiting += [r for r in op.results if r is not None and op.rule.alias == slot]
 
 

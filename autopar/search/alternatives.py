@@ -13,8 +13,8 @@ import numpy as np
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan
-from autopar.search.build import Problem, build
-from autopar.search.build_recompute import build_with_recompute
+from autopar.search.build import Builder, Problem, build
+from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
@@ -68,10 +68,10 @@ class Space:
         elif gathered:
             yield self._restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
         if plan.recompute or plan.remade:
-            yield self._restricted("nothing run again in backward", Restriction(), build)
+            yield self._restricted("nothing run again in backward", Restriction(), Builder)
         else:
             again = Restriction(recompute=lambda op: True)
-            yield self._restricted("blocks run again from their input", again, build_with_recompute)
+            yield self._restricted("blocks run again from their input", again, RecomputeBuilder)
         meaning = self._meanings()
         trained = [op for op in self.program.ops if any(op.result_grads)]
         used = {meaning(op, name) for op in trained for name in plan.choices[op.name]} - {"", "whole", "summands"}
@@ -108,13 +108,11 @@ class Space:
 
         return allowed
 
-    def _restricted(
-        self, without: str, restriction: Restriction, make: Callable[..., Problem] | None = None
-    ) -> Question:
+    def _restricted(self, without: str, restriction: Restriction, builder: type[Builder] | None = None) -> Question:
         def answer(seconds: float) -> Alternative:
             def problem() -> Problem:
-                if make is not None:
-                    return make(self.program, self.pricer, limit=self.limit, restriction=restriction)
+                if builder is not None:
+                    return build(self.program, self.pricer, limit=self.limit, restriction=restriction, builder=builder)
                 return make_problem(self.program, self.pricer, self.limit, restriction=restriction, seconds=seconds)
 
             return self._solved(problem, without, lambda _: "", seconds)
@@ -166,7 +164,7 @@ class Space:
 
     @cached_property
     def _recomputing(self) -> Problem:
-        return build_with_recompute(self.program, self.pricer, limit=self.limit)
+        return build(self.program, self.pricer, limit=self.limit, builder=RecomputeBuilder)
 
     def _node_seconds(self, problem: Problem, node: int) -> float:
         """What the plan's ops of a cluster take, all instances."""

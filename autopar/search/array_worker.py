@@ -10,6 +10,7 @@ import pickle
 import select
 import subprocess
 import sys
+from contextlib import suppress
 from time import monotonic
 from typing import IO, Any
 
@@ -21,39 +22,55 @@ _MOST_SECONDS = 5.0
 
 
 class Worker:
-    """A context: `with Worker() as worker: worker.solve(model, seconds=10)`; the process ends with the block."""
+    """A context: `with Worker() as worker: worker.solve(model, seconds=10)`; the process ends with the block.
+
+    `close` may come from another thread while a program is being solved; `solve` then answers None, now and later.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+        if self._process is not None:
+            self._end(self._process)
 
     def solve(self, model: ArrayModel, *, seconds: float, **options: Any) -> Answer | None:
         """`model.solve(**options)`, None where it has not come to an end in so many seconds."""
         stop = monotonic() + seconds
+        if self._closed:
+            return None
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None
-        _write(process.stdin, (model, stop, options))
-        answered = select.select([process.stdout], [], [], max(stop - monotonic(), 0.0))[0]
-        if not answered:
-            self.close()
-            return None
-        answer: Answer = pickle.load(process.stdout)
-        return answer
+        try:
+            _write(process.stdin, (model, stop, options))
+            if select.select([process.stdout], [], [], max(stop - monotonic(), 0.0))[0]:
+                answer: Answer = pickle.load(process.stdout)
+                return answer
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            if not self._closed:
+                raise
+        self._end(process)
+        return None
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """End the process, whatever it is at, and start no other."""
+        self._closed = True
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):  # what was still to be written is of no use
                 if stream is not None:
                     stream.close()
-            self._process = None
+        self._process = None
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ data-parallel ranks and for how long a gathered copy lives, whether sequences ar
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, target_name
@@ -23,8 +24,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.attention_core import attention_core
-from autopar.search.build import build
-from autopar.search.build_recompute import block_of, build_with_recompute
+from autopar.search.build import Builder, build
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.fitting import fitting
@@ -101,8 +101,8 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
 def _solved(
     configuration: NamedConfiguration, program: Program, pricer: Pricer, limit: float | None, restriction: Restriction
 ) -> Plan:
-    make = build if restriction.recompute is None else build_with_recompute
-    problem = make(program, pricer, limit=limit, restriction=restriction)
+    builder = Builder if restriction.recompute is None else RecomputeBuilder
+    problem = build(program, pricer, limit=limit, restriction=restriction, builder=builder)
     solution = solve(problem.graph, relative_gap=GAP)
     plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))
     if configuration.recompute == "selective":
@@ -121,7 +121,7 @@ def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str,
         outside = {
             step.target
             for position, _, layout in journey.wanted
-            if position < 0 or block_of(program.ops[position].module) is None
+            if position < 0 or not block_of(program.ops[position].module)
             for step in journey.path(layout)
         }
         made = [v for v, step in journey.made.items() if step.forward and v not in outside]

@@ -20,48 +20,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from autopar.blocks import block_of
 from autopar.placement import Layout
 from autopar.redistribution import Step
-from autopar.search.build import Problem, Reader, _Builder
-from autopar.search.clusters import Cluster, make_clusters
-from autopar.search.folding import fold_program
+from autopar.search.build import Builder, Problem, Reader
+from autopar.search.clusters import Cluster
 from autopar.search.lattice import Lattice
-from autopar.search.options import Restriction, cluster_options
-from autopar.search.pricing import Pricer, total
-from autopar.search.program import Op, Program, Tensor
+from autopar.search.options import cluster_options
+from autopar.search.parameters import ParameterSpace
+from autopar.search.pricing import total
+from autopar.search.program import Op, Tensor
 from autopar.search.strategy_graph import Consumer, Floats, Group
 
 
-def block_of(path: str) -> str | None:
-    """The outermost numbered module of a path: `model.layers.3` of `model.layers.3.mlp`."""
-    parts = path.split(".")
-    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), None)
-
-
-def build_with_recompute(
-    program: Program,
-    pricer: Pricer,
-    *,
-    limit: float | None,
-    fold: bool = True,
-    coarse: bool | None = None,
-    restriction: Restriction | None = None,
-) -> Problem:
-    """As `build.build`, where clusters inside blocks may be recomputed."""
-    coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
-    folding = fold_program(program, fold=fold)
-    clusters = make_clusters(program, folding, coarse=coarse)
-    return RecomputeBuilder(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
-
-
-class RecomputeBuilder(_Builder):
-    """Builds as `build` does, with recomputed options."""
+class RecomputeBuilder(Builder):
+    """For `build.build(..., builder=RecomputeBuilder)`: clusters inside blocks may be recomputed."""
 
     def run(self, limit: float | None) -> Problem:
         self.ends: dict[str, int] = {}
         for op in self.program.ops:
             block = block_of(op.module)
-            if block is not None:
+            if block:
                 self.ends[block] = op.position
         self.plain: dict[int, int] = {}  # node -> number of options that keep
         return super().run(limit)
@@ -69,7 +48,7 @@ class RecomputeBuilder(_Builder):
     def _end(self, position: int) -> int:
         """Where the backward of the op's block begins."""
         block = block_of(self.program.ops[position].module)
-        return position if block is None else self.ends[block]
+        return self.ends[block] if block else position
 
     def _is_recomputable(self, cluster: Cluster) -> bool:
         root = cluster.root
@@ -79,7 +58,7 @@ class RecomputeBuilder(_Builder):
             blocks = {block_of(self.program.ops[p].module) for p in positions}
             results = list(self._views_of(positions[-1]))
             blocks |= {block_of(self.program.ops[p].module) for r in results for p, _ in self.program.readers[r]}
-            if len(blocks) != 1 or None in blocks or {self.program.loss, *self.program.mutated} & set(results):
+            if len(blocks) != 1 or "" in blocks or {self.program.loss, *self.program.mutated} & set(results):
                 return False
         return True
 
@@ -163,8 +142,15 @@ class RecomputeBuilder(_Builder):
                 if self._is_again(r.node).any() else r for r in readers]  # fmt: skip
         super()._input(names, tensor, kept)
 
-    def _parameter_group(self, names, node, uses, space, readers):  # type: ignore[no-untyped-def]
-        _ParameterLayers(self, names, node, uses, space, readers).add()
+    def _parameter_group(
+        self,
+        names: tuple[str, ...],
+        node: int,
+        uses: tuple[Layout, ...],
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        _ParameterLayers(self, names, node, space, readers).add()
 
 
 class _Layers:
@@ -290,8 +276,15 @@ class _Layers:
 class _ParameterLayers:
     """A parameter's group: as in `build`, with a want of their own for options that read it again in a replay."""
 
-    def __init__(self, builder, names, node, uses, space, readers) -> None:  # type: ignore[no-untyped-def]
-        self.builder, self.names, self.node, self.uses = builder, names, node, uses
+    def __init__(
+        self,
+        builder: RecomputeBuilder,
+        names: tuple[str, ...],
+        node: int,
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        self.builder, self.names, self.node = builder, names, node
         self.space, self.readers = space, readers
 
     def add(self) -> None:

@@ -20,7 +20,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.build import Problem, build
-from autopar.search.build_recompute import build_with_recompute
+from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
@@ -216,7 +216,7 @@ def make_problem(
     if within(graph, fastest.choice, fastest.arcs):
         return problem
     tell("the memory limit binds: adding recompute to the strategy graph")
-    return build_with_recompute(program, pricer, limit=limit, fold=fold, restriction=restriction)
+    return build(program, pricer, limit=limit, fold=fold, restriction=restriction, builder=RecomputeBuilder)
 
 
 def _traded(plan: Plan, program: Program, pricer: Pricer) -> dict[str, float]:

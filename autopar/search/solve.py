@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike
 
 from autopar.search import ilp
 from autopar.search.highs_log import Progress
-from autopar.search.pairwise import solve as pairwise
-from autopar.search.pairwise.convert import flatten
 from autopar.search.pairwise.problem import Pairwise
 from autopar.search.strategy_graph import Solution, StrategyGraph
 
@@ -39,6 +37,10 @@ def solve(
     """
     if isinstance(graph, StrategyGraph) and graph.groups:
         return ilp.solve(graph, relative_gap=relative_gap, seconds=seconds, hint=hint, on_progress=on_progress)
+    # Numba's kernels cost a second to load: not for those who never come here.
+    from autopar.search.pairwise import solve as pairwise
+    from autopar.search.pairwise.convert import flatten
+
     problem = flatten(graph) if isinstance(graph, StrategyGraph) else graph
     start = None if hint is None else np.asarray(hint, np.int64)
     return pairwise.solve(

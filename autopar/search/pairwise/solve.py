@@ -35,6 +35,8 @@ GUIDE_SHARE, GUIDE_SECONDS = 0.15, 25.0
 """Of the time left, and at most: how long the bound climbs before the search goes by what it leaves over."""
 ASCENT_SECONDS = 0.5
 """Between two looks at what the search has found."""
+PATIENCE_SECONDS = 0.5
+"""At most, for the proof to hear that the time is over: what it proves later is of no use."""
 ENDING_SECONDS, ENDING_SECONDS_A_PAIR = 0.3, 5e-8
 """Kept for lifting and evaluating the answer."""
 
@@ -133,17 +135,17 @@ class _Race:
     def run(self, start: Ints | None) -> None:
         """Until it is proved, or the time is over, or someone interrupts."""
         proof = threading.Thread(target=self._prove, daemon=True)
-        try:
-            with self.prover, self.regions:
+        with self.regions:
+            try:
                 proof.start()
                 self._search(start)
                 while proof.is_alive() and not self._ended():
                     proof.join(0.05)
-        except KeyboardInterrupt:
-            self.interrupted = True
-        self.over = True
+            except KeyboardInterrupt:
+                self.interrupted = True
+            self.over = True
         self.prover.close()
-        proof.join()
+        proof.join(PATIENCE_SECONDS)
 
     def _ended(self) -> bool:
         return self.over or monotonic() >= self.stop
@@ -206,11 +208,13 @@ class _Race:
 
     def _prove(self) -> None:
         try:
-            self._climb()
+            with self.prover:
+                self._climb()
+        except KeyboardInterrupt:  # from `on_progress`, which is called here too
+            self.interrupted = self.over = True
         except BaseException as error:
-            if not self.over:  # else a worker that was closed
-                self.failed = error
-        if self.failed is not None or self.proved() or self.dual.bound == np.inf:
+            self.failed = error
+        if self.interrupted or self.failed is not None or self.proved() or self.dual.bound == np.inf:
             self.over = True
             self._end_search()
 
