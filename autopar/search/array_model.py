@@ -24,6 +24,7 @@ from ortools.math_opt import (
 from ortools.math_opt.core.python import solver as core
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
+from pybind11_abseil.status import StatusNotOk
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,6 +40,11 @@ class Answer:
     bound: float
     optimal: bool
     infeasible: bool
+
+
+UNDECIDED = "HighsModelStatus was Unknown"
+"""HiGHS gave up on a program, for the sake of its numbers; MathOpt calls that an internal error."""
+NOTHING = Answer(values=None, reduced_costs=None, objective=np.inf, bound=-np.inf, optimal=False, infeasible=False)
 
 
 @dataclass(slots=True)
@@ -136,7 +142,12 @@ class ArrayModel:
             values = wanted.solution_hints.add().variable_values
             values.ids.extend(range(len(hint)))
             values.values.extend(hint.tolist())
-        result = _solve(self.proto(relaxed=relaxed), solver, parameters, wanted, on_message)
+        try:
+            result = _solve(self.proto(relaxed=relaxed), solver, parameters, wanted, on_message)
+        except StatusNotOk as error:
+            if UNDECIDED not in str(error):
+                raise
+            return NOTHING
         best = result.solutions[0] if result.solutions else None
         reason = result.termination.reason
         found = best is not None and best.primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE

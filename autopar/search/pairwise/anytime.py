@@ -3,8 +3,8 @@
 Rounds. The first ones anneal from afresh (soft, forced to fit, hard) at several temperatures, for what is hot differs
 from graph to graph by orders of magnitude; later ones anneal longer around the temperature that did best, or reheat the
 best choice within the limit. With a budget in seconds, regions are also solved in between (`regions`). With a guide
-(what a dual bound leaves over) annealing starts from the options that it leaves least of, and regions lie where waste
-is. A run with a budget in sweeps depends on nothing but the seed.
+(what a dual bound leaves over) annealing starts from what its messages suggest, and regions lie where waste is. A run
+with a budget in sweeps depends on nothing but the seed.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,9 @@ from autopar.search.pairwise.regions import Program, Size, improve, in_process, 
 
 _HEAT = 4.0  # times the cost a node above its least: the first temperature
 _RUNG, _RUNGS = 8.0, 7  # from one temperature to the next, and how many are tried
-_GUIDED_HEATS, _MELTS = (0.001, 0.1, 2.0, 10.0), 1.0  # times the bound a node: tried first where there is a guide
+_GUIDED_HEATS, _MELTS = (1e-5, 1e-3, 0.1, 3.0, 12.0), 1.0  # times the bound a node: tried first where there is a guide
 _GUIDED_TURN, _GUIDED_REHEAT = 0.2, 0.05  # of what is left
+_FOLLOW_SWEEPS = 200  # from what a new guide suggests
 _TRIAL = 0.04  # of the budget: each of the first rounds
 _SHARES = (0.7, 0.1)  # of a round from afresh: soft, forcing; the rest is hard
 _SCALES = np.array([1.0, 0.3, 0.0])
@@ -68,9 +69,12 @@ class Search:
         on_progress: Callable[[float], None] | None,
         guide: Guide | None = None,
         program: Program = in_process,
+        others: Callable[[float], Ints | None] | None = None,
     ) -> None:
+        self.others = others
         self.problem, self.graph = problem, graph_of(problem)
         self.guide, self.program = guide, program
+        self.followed = guide
         self.work = work_for(self.graph)
         self.state: State = seeded(seed)
         self.best = Best(np.zeros(problem.num_nodes, np.int64), np.full(1, np.inf), np.full(1, np.inf))
@@ -83,7 +87,7 @@ class Search:
         self.size = Size() if guide is None else Size(nodes=_GUIDED_NODES)
         self._rate = 0.0
         self._told = np.inf
-        keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
+        self.know(self.start)
         self._compile()
 
     def _compile(self) -> None:
@@ -129,6 +133,8 @@ class Search:
 
     def explore(self) -> float:
         """A few sweeps without noise; returns the cost a node above its least, what temperatures are measured in."""
+        if self.guide is not None:
+            return self.guide.unit()
         before = np.concatenate([np.zeros(1), np.cumsum(self.prices)])
 
         def run(_: int, count: int) -> int:
@@ -137,9 +143,7 @@ class Search:
             return count
 
         self.chunked(10, run)
-        keep(self.graph, self.start, usage_of(self.graph, self.start), self.best)
-        if self.guide is not None:
-            return self.guide.unit()
+        self.know(self.start)
         problem = self.problem
         low = np.minimum.reduceat(problem.cost, problem.first_option[:-1]).sum()
         if problem.num_edges:
@@ -170,6 +174,8 @@ class Search:
         reached = {heat: self.fresh(heat * unit, sweeps) for heat in _GUIDED_HEATS}
         heat = min(reached, key=lambda heat: reached[heat])
         while self.budget is None:
+            if self.guide is not self.followed:
+                self._follow(unit)
             if heat >= _MELTS or self.best.cost[0] == np.inf:
                 tried = heat * unit * 4.0 ** (2.0 * uniform(self.state) - 1.0)
                 self.fresh(tried, max(int(_AFRESH * self.left()), _LEAST_ROUND))
@@ -177,6 +183,13 @@ class Search:
             warm = heat * unit * 10.0 ** (-4.0 * uniform(self.state))
             self.reheat(warm, max(int(_GUIDED_REHEAT * self.left()), _LEAST_ROUND))
         return heat * unit, reached[heat]
+
+    def _follow(self, unit: float) -> None:
+        """Where the bound has risen, its messages may suggest a better start."""
+        assert self.guide is not None
+        self.followed = self.guide
+        self.start, self.prices = self.guide.remainder.choice.copy(), self.guide.remainder.prices
+        self.fresh(_GUIDED_HEATS[0] * unit, min(_FOLLOW_SWEEPS, max(int(_TRIAL * self.left()), _LEAST_ROUND)))
 
     def _ladder(self, hot: float) -> tuple[float, float]:
         """Short rounds at temperatures a rung apart, up and down until they get worse; the best one and its cost."""
@@ -245,19 +258,36 @@ class Search:
     def polish(self, seconds: float) -> None:
         """Solve regions of the best exactly, one after the other."""
         stop = monotonic() + seconds
-        while self.best.cost[0] < np.inf and monotonic() < stop:
+        while self.best.cost[0] < np.inf and monotonic() < stop and self.guide is self.followed:
             began = monotonic()
             allowed = min(_REGION_SECONDS, 0.25 * (self.stop - began))
             if allowed < _LEAST_REGION_SECONDS:
                 return
+            self.learn()
             guide, size = self.guide, int(self.size.nodes * np.exp(uniform(self.state) - 0.5))
-            inside = region(self.problem, self.graph, self.best.choice, size, self.state, guide)
-            choice = improve(self.problem, self.best.choice, inside, seconds=allowed, guide=guide, program=self.program)
+            stood = self.best.choice.copy()
+            inside = region(self.problem, self.graph, stood, size, self.state, guide)
+            choice = improve(self.problem, stood, inside, seconds=allowed, guide=guide, program=self.program)
             self.size.adapt(monotonic() - began, allowed, self.problem.num_nodes)
-            if choice is not self.best.choice:
+            if choice is not stood:
                 self.regions += 1
-                keep(self.graph, choice, usage_of(self.graph, choice), self.best)
+                self.know(choice)
+                if self.learn():  # someone else was at it meanwhile: do both
+                    both = self.best.choice.copy()
+                    both[inside] = choice[inside]
+                    self.know(both)
                 self._tell()
+
+    def know(self, choice: Ints) -> None:
+        """Of a choice: the best from now on if it is better and fits."""
+        keep(self.graph, choice, usage_of(self.graph, choice), self.best)
+
+    def learn(self) -> bool:
+        """Whether others know a better choice; it is the best from now on."""
+        other = None if self.others is None else self.others(float(self.best.cost[0]))
+        if other is not None:
+            self.know(other)
+        return other is not None
 
     def _tell(self) -> None:
         if self.on_progress is not None and self.best.cost[0] < self._told:

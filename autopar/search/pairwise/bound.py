@@ -14,9 +14,9 @@ from time import monotonic
 
 import numpy as np
 
-from autopar.search.pairwise.messages import EPS, close_pairs, lay, leave, sweep, sweep_floors
+from autopar.search.pairwise.messages import EPS, close_pairs, decode, lay, leave, sweep, sweep_floors
 from autopar.search.pairwise.prices import blend, granted, mean_usage, priced, step
-from autopar.search.pairwise.problem import Floats, Pairwise
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise
 
 _CAP = 0.02  # of the cost: what a step moves prices by, at most and at first
 _HEAT = 0.1  # of the mean cost of a node: the first temperature
@@ -39,8 +39,10 @@ class Floors:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Remainder:
     """What of all costs the bound leaves: cost(x) = bound + option + pair costs of x, none below zero, + sum over times
-    of prices * (limit - usage of x). Of choices that beat `upper`."""
+    of prices * (limit - usage of x). Of choices that beat `upper`. `choice` is what the messages suggest: often close
+    to the best, not always allowed, rarely within the limit at every time."""
 
+    choice: Ints
     bound: float
     option: Floats
     pair: Floats
@@ -134,10 +136,12 @@ class DualBound:
         unary = priced(problem, self._cost, self.prices)
         sweep(self._layout, unary, self._messages, True, 0.0, self._weight)
         self._prove(*sweep(self._layout, unary, self._messages, False, 0.0, self._weight), unary)
+        choice = np.zeros(problem.num_nodes, np.int64)
+        decode(self._layout, unary, self._messages, choice)
         option, pair = np.empty(len(problem.cost)), np.empty(len(problem.pair_cost))
         bound = leave(self._layout, unary, self._messages, problem.first_pair, problem.edge_a, option, pair)
         bound += granted(problem, self.prices)[0]
-        return Remainder(bound=bound, option=option, pair=pair, prices=self.prices)
+        return Remainder(choice=choice, bound=bound, option=option, pair=pair, prices=self.prices)
 
     def _pass(self) -> None:
         self.passes += 1

@@ -25,14 +25,6 @@ class Guide:
     problem: Pairwise
     remainder: Remainder
 
-    def start(self) -> Ints:
-        """The option of every node with least left over: often close to the best, rarely within the limit."""
-        first, left = self.problem.first_option, self.remainder.option
-        best = np.minimum.reduceat(left, first[:-1])
-        at = np.flatnonzero(left == np.repeat(best, np.diff(first)))
-        _, position = np.unique(np.searchsorted(first, at, side="right") - 1, return_index=True)
-        return np.asarray(at[position] - first[:-1], np.int64)
-
     def unit(self) -> float:
         """Of temperature: the bound, a node."""
         return max(abs(self.remainder.bound) / max(self.problem.num_nodes, 1), 1e-9)

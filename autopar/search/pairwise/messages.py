@@ -335,3 +335,25 @@ def leave(
                             pair[at] = np.inf
             bound += least
     return bound
+
+
+@compiled
+def decode(layout: Layout, unary: Floats, messages: Floats, choice: Ints) -> None:
+    """After a sweep back: take nodes in order, each by its pairs with those before and what those after say of it
+    (Kolmogorov 2006, section 4.4): where messages agree, the best choice at these costs."""
+    nodes = len(layout.first_option) - 1
+    here = np.empty(_most_options(layout))
+    for s in range(nodes):
+        first = layout.first_option[s]
+        size = layout.first_option[s + 1] - first
+        here[:size] = unary[first : first + size]
+        for h in range(layout.middle[s], layout.first_half[s + 1]):
+            into = layout.first_message[layout.twin[h]]
+            for i in range(size):
+                here[i] += messages[into + i]
+        for h in range(layout.first_half[s], layout.middle[s]):
+            columns = layout.first_message[h + 1] - layout.first_message[h]
+            row = layout.first_block[h] + choice[layout.other[h]]
+            for i in range(size):
+                here[i] += layout.block[row + i * columns]
+        choice[s] = np.argmin(here[:size])

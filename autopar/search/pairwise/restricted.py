@@ -38,6 +38,16 @@ class Outcome:
         return self.bound >= self.cost
 
 
+def first_rung(dual: DualBound) -> int:
+    """Open pairs of the smallest of the ladder's programs: how large is it?"""
+    floors = dual.floors()
+    return 0 if dual.closed else int((floors.pair <= _threshold(dual, _LADDER[0])).sum())
+
+
+def _threshold(dual: DualBound, delta: float) -> float:
+    return min(dual.bound + delta * max(abs(dual.bound), 1e-6 * abs(dual.most)), dual.most)
+
+
 def solve_restricted(
     dual: DualBound,
     *,
@@ -59,7 +69,7 @@ def solve_restricted(
             floors = dual.floors()
             if dual.closed:
                 break
-            threshold = min(dual.bound + delta * max(abs(dual.bound), 1e-6 * abs(dual.most)), dual.most)
+            threshold = _threshold(dual, delta)
             choice, proved = _solve(dual, floors, threshold, worker, stop)
             if choice is not None:
                 best = choice

@@ -1,8 +1,9 @@
 """Which choice of a pairwise graph is cheapest, and how far can any other be below it? Two threads on a reduced graph.
 
-- The *proof* raises a lower bound by prices and messages (`bound`), then climbs the ladder of mixed programs
-  (`restricted`).
-- The *search* anneals and solves regions (`anytime`): at first blindly, soon guided by what the bound leaves over.
+- The *proof* raises a lower bound by prices and messages (`bound`) until it rises no more, then climbs the ladder of
+  mixed programs (`restricted`); where these would be too large it ends, and its thread joins the search.
+- The *search* anneals and solves regions (`anytime`): at first blindly, soon guided by what the bound leaves over, from
+  what its messages suggest.
 
 Each tells the other what it found: costs close options for the proof, choices of the programs join the search. Mixed
 programs run in processes of their own, that may be killed. The end comes when the gap is closed, or with the time.
@@ -10,7 +11,7 @@ programs run in processes of their own, that may be killed. The end comes when t
 
 import threading
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 
@@ -18,21 +19,28 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.array_model import Answer, ArrayModel
 from autopar.search.array_worker import Worker
 from autopar.search.highs_log import Progress
-from autopar.search.pairwise.anneal import keep
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
-from autopar.search.pairwise.graph import usage_of
 from autopar.search.pairwise.guide import Guide
-from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate, fits
 from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
 from autopar.search.pairwise.regions import GAP
-from autopar.search.pairwise.restricted import solve_restricted
+from autopar.search.pairwise.restricted import first_rung, solve_restricted
 from autopar.search.strategy_graph import Solution
 
 REDUCTION_SHARE = 0.35
 """Of the time, at most."""
-GUIDE_SHARE, GUIDE_SECONDS = 0.15, 25.0
+GUIDE_SHARE, GUIDE_SECONDS = 0.03, 5.0
 """Of the time left, and at most: how long the bound climbs before the search goes by what it leaves over."""
+GUIDE_GROWTH = 1.3
+"""Of the time the bound has climbed, from one guide to the next."""
+SLOW_SECONDS, SLOW_SHARE, SLOW_GAIN = 10.0, 0.2, 0.03
+"""A bound is left that in so many seconds, or such a share of those it has climbed, closed less of the gap than this,"""
+CLIMB_SHARE = 0.3
+"""but not before such a share of the time."""
+LADDER_PAIRS = 250_000
+"""Open pairs of the first mixed program beyond which none is tried: nothing near that was ever solved in time."""
+JOINED_SECONDS = 5.0
 ASCENT_SECONDS = 0.5
 """Between two looks at what the search has found."""
 PATIENCE_SECONDS = 0.5
@@ -119,7 +127,7 @@ class _Race:
         self.prover, self.regions = Worker(), Worker()
         self.best: Ints | None = None
         self.cost = np.inf
-        self.searching: Search | None = None
+        self.searching: list[Search] = []
         self.over = False
         self.interrupted = False
         self.failed: BaseException | None = None
@@ -156,36 +164,43 @@ class _Race:
         while not self._ended():
             guide = self.guide
             prices = None if guide is None else guide.remainder.prices
-            begin = guide.start() if guide is not None else start
-            search = Search(
-                self.problem,
-                seed=seed,
-                stop=self.stop,
-                sweeps=None,
-                start=begin,
-                prices=prices,
-                on_progress=lambda _: self._heard(),
-                guide=guide,
-                program=self._region_program,
-            )
-            if self.best is not None:
-                keep(search.graph, self.best, usage_of(search.graph, self.best), search.best)
-            self.searching = search
+            begin = guide.remainder.choice if guide is not None else start
+            search = self._searcher(seed, begin, prices, self.regions)
+            self.searching.append(search)
             try:
                 search.run()
             except SearchOver:
                 pass
             finally:
-                self._heard()
+                self._heard(search)
+            self.searching.remove(search)
             seed += 1
 
-    def _region_program(self, model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
-        return self.regions.solve(model, seconds=seconds, relaxed=relaxed, relative_gap=GAP)
+    def _searcher(self, seed: int, start: Ints | None, prices: Floats | None, worker: Worker) -> Search:
+        def program(model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
+            return worker.solve(model, seconds=seconds, relaxed=relaxed, relative_gap=GAP)
 
-    def _heard(self) -> None:
-        search = self.searching
-        if search is not None:
-            self._take(search.best.choice.copy(), float(search.best.cost[0]))
+        search = Search(
+            self.problem,
+            seed=seed,
+            stop=self.stop,
+            sweeps=None,
+            start=start,
+            prices=prices,
+            on_progress=lambda _: self._heard(search),
+            guide=self.guide,
+            program=program,
+            others=self._better_than,
+        )
+        search.learn()
+        return search
+
+    def _heard(self, search: Search) -> None:
+        self._take(search.best.choice.copy(), float(search.best.cost[0]))
+
+    def _better_than(self, cost: float) -> Ints | None:
+        with self.lock:
+            return self.best.copy() if self.best is not None and self.cost < cost else None
 
     def _take(self, choice: Ints, cost: float) -> None:
         """A choice that fits, from either side."""
@@ -203,8 +218,8 @@ class _Race:
             self.on_progress(Progress(phase="search", incumbent=state[0], bound=state[1], elapsed=elapsed))
 
     def _end_search(self) -> None:
-        if self.searching is not None:
-            self.searching.stop = -np.inf
+        for search in self.searching:
+            search.stop = -np.inf
 
     def _prove(self) -> None:
         try:
@@ -219,30 +234,53 @@ class _Race:
             self._end_search()
 
     def _climb(self) -> None:
-        dual = self.dual
-        guided_at = monotonic() + min(GUIDE_SECONDS, GUIDE_SHARE * (self.stop - monotonic()))
+        dual, began = self.dual, monotonic()
+        guided_at = began + min(GUIDE_SECONDS, GUIDE_SHARE * (self.stop - began))
+        patient_until = began + CLIMB_SHARE * (self.stop - began)
+        marked_at, marked = began, -np.inf
         while not (dual.closed or dual.settled or self.proved() or self._ended()):
             dual.lower_upper(self.cost)
             dual.ascend(seconds=min(ASCENT_SECONDS, max(self.stop - monotonic(), 0.01)))
             self._tell()
-            if self.guide is None and monotonic() >= guided_at:
+            now = monotonic()
+            if now >= guided_at:
                 self._show_guide()
+                guided_at = began + GUIDE_GROWTH * (now - began)
+            if now - marked_at >= max(SLOW_SECONDS, SLOW_SHARE * (now - began)):
+                if now >= patient_until and dual.bound - marked < SLOW_GAIN * (self.cost - dual.bound):
+                    break
+                marked_at, marked = now, dual.bound
         dual.lower_upper(self.cost)
         if dual.closed or self.proved() or self._ended():
             return
         self._show_guide()
+        if first_rung(dual) > LADDER_PAIRS:
+            self._join_search()
+            return
         left = None if self.stop == np.inf else self.stop - monotonic()
         outcome = solve_restricted(dual, seconds=left, on_progress=lambda *_: self._tell(), worker=self.prover)
         if outcome.choice is not None:
             self._take(outcome.choice, evaluate(self.problem, outcome.choice))
         self._tell()
 
+    def _join_search(self) -> None:
+        """Improve the best by regions, beside the other thread, until the end."""
+        assert self.guide is not None
+        search = self._searcher(~self.seed, self.guide.remainder.choice, self.guide.remainder.prices, self.prover)
+        self.searching.append(search)
+        while not self._ended():
+            search.learn()
+            search.polish(JOINED_SECONDS)
+            self._heard(search)
+            if search.best.cost[0] == np.inf:
+                sleep(ASCENT_SECONDS)
+
     def _show_guide(self) -> None:
         """The first guide ends the blind search; a better one joins the search under way."""
         first = self.guide is None
         self.guide = Guide(problem=self.problem, remainder=self.dual.remainder())
-        if self.searching is not None:
+        for search in self.searching:
             if first:
-                self._end_search()
+                search.stop = -np.inf
             else:
-                self.searching.guide = self.guide
+                search.guide = self.guide
