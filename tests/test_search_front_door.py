@@ -1,6 +1,7 @@
 """Whatever the graph, one call finds its optimum and proves it, or says that nothing fits."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from autopar.search.highs_log import Progress
 from autopar.search.pairwise import solve as pairwise
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
-from autopar.search.pairwise.problem import evaluate, fits, usage
+from autopar.search.pairwise.problem import Pairwise, evaluate, fits, usage
 from autopar.search.solve import solve
 from autopar.search.strategy_graph import Memory
 from autopar.search.strategy_graph import usage as graph_usage
@@ -25,8 +26,9 @@ def test_pairwise_graphs_are_solved_to_the_optimum(first: int) -> None:
         problem = random_pairwise(seed)
         best = pairwise_graphs.brute_force(problem)
         if best is None:
-            with pytest.raises(InfeasibleError):
+            with pytest.raises(InfeasibleError) as refused:
                 solve(problem, relative_gap=0.0)
+            assert refused.value.least_nbytes == least_limit(problem)
             continue
         told: list[Progress] = []
         found = solve(problem, relative_gap=0.0, on_progress=told.append)
@@ -35,6 +37,16 @@ def test_pairwise_graphs_are_solved_to_the_optimum(first: int) -> None:
         assert evaluate(problem, found.choice) == found.seconds == best[0]
         assert found.bound <= best[0]
         assert all(state.bound <= best[0] <= state.incumbent for state in told)
+
+
+def least_limit(problem: Pairwise) -> float | None:
+    """The least peak of all choices that are allowed, None if there is none."""
+    peaks = [
+        float(usage(problem, np.array(choice)).max())
+        for choice in product(*map(range, problem.num_options()))
+        if np.isfinite(evaluate(problem, np.array(choice)))
+    ]
+    return min(peaks, default=None)
 
 
 def test_strategy_graphs_of_either_kind_go_through_the_same_door() -> None:

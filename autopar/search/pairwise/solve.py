@@ -22,6 +22,7 @@ from autopar.search.highs_log import Progress
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
+from autopar.search.pairwise.least_memory import below, least_memory
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate, fits
 from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
 from autopar.search.pairwise.regions import GAP
@@ -35,12 +36,14 @@ GUIDE_SHARE, GUIDE_SECONDS = 0.03, 5.0
 GUIDE_GROWTH = 1.3
 """Of the time the bound has climbed, from one guide to the next."""
 SLOW_SECONDS, SLOW_SHARE, SLOW_GAIN = 10.0, 0.2, 0.03
-"""A bound is left that in so many seconds, or such a share of those it has climbed, closed less of the gap than this,"""
+"""A bound is left that in so many seconds, or such a share of those it has climbed, closed less of the gap,"""
 CLIMB_SHARE = 0.3
 """but not before such a share of the time."""
 LADDER_PAIRS = 250_000
 """Open pairs of the first mixed program beyond which none is tried: nothing near that was ever solved in time."""
 JOINED_SECONDS = 5.0
+LEAST_SECONDS = 60.0
+"""For the least memory that would do, where no time is given."""
 ASCENT_SECONDS = 0.5
 """Between two looks at what the search has found."""
 PATIENCE_SECONDS = 0.5
@@ -68,9 +71,51 @@ def solve(
     An interrupt (Ctrl-C) ends the search with the best so far.
 
     Raises:
-        InfeasibleError: if it is proved that no choice is allowed or fits.
+        InfeasibleError: if it is proved that no choice is allowed or fits; says the least limit that would do.
         SearchTimeoutError: if none was found in time.
     """
+    began = monotonic()
+    try:
+        return _search_and_prove(
+            problem, seconds=seconds, relative_gap=relative_gap, seed=seed, start=start, on_progress=on_progress
+        )
+    except InfeasibleError as error:
+        left = LEAST_SECONDS if seconds is None else max(seconds - (monotonic() - began), 0.0)
+        raise _with_least(problem, error, left) from error
+
+
+def _with_least(problem: Pairwise, error: InfeasibleError, seconds: float) -> InfeasibleError:
+    """Told how much would do, as far as that is found in time."""
+
+    def fitting(at: Pairwise, seconds: float) -> Ints:
+        return np.asarray(_search_and_prove(at, seconds=seconds).choice, np.int64)
+
+    if problem.limit == np.inf or seconds <= 0.0:
+        return error
+    known = problem.limit if error.least_nbytes is None else below(error.least_nbytes)
+    try:
+        least = least_memory(problem, fitting, refuted=max(known, problem.limit), seconds=seconds)
+    except InfeasibleError:
+        return InfeasibleError("no choice is allowed under any limit: every one has an infinite option or pair")
+    except SearchTimeoutError:
+        return error
+    need = f"the least that would do is {least.reached:,.0f}"
+    if not least.proved:
+        need = f"more than {least.refuted:,.0f} are needed, {least.reached:,.0f} would do"
+    return InfeasibleError(
+        f"no choice fits into {problem.limit:,.0f} bytes: {need}; raise the limit", least_nbytes=least.reached
+    )
+
+
+def _search_and_prove(
+    problem: Pairwise,
+    *,
+    seconds: float | None = None,
+    relative_gap: float = 0.0,
+    seed: int = 0,
+    start: Ints | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Solution:
     began = monotonic()
     ending = ENDING_SECONDS + ENDING_SECONDS_A_PAIR * len(problem.pair_cost)
     stop = np.inf if seconds is None else began + max(seconds - ending, 0.5 * seconds)
