@@ -25,6 +25,7 @@ from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.attention_core import attention_core
 from autopar.search.build import Builder, build
+from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.fitting import fitting

@@ -97,7 +97,8 @@ def build(
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     folding = fold_program(program, fold=fold)
     clusters = make_clusters(program, folding, coarse=coarse)
-    return (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
+    make = builder or Builder
+    return make(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
 
 
 class Builder:

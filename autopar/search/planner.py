@@ -122,13 +122,13 @@ def plan_program(
 
     plan, _, facts = fitting(search, _peak_nbytes, limit)
     bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
-    if plan.recompute or plan.remade:
-        facts["recompute"] = _traded(plan, program, pricer)
     if not fold and "build_seconds" in facts:
         folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)
         facts["folded_seconds"] = folded.estimate.step_seconds
         if folded.estimate.step_seconds < plan.estimate.step_seconds:
             plan = folded
+    if plan.recompute or plan.remade:
+        facts["recompute"] = _traded(plan, program, pricer)
     plan = plan.with_estimate(
         replace(
             plan.estimate,
@@ -153,7 +153,10 @@ def compare(plan: Plan, program: Program, pricer: Pricer, tell: Callable[[str], 
         if isinstance(other, Plan) and other.estimate.step_seconds < best.estimate.step_seconds:
             best = other
     bound = min(plan.estimate.bound, best.estimate.step_seconds)
-    return best.with_estimate(replace(best.estimate, bound=bound, baselines=compared, solver=plan.estimate.solver))
+    facts = dict(plan.estimate.solver)
+    if best is not plan:
+        facts.pop("recompute", None)
+    return best.with_estimate(replace(best.estimate, bound=bound, baselines=compared, solver=facts))
 
 
 Found = tuple[Plan, float, dict[str, Any]]
