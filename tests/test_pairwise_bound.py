@@ -43,7 +43,7 @@ def test_without_memory_the_bound_of_a_forest_is_its_optimum() -> None:
     for seed in range(400):
         problem = random_pairwise(seed)
         problem = replace(problem, limit=np.inf)
-        if _is_forest(problem):
+        if is_forest(problem):
             dual = DualBound(problem)
             dual.ascend(passes=40)
             assert dual.bound == optimum(problem)
@@ -51,7 +51,7 @@ def test_without_memory_the_bound_of_a_forest_is_its_optimum() -> None:
     assert checked > 100
 
 
-def _is_forest(problem: Pairwise) -> bool:
+def is_forest(problem: Pairwise) -> bool:
     root = list(range(problem.num_nodes))
     for a, b in zip(problem.edge_a.tolist(), problem.edge_b.tolist(), strict=True):
         if root[a] == root[b]:

@@ -92,13 +92,12 @@ def build(
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited).
 
     fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more,
-    where an op alone has hundreds of options. builder: what adds nodes and groups; by default `Builder`.
+    where an op has hundreds of options. builder: by default `Builder`.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     folding = fold_program(program, fold=fold)
     clusters = make_clusters(program, folding, coarse=coarse)
-    make = builder or Builder
-    return make(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
+    return (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
 
 
 class Builder:

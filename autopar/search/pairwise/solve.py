@@ -27,6 +27,7 @@ from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate, fi
 from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
 from autopar.search.pairwise.regions import GAP
 from autopar.search.pairwise.restricted import first_rung, solve_restricted
+from autopar.search.pairwise.tighten import Tightened, tighten
 from autopar.search.strategy_graph import Solution
 
 REDUCTION_SHARE = 0.35
@@ -41,6 +42,10 @@ CLIMB_SHARE = 0.3
 """but not before such a share of the time."""
 LADDER_PAIRS = 250_000
 """Open pairs of the first mixed program beyond which none is tried: nothing near that was ever solved in time."""
+TURN_SECONDS, TURN_SHARE = 6.0, 0.1
+"""Of what is left, for a turn of closing and reducing."""
+AGAIN_GAIN = 0.3
+"""Of the gap: what must have been closed before what is left is looked at again."""
 JOINED_SECONDS = 5.0
 LEAST_SECONDS = 60.0
 """For the least memory that would do, where no time is given."""
@@ -281,7 +286,9 @@ class _Race:
     def _climb(self) -> None:
         dual, began = self.dual, monotonic()
         guided_at = began + min(GUIDE_SECONDS, GUIDE_SHARE * (self.stop - began))
-        patient_until = began + CLIMB_SHARE * (self.stop - began)
+        small = len(self.problem.pair_cost) <= LADDER_PAIRS
+        patient_until = began if small else began + CLIMB_SHARE * (self.stop - began)
+        slow_seconds = SLOW_SECONDS * (0.2 if small else 1.0)
         marked_at, marked = began, -np.inf
         while not (dual.closed or dual.settled or self.proved() or self._ended()):
             dual.lower_upper(self.cost)
@@ -291,34 +298,74 @@ class _Race:
             if now >= guided_at:
                 self._show_guide()
                 guided_at = began + GUIDE_GROWTH * (now - began)
-            if now - marked_at >= max(SLOW_SECONDS, SLOW_SHARE * (now - began)):
+            if now - marked_at >= max(slow_seconds, SLOW_SHARE * (now - began)):
                 if now >= patient_until and dual.bound - marked < SLOW_GAIN * (self.cost - dual.bound):
                     break
                 marked_at, marked = now, dual.bound
         dual.lower_upper(self.cost)
-        if dual.closed or self.proved() or self._ended():
-            return
-        self._show_guide()
-        if first_rung(dual) > LADDER_PAIRS:
-            self._join_search()
-            return
-        left = None if self.stop == np.inf else self.stop - monotonic()
-        outcome = solve_restricted(dual, seconds=left, on_progress=lambda *_: self._tell(), worker=self.prover)
-        if outcome.choice is not None:
-            self._take(outcome.choice, evaluate(self.problem, outcome.choice))
-        self._tell()
+        if not (dual.closed or self.proved() or self._ended()):
+            self._show_guide()
+        while not (dual.closed or self.proved() or self._ended()):
+            cost = self.cost
+            if self._finish():
+                return
+            self._join_search(cost)
+            dual.lower_upper(self.cost)
 
-    def _join_search(self) -> None:
-        """Improve the best by regions, beside the other thread, until the end."""
+    def _finish(self) -> bool:
+        """Whether what is left to decide was small enough for mixed programs; they go on until the end."""
+        dual = self.dual
+
+        def tell(smaller: DualBound, offset: float) -> None:
+            smaller.lower_upper(self.cost - offset)
+            dual.raise_bound(min(smaller.bound, smaller.upper) + offset)
+            self._tell()
+
+        def climb(smaller: DualBound, offset: float) -> None:
+            left = self.stop - monotonic()
+            smaller.ascend(seconds=min(TURN_SECONDS, max(TURN_SHARE * left, 0.01)))
+            tell(smaller, offset)
+
+        if dual.upper == np.inf:
+            if first_rung(dual) > LADDER_PAIRS:
+                return False
+            last = Tightened(steps=(), offset=0.0, dual=dual)
+        else:
+            last = tighten(dual, climb, seconds=TURN_SECONDS)
+        if last.dual is None:
+            if last.choice is not None and fits(self.problem, last.choice):
+                self._take(last.choice, evaluate(self.problem, last.choice))
+            dual.raise_bound(min(self.cost, dual.upper))
+            return True
+        if self._ended():
+            return True
+        if first_rung(last.dual) > LADDER_PAIRS:
+            return False
+        left = None if self.stop == np.inf else self.stop - monotonic()
+        smaller, offset = last.dual, last.offset
+        outcome = solve_restricted(
+            smaller, seconds=left, on_progress=lambda *_: tell(smaller, offset), worker=self.prover
+        )
+        if outcome.choice is not None:
+            choice = last.lift(outcome.choice)
+            self._take(choice, evaluate(self.problem, choice))
+        tell(smaller, offset)
+        return True
+
+    def _join_search(self, cost: float) -> None:
+        """Improve the best by regions, beside the other thread, until it is worth another look or the end has come."""
         assert self.guide is not None
         search = self._searcher(~self.seed, self.guide.remainder.choice, self.guide.remainder.prices, self.prover)
         self.searching.append(search)
-        while not self._ended():
+        target = cost - AGAIN_GAIN * (cost - self.dual.bound) if cost < np.inf else np.inf
+        while not self._ended() and self.cost >= target:
             search.learn()
-            search.polish(JOINED_SECONDS)
-            self._heard(search)
             if search.best.cost[0] == np.inf:
                 sleep(ASCENT_SECONDS)
+                continue
+            search.polish(JOINED_SECONDS)
+            self._heard(search)
+        self.searching.remove(search)
 
     def _show_guide(self) -> None:
         """The first guide ends the blind search; a better one joins the search under way."""
