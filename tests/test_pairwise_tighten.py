@@ -22,7 +22,7 @@ def test_the_best_choice_below_a_known_cost_is_among_those_left() -> None:
         best = brute_force(problem)
         if best is None:
             continue
-        upper = best[0] + (0.0, 1.0, 1.0 + abs(best[0]) / 2)[seed % 3]
+        upper = best[0] + (0.0, 1.0, 1.0 + abs(best[0]) / 2)[seed // 3 % 3]
         dual = DualBound(problem, upper=upper)
         dual.ascend(passes=3)
         if dual.closed:

@@ -89,10 +89,9 @@ def build(
     restriction: Restriction | None = None,
     builder: "type[Builder] | None" = None,
 ) -> Problem:
-    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited).
+    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
-    fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more,
-    where an op has hundreds of options. builder: by default `Builder`.
+    fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     folding = fold_program(program, fold=fold)

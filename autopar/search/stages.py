@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.links import axis_links
@@ -31,7 +32,6 @@ from autopar.passes.split_stages import owners, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.baselines import memory_limit
-from autopar.search.build_recompute import block_of
 from autopar.search.evaluate import itemised
 from autopar.search.live import MEMORY_KINDS
 from autopar.search.pricing import Pricer
@@ -62,7 +62,7 @@ def block_starts(captured: CapturedModel) -> tuple[str, ...]:
     """The first call of every block but the first: where the model may be cut."""
     seen: dict[str, str] = {}
     for node in captured.graph.nodes:
-        if node.op == "call_function" and requires_grad(node) and (block := block_of(node.meta["module"])) is not None:
+        if node.op == "call_function" and requires_grad(node) and (block := block_of(node.meta["module"])):
             seen.setdefault(block, node.name)
     return tuple(seen.values())[1:]
 
