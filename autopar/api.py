@@ -1,13 +1,11 @@
 """What a user of autopar calls: `plan`, `load_plan`, `distribute`."""
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from autopar.calls import Call, call_of
@@ -18,8 +16,8 @@ from autopar.graph import CapturedModel
 from autopar.mesh import Mesh, make_mesh, parse_mesh
 from autopar.model_plan import ModelPlan, model_plan
 from autopar.models.overrides import near
-from autopar.models.spec import DTYPES
 from autopar.plan import Plan, TrainConfig
+from autopar.precision import PRECISIONS, computed_twin, has_dtype, precision_of, with_storage
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
@@ -67,6 +65,7 @@ def plan(
             that is best, as with mesh `auto` where none is given.
         optimizer: adamw, adam, sgd or sgd-momentum.
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
+            bf16-mixed computes in bf16 on parameters that are stored and trained in fp32.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
         baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one; with keys a configuration, as in
@@ -87,7 +86,7 @@ def plan(
     tell = progress or (lambda _: None)
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
-        check_choice("precision", precision, DTYPES)
+        check_choice("precision", precision, PRECISIONS)
     check_choice("solver", solver, ("auto", "ilp", "double-recursive"))
     if seconds is not None and not seconds > 0:
         raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
@@ -292,10 +291,10 @@ def captured_model(
     from autopar.capture import capture
     from autopar.passes.accumulate_gradients import accumulate_gradients
 
-    dtype = DTYPES[precision]
+    dtypes = PRECISIONS[precision]
     whole_call = call
-    if not has_dtype(model, dtype):
-        model, whole_call = meta_twin(model).to(dtype), call.in_dtype(dtype)
+    if not has_dtype(model, dtypes.compute):
+        model, whole_call = computed_twin(model, dtypes), call.in_dtype(dtypes.compute)
     captured_call = whole_call.microbatch(microbatches)
     bare = [loss_fn is not None]
     watch = model.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
@@ -306,46 +305,15 @@ def captured_model(
     captured = accumulate_gradients(
         captured, microbatches, lambda: capture(model, whole_call.args, whole_call.kwargs, loss_fn=loss_fn)
     )
-    return captured, replace(call, bare=bare[-1])
-
-
-def has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether all floating parameters have `dtype` already (buffers then stay as the model wants them)."""
-    return all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
-
-
-def precision_of(model: nn.Module) -> str:
-    """The precision that the model is in.
-
-    Raises:
-        ArgumentError: if its parameters are of several dtypes or of one that is no precision.
-    """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.get_default_dtype()}
-    for name, dtype in DTYPES.items():
-        if dtypes == {dtype}:
-            return name
-    found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-    raise ArgumentError(f"the model's parameters are {found}; give precision= one of {', '.join(DTYPES)}")
-
-
-def meta_twin(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers have shapes only; ties are kept."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+    return with_storage(captured, dtypes), replace(call, bare=bare[-1])
 
 
 def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and buffers by placeholder, in the dtypes that were captured."""
+    """The model's parameters and buffers by placeholder, in the dtypes that are stored."""
     from autopar.reference import buffers_of, parameters_of
 
     specs = (
-        *((p.placeholder, p.dtype) for p in captured.parameters),
+        *((p.placeholder, p.storage) for p in captured.parameters),
         *((b.placeholder, b.dtype) for b in captured.buffers),
     )
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}

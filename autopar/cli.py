@@ -64,7 +64,7 @@ def plan(
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
+    precision: Annotated[str, typer.Option(help="bf16, bf16-mixed (fp32 weights), fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
@@ -133,7 +133,7 @@ def export(
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp32 or fp64")] = "fp32",
+    precision: Annotated[str, typer.Option(help="bf16, bf16-mixed (fp32 weights), fp32 or fp64")] = "fp32",
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
@@ -196,7 +196,7 @@ def verify(
         int | None, typer.Option(help="parts of the global batch whose gradients add up; by default the plan's, or 1")
     ] = None,
     seq: Seq = None,
-    precision: Annotated[str, typer.Option(help="fp64, fp32 or bf16")] = "fp64",
+    precision: Annotated[str, typer.Option(help="fp64, fp32, fp32-mixed (fp64 weights), bf16 or bf16-mixed")] = "fp64",
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -293,10 +293,10 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     from autopar.api import plan as make_plan
     from autopar.cluster import load_cluster
     from autopar.models import load_model
-    from autopar.models.spec import DTYPES
+    from autopar.precision import PRECISIONS
 
     # What is quickly refused is refused before a model is built.
-    check_choice("precision", source["precision"], DTYPES)
+    check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
     mesh_for(arguments["cluster"], None if arguments["mesh"] == "auto" else arguments["mesh"])
     loaded = load_model(**source, device=device)

@@ -25,13 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """A parameter; `names` holds every qualified name under which a tied weight is known."""
+    """A parameter; `names` holds every qualified name under which a tied weight is known.
+
+    dtype: of what is computed on; stored: of what is stored and trained, where that is another (`precision`).
+    """
 
     placeholder: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    stored: torch.dtype | None = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """dtype of the parameter, its gradient and its checkpoints."""
+        return self.dtype if self.stored is None else self.stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +129,9 @@ class CapturedModel:
             line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {sorted(node.kwargs.items())} {shape}"
             digest.update(f"{line}\n".encode())
         for parameter in self.parameters:
-            digest.update(f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}\n".encode())
+            line = f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}"
+            line += "" if parameter.stored is None else f" stored {parameter.stored}"
+            digest.update(f"{line}\n".encode())
         return digest.hexdigest()[:16]
 
 

@@ -16,6 +16,8 @@ def run_captured(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the new value of every mutated buffer; all mappings are by placeholder.
 
+    Parameters are cast to what the graph computes on.
+
     Of a micro-batch's graph with a count of labels, that count is the value under its node's name.
 
     Differentiable: gradients of the loss reach the tensors given as parameters. Constants follow the device of the
@@ -23,7 +25,8 @@ def run_captured(
     """
     device = next(iter((*inputs.values(), *parameters.values()))).device
     constants = {name: value.to(device) for name, value in captured.constants.items()}
-    values = {**parameters, **buffers, **constants, **inputs}
+    computed = {p.placeholder: parameters[p.placeholder].to(p.dtype) for p in captured.parameters}
+    values = {**computed, **buffers, **constants, **inputs}
     placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
     module = fx.GraphModule(nn.Module(), captured.graph)
     outputs: tuple[Any, ...] = module(*(values[name] for name in placeholders))

@@ -66,7 +66,13 @@ class Check:
         return not self.error and good and self.bytes_match
 
 
-TOLERANCES = {"fp64": (1e-10, 1e-8), "fp32": (1e-5, 1e-3), "bf16": (2e-2, 1e-1)}
+TOLERANCES = {
+    "fp64": (1e-10, 1e-8),
+    "fp32": (1e-5, 1e-3),
+    "bf16": (2e-2, 1e-1),
+    "bf16-mixed": (2e-2, 1e-1),
+    "fp32-mixed": (1e-5, 1e-3),
+}
 """Largest relative error of the loss and of any gradient that rounding explains, by precision."""
 
 

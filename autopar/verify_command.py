@@ -18,10 +18,10 @@ from autopar.inputs import bind_inputs
 from autopar.mesh import Mesh, parse_mesh
 from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
-from autopar.models.spec import DTYPES
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
+from autopar.precision import PRECISIONS
 from autopar.report.units import nbytes_text
 from autopar.search.named_configuration import configured
 from autopar.staged_model_plan import StagedModelPlan
@@ -53,7 +53,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     Raises:
         AutoparError: for bad input; RankError if a process dies.
     """
-    check_choice("precision", request.precision, DTYPES)
+    check_choice("precision", request.precision, PRECISIONS)
     if request.pipeline is not None and (not request.num_random or request.plan or request.baselines):
         raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
     saved = load_plan(request.plan) if request.plan is not None else None

@@ -2,9 +2,10 @@
 
 Memory is a set of live intervals [start, end) and the peak is a maximum over moments, never a sum over everything.
 
-torch's optimizers keep their state in the parameter's own dtype: adam and adamw two tensors (exp_avg, exp_avg_sq), sgd
-with momentum one, sgd none. Their `step` counter, 4 bytes a parameter tensor, is left out. A step reads parameter,
-gradient and states and writes parameter and states, each once: what a fused kernel moves, the least that any can.
+torch's optimizers keep their state in the parameter's own dtype, under mixed precision the stored one: adam and adamw
+two tensors (exp_avg, exp_avg_sq), sgd with momentum one, sgd none. Their `step` counter, 4 bytes a parameter tensor, is
+left out. A step reads parameter, gradient and states and writes parameter and states, each once: what a fused kernel
+moves, the least that any can.
 """
 
 from collections.abc import Sequence
@@ -60,13 +61,23 @@ def optimizer_state_nbytes(optimizer: str, element_size: int) -> int:
     return _num_states(optimizer) * element_size
 
 
-def optimizer_step_seconds(optimizer: str, num_elements: float, element_size: int, rates: Rates) -> float:
+def optimizer_step_seconds(
+    optimizer: str, num_elements: float, element_size: int, rates: Rates, computed_size: int | None = None
+) -> float:
     """Seconds of one step over `num_elements` parameter elements held by a device of these rates.
+
+    computed_size: bytes of an element in compute, where that is narrower than what is stored: with both casts.
 
     Raises:
         ArgumentError: if the optimizer is not in `NUM_STATES`.
     """
-    return rates.other(0.0, update_nbytes(_num_states(optimizer), element_size) * num_elements, "")
+    casts = cast_nbytes(element_size, element_size if computed_size is None else computed_size)
+    return rates.other(0.0, (update_nbytes(_num_states(optimizer), element_size) + casts) * num_elements, "")
+
+
+def cast_nbytes(element_size: int, computed_size: int) -> int:
+    """Bytes that mixed precision moves a step for each parameter element: the parameter cast down, its gradient up."""
+    return 0 if element_size == computed_size else 2 * (element_size + computed_size)
 
 
 def update_nbytes(num_states: int, element_size: int) -> int:

@@ -38,7 +38,7 @@ def predicted_rank_messages(
         spec = next(p for p in stages[sharing[0]].parameters if p.placeholder == placeholder)
         if mine and spec.trainable and len({plan.stage_rank(number) for number in sharing}) > 1:
             layout = plan.stages[mine[0]].layouts[placeholder]
-            size = spec.dtype.itemsize
+            size = spec.storage.itemsize
             for _, length in local_ranges(spec.shape, layout, plan.mesh, plan.mesh.coordinate(place)):
                 size *= length
             count(("all_reduce", (PIPELINE,)), 1, size)

@@ -27,7 +27,7 @@ PACKAGES = {"autopar": "autopar", "passes": "autopar.passes", "cost_models": "au
 # its own layer and from those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "version", "mesh", "placement", "redistribution", "graph", "plan", "staged_plan"),
+        *("errors", "version", "precision", "mesh", "placement", "redistribution", "graph", "plan", "staged_plan"),
         *("device", "link", "link_file", "toml_tables", "cluster", "inputs", "blocks", "custom_ops", "serialize"),
     ),
     ("ops",),

@@ -65,4 +65,4 @@ def specs_of(captured: CapturedModel) -> dict[str, Any]:
 
 
 def _plain(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "dtype": str(body["dtype"]).removeprefix("torch.")}
+    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in body.items()}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from autopar.capture.user_frame import user_frame
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
 from autopar.models.overrides import near, parse_literal
+from autopar.precision import PRECISIONS, Precision, stored_as
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 FORMS = "name a model as file.py:function, module:function or hf:config.json"
 
 
@@ -40,7 +40,7 @@ def load_model(
     overrides: Mapping[str, str] | None = None,
     device: str | torch.device = "meta",
 ) -> LoadedModel:
-    """The model that `spec` names, its floating parameters and inputs in `precision`.
+    """The model that `spec` names in `precision`: trained parameters in its storage dtype, all else in that of compute.
 
     Args:
         spec: `file.py:function` or `module:function`, a function that returns `(model, kwargs)` or `(model, args)` and
@@ -48,7 +48,7 @@ def load_model(
             config.json or a folder that holds one.
         batch: samples in the global batch; 8 for `hf:` models if not given.
         seq: tokens a sample; for `hf:` models 512 or the model's limit, whichever is less, if not given.
-        precision: `fp32`, `bf16` or `fp64`.
+        precision: one of `PRECISIONS`.
         overrides: `--set key=value` pairs as text, for the config or the function's parameters.
         device: on which model and inputs are built; on the meta device nothing is allocated.
 
@@ -56,9 +56,9 @@ def load_model(
         ModelSpecError: if the spec is of none of these forms, or names nothing that can be built.
         ArgumentError: if batch, seq, precision or an override does not fit the model.
     """
-    dtype = DTYPES.get(precision)
-    if dtype is None:
-        raise ArgumentError(f"unknown precision {precision!r}; use one of {', '.join(DTYPES)}")
+    dtypes = PRECISIONS.get(precision)
+    if dtypes is None:
+        raise ArgumentError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise ArgumentError(f"{name} {value} is not a positive number")
@@ -69,17 +69,22 @@ def load_model(
         from autopar.models.hf import load_hf  # transformers is optional, and slow to import
 
         model, kwargs, name = load_hf(
-            Path(rest), batch=batch, seq=seq, dtype=dtype, overrides=overrides or {}, device=torch.device(device)
+            Path(rest),
+            batch=batch,
+            seq=seq,
+            dtype=dtypes.compute,
+            overrides=overrides or {},
+            device=torch.device(device),
         )
-        return LoadedModel(name=name, model=model, kwargs=kwargs)
-    return _load_function(spec, batch, seq, dtype, overrides or {}, torch.device(device))
+        return LoadedModel(name=name, model=stored_as(model, dtypes), kwargs=kwargs)
+    return _load_function(spec, batch, seq, dtypes, overrides or {}, torch.device(device))
 
 
 def _load_function(
     spec: str,
     batch: int | None,
     seq: int | None,
-    dtype: torch.dtype,
+    dtypes: Precision,
     overrides: Mapping[str, str],
     device: torch.device,
 ) -> LoadedModel:
@@ -102,8 +107,9 @@ def _load_function(
             "(model, kwargs) or (model, args) and build both without reading values of tensors"
         ) from error
     model, args, kwargs = _unpack(result, spec)
-    args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
-    return LoadedModel(name=type(model).__name__, model=model.to(dtype), args=args, kwargs=kwargs)
+    args, kwargs = _cast(args, dtypes.compute), _cast(kwargs, dtypes.compute)
+    model = stored_as(model.to(dtypes.compute), dtypes)
+    return LoadedModel(name=type(model).__name__, model=model, args=args, kwargs=kwargs)
 
 
 def function_options(

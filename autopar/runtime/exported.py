@@ -105,7 +105,7 @@ class Values(Mapping[str, Tensor]):
             return self.held[placeholder]
         if isinstance(spec, BufferSpec):
             return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        return self.initial(spec.names[0], spec.shape, spec.dtype)
+        return self.initial(spec.names[0], spec.shape, spec.storage)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -235,4 +235,5 @@ def _placeholders(
 
 def _typed(body: Mapping[str, Any]) -> dict[str, Any]:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
-    return {**fields, "dtype": getattr(torch, body["dtype"])}
+    dtypes = {key: getattr(torch, body[key]) for key in ("dtype", "stored") if body.get(key) is not None}
+    return {**fields, **dtypes}

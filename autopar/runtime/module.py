@@ -161,7 +161,8 @@ class DistributedModule(Trainable):
                 f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
                 "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
             )
-        results = [self._call(graph, self.state.leaves, part) for part in self._parts(accumulation, inputs)]
+        leaves = self.state.leaves
+        results = [self._call(graph, leaves, part) for part in self._parts(accumulation, inputs)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
     def _parts(self, accumulation: Accumulation, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -208,7 +209,7 @@ class DistributedModule(Trainable):
         if self.training not in self._accumulators:
             graph = self._training_graph if self.training else self._evaluation_graph
             hoisted = hoist_parameters(graph.graph, self.plan.lifetimes)
-            self._accumulators[self.training] = Accumulator(hoisted, accumulation)
+            self._accumulators[self.training] = Accumulator(hoisted, accumulation, self.state.masters)
         return self._accumulators[self.training]
 
     @cached_property

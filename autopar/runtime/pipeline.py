@@ -226,7 +226,7 @@ class PipelinedModule(Trainable):
             for placeholder, gradient in stage.end(scale).items():
                 found[placeholder] = found[placeholder].add_(gradient) if placeholder in found else gradient
         for placeholder, (ranks, group) in self._sharing.items():
-            leaf = self._state_of(placeholder).leaves[placeholder] if self.pipeline_rank in ranks else None
+            leaf = self._state_of(placeholder).stored[placeholder] if self.pipeline_rank in ranks else None
             if leaf is not None and leaf.requires_grad:
                 total = found.setdefault(placeholder, torch.zeros_like(leaf, requires_grad=False)).contiguous()
                 self.groups.count("all_reduce", PIPELINE, total.numel() * total.element_size())
@@ -244,8 +244,9 @@ class PipelinedModule(Trainable):
         """Rank 0's values on all ranks, one whole tensor at a time."""
         for spec in _specs(self.captured):
             value = values[spec.placeholder]
+            dtype = spec.storage if isinstance(spec, ParameterSpec) else spec.dtype
             if not value.is_meta:
-                whole = first_ranks_value(value.detach().to(spec.dtype), self.device)
+                whole = first_ranks_value(value.detach().to(dtype), self.device)
                 for state in self.states:
                     state.fill(self, spec.names[0], whole)
 

@@ -118,7 +118,19 @@ class Stage(nn.Module):
 
     def later(self) -> Callable[[], None]:
         """The second part of the backward pass that ran last; nothing where no gradient was wanted."""
-        return self._later.pop() if self._later else _nothing
+        if not self._later:
+            return _nothing
+        backward_weights = self._later.pop()
+
+        def run() -> None:
+            backward_weights()
+            self._collect()
+
+        return run
+
+    def _collect(self) -> None:
+        if self.prepared is not None:
+            self.prepared.collect()
 
     def run(self, index: int, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the graph makes of micro-batch `index` and what was received, differentiable."""
@@ -157,6 +169,7 @@ class Stage(nn.Module):
             found, later = backward_input(ends, gradients, received, weights)
         for tensor, gradient in zip(received, found, strict=True):
             tensor.grad = gradient
+        self._collect()
         self._later.append(later)
 
     @property
@@ -164,7 +177,7 @@ class Stage(nn.Module):
         training = self.root[0].training
         if training not in self._accumulators:
             hoisted = hoist_parameters(self.written(self.local, training), self.plan.lifetimes)
-            self._accumulators[training] = Accumulator(hoisted, self.accumulation)
+            self._accumulators[training] = Accumulator(hoisted, self.accumulation, self.state.masters)
         return self._accumulators[training]
 
 

@@ -1,8 +1,9 @@
 """What does a rank hold of a model? Parameters as DTensors under their own names, and leaves that compute on them.
 
 A leaf is a plain tensor that shares storage with its parameter's local tensor, so what optimizers and checkpoints write
-in place is what the graph reads, without a `to_local()` a step. Autograd's gradient of a leaf moves to the parameter's
-`grad` as a DTensor of the same layout.
+in place is what the graph reads, without a `to_local()` a step. Where compute has another dtype than storage (mixed
+precision) a step computes on a local cast of it. Autograd's gradient of a leaf moves to the parameter's `grad` as a
+DTensor of the same layout and dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ class State:
         self.coordinate = self.mesh.coordinate(rank)
         self.device_mesh = device_mesh
         self.device = device
-        self.leaves: dict[str, Tensor] = {}
+        self.stored: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
@@ -51,7 +52,7 @@ class State:
         for spec in self.local.captured.parameters:
             if has_name(root, spec.names[0]):
                 continue
-            parameter = self._parameter(spec, self._value(values[spec.placeholder].to(spec.dtype), sync))
+            parameter = self._parameter(spec, self._value(values[spec.placeholder].to(spec.storage), sync))
             register_under(root, spec.names[0], parameter)
             tied += [(name, parameter) for name in spec.names[1:]]
         for name, parameter in tied:  # after all first names, which say in which order modules stand
@@ -112,11 +113,22 @@ class State:
             setattr(parameter, MARK, spec.names[0])
             stored = parameter.data
             assert isinstance(stored, DTensor)
+            self.parameters[spec.placeholder] = parameter
             leaf = local_tensor(stored).detach().requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._mover(spec))  # type: ignore[no-untyped-call]
-            self.parameters[spec.placeholder] = parameter
-            self.leaves[spec.placeholder] = leaf
+            self.stored[spec.placeholder] = leaf
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What a step computes on, by placeholder: with casts, whose gradients autograd casts back."""
+        dtypes = {name: spec.dtype for name, spec in self.specs.items() if spec.stored is not None}
+        return {name: leaf.to(dtypes.get(name, leaf.dtype)) for name, leaf in self.stored.items()}
+
+    @property
+    def masters(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter that is stored in another than is computed on."""
+        return {name: self.stored[name].dtype for name, spec in self.specs.items() if spec.stored is not None}
 
     def _mover(self, spec: ParameterSpec) -> Callable[[Tensor], None]:
         def move(leaf: Tensor) -> None:
@@ -135,15 +147,15 @@ class State:
         parameter = self.parameters[spec.placeholder]
         held = parameter.grad
         if held is None:
-            parameter.grad = self.as_dtensor(spec, gradient)
+            parameter.grad = self.as_dtensor(spec, gradient.to(parameter.dtype))
         else:
             assert isinstance(held, DTensor)
             local_tensor(held).add_(gradient)
 
     def arguments(self, root: nn.Module) -> dict[str, Tensor]:
-        """What the graph's placeholders read, inputs excepted."""
+        """What the graph's placeholders read, parameters and inputs excepted."""
         buffers = {spec.placeholder: self._buffer(root, spec) for spec in self.local.captured.buffers}
-        return {**self.leaves, **self.constants, **buffers}
+        return {**self.constants, **buffers}
 
     def _buffer(self, root: nn.Module, spec: BufferSpec) -> Tensor:
         value = root.get_buffer(spec.names[0])

@@ -2,12 +2,14 @@
 
 Moments: each call forward, each call backward in reverse, replays just before the backward that waits for them, and the
 optimizer's step. Redistributions are calls. With several micro-batches these are the moments of the last one. Live are
-    parameters, optimizer   storage of parameters and their optimizer state, always
+    parameters, optimizer   storage of parameters and their optimizer state, always, as wide as they are stored
     gradients               in storage layout, from the first backward that makes one to the end; with several
-                            micro-batches from the beginning, and in each layout in use if they are reduced once a step
+                            micro-batches from the beginning, and in each layout in use if they are reduced once a step;
+                            as wide as stored, but for one micro-batch only after backward
     activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
                             backward (`search.replays`); views share storage
-    gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads them
+    gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
+                            them; the part that is cast to what is computed on: for the step, or as long as it is read
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
                             a call allocates beside (`rules.spare`, buffers of collectives along a dim but the first)
@@ -128,9 +130,22 @@ class Live:
         for value, number in made.items():
             self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
-            if journey.tensor.kind not in ("op", "parameter"):
+            if journey.tensor.kind == "parameter":
+                self._cast(journey, uses)
+            elif journey.tensor.kind != "op":
                 times = self.plan.microbatches if journey.tensor.kind == "input" else 1
                 self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end)
+
+    def _cast(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
+        """Of a parameter: the rank's part as it is computed on, which what is gathered again is made of too."""
+        name = journey.tensor.name
+        last = self.end - 1 if self.several else len(self.calls) - 1
+        for layout in () if self.several else (journey.source, *journey.made):
+            path = journey.path(layout)
+            again = regathered(path) if self.plan.lifetimes.get(name) == "use" else []
+            if len(again) == sum(bool(step.forward) for step in path):
+                last = max({last} | uses.get((name, layout), set()))
+        self._add("gathered", name, self.pricer.cast_nbytes(journey.tensor, journey.source), 0, last)
 
     def _root(self, name: str, layout: Layout) -> Value:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
@@ -165,7 +180,7 @@ class Live:
             tensor = journey.tensor
             if tensor.kind != "parameter":
                 continue
-            stored = self._nbytes((tensor.name, journey.source))
+            stored = self.pricer.stored_nbytes(tensor, journey.source)
             self._add("parameters", tensor.name, stored, 0, end)
             readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
             if not (tensor.requires_grad and readers):
@@ -173,7 +188,7 @@ class Live:
             self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end)
             if self._is_once_a_step(tensor.name):
                 for layout in readers:
-                    self._add("gradients", tensor.name, self._nbytes((tensor.name, layout)), 0, end - 1)
+                    self._add("gradients", tensor.name, self.pricer.stored_nbytes(tensor, layout), 0, end - 1)
                 self._add("gradients", tensor.name, stored, end, end)
             elif self.several:
                 self._add("gradients", tensor.name, stored, 0, end)
@@ -195,9 +210,18 @@ class Live:
             for gradient in given:
                 if gradient is not None:
                     self._release(gradient, now)
-        for gradient in held.values():  # of parameters; with several micro-batches added to what is there
-            kind, last = ("working", gradient.last) if self.several else ("gradients", self.end)
-            self._add(kind, gradient.name, gradient.nbytes, gradient.since, last)
+        for (
+            name,
+            layout,
+        ), gradient in held.items():  # of parameters; with several micro-batches added to what is there
+            tensor = self.journeys[name].tensor
+            if self.several:
+                self._add("working", name, gradient.nbytes, gradient.since, gradient.last)
+                continue
+            is_cast = tensor.stored_size != tensor.element_size
+            self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
+            if is_cast:  # autograd casts back what it cast first when all else is done
+                self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
 
     def _is_once_a_step(self, name: str) -> bool:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""

@@ -39,11 +39,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterSpace:
-    """`options[i]` = (storage, lifetime); seconds and bytes of one instance."""
+    """`options[i]` = (storage, lifetime); seconds and bytes of one instance. `casts`: of parts as computed on."""
 
     options: tuple[tuple[Layout, str], ...]
     seconds: tuple[float, ...]
     stored: tuple[int, ...]
+    casts: tuple[int, ...]
     states: tuple[int, ...]
     ways: tuple[Way, ...]
 
@@ -83,7 +84,9 @@ def parameter_space(
     ways: list[tuple[tuple[Layout, str], Way]] = []
     numbers: dict[tuple[Layout, str], int] = {}
     updates = {s: pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored}
-    sizes = {s: pricer.local_nbytes(tensor, s) for s in stored}
+    sizes = {s: pricer.stored_nbytes(tensor, s) for s in stored}
+    casts = {s: pricer.cast_nbytes(tensor, s) for s in stored}
+    gradients = sizes if microbatches > 1 else {s: casts[s] or sizes[s] for s in stored}
     states = {s: pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored}
     for lifetime in lifetimes:
         times = savers if lifetime == "use" else 0
@@ -111,9 +114,10 @@ def parameter_space(
                     updates[o[0]] + w.seconds + w.again * savers,
                     sizes[o[0]] + states[o[0]],
                     sizes[o[0]],
-                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]],
-                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]] + (w.copy if o[1] == "keep" else 0),
-                    w.gradient + w.copy if o[1] == "step" else sizes[o[0]] + w.copy,
+                    casts[o[0]] + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]]),
+                    casts[o[0]]
+                    + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]] + (w.copy if o[1] == "keep" else 0)),
+                    casts[o[0]] + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]] + w.copy),
                 )
                 for o, w in rows
             ]
@@ -129,6 +133,7 @@ def parameter_space(
         options=tuple(numbers),
         seconds=tuple(updates[s] for s, _ in numbers),
         stored=tuple(sizes[s] for s, _ in numbers),
+        casts=tuple(casts[s] for s, _ in numbers),
         states=tuple(states[s] for s, _ in numbers),
         ways=tuple(
             Way(
@@ -148,9 +153,10 @@ def parameter_space(
 def held(
     space: ParameterSpace, names: tuple[str, ...], program: Program, moments: Moments
 ) -> list[tuple[Floats, Floats]]:
-    """Bytes that each option holds whatever the parameter's use, and at which moments: storage, state and gradients."""
-    always, gradient, reduced = moments.nothing(), moments.nothing(), moments.nothing()
+    """Bytes that each option holds whatever its use, and at which moments: storage, state, casts and gradients."""
+    always, step, gradient, reduced = (moments.nothing() for _ in range(4))
     always += len(names)
+    step[moments.step()] += len(names)
     for name in names:
         last = [p for p, _ in program.readers[name] if program.ops[p].has_backward]
         if program.tensors[name].requires_grad and last:
@@ -158,7 +164,11 @@ def held(
             reduced[moments.update()] += 1
     stored = np.array(space.stored)
     for_step = np.array([lifetime == "step" for _, lifetime in space.options], dtype=bool)
+    casts = np.array(space.casts)
+    if casts.any() and not moments.several:  # gradients are cast after backward
+        return [(stored + np.array(space.states), always), (casts, step + gradient - reduced), (stored, reduced)]
     return [
+        *([(casts, step)] if casts.any() else []),
         (stored + np.array(space.states), always),
         (np.where(for_step, 0, stored), gradient),
         (np.where(for_step, stored, 0), reduced),
@@ -204,7 +214,7 @@ def _way(
         seconds=float(lattice.forward[arcs].sum() + backward[arcs].sum()) * times if arcs else 0.0,
         again=again,
         copy=nbytes if any(s.forward for s in steps) else 0,
-        gradient=nbytes if lifetime == "step" and trained else 0,
+        gradient=pricer.stored_nbytes(tensor, use) if lifetime == "step" and trained else 0,
     )
 
 

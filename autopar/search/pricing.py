@@ -117,6 +117,14 @@ class Pricer:
     def local_nbytes(self, tensor: Tensor, layout: Layout) -> int:
         return self.nbytes(tensor.shape, tensor.element_size, layout)
 
+    def stored_nbytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Bytes of a parameter as it is stored, and of its gradient."""
+        return self.nbytes(tensor.shape, tensor.stored_size, layout)
+
+    def cast_nbytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Bytes of the rank's part in the dtype that is computed on, 0 where that is what is stored."""
+        return self.local_nbytes(tensor, layout) if tensor.stored_size != tensor.element_size else 0
+
     def is_allowed(self, op: Op, names: tuple[str, ...]) -> bool:
         return is_splittable(op.rule, tuple(op.choices[n] for n in names), self.mesh)
 
@@ -169,14 +177,18 @@ class Pricer:
         )
 
     def optimizer_seconds(self, tensor: Tensor, storage: Layout) -> float:
-        """One optimizer step over the rank's shard, padding included."""
-        elements = self.local_nbytes(tensor, storage) / tensor.element_size
-        return optimizer_step_seconds(self.config.optimizer, elements, tensor.element_size, self.rates)
+        """One optimizer step over the rank's shard, padding and casts included."""
+        return self.update_seconds(tensor, self.local_nbytes(tensor, storage) / tensor.element_size)
+
+    def update_seconds(self, tensor: Tensor, elements: float) -> float:
+        """One optimizer step over so many elements of a parameter."""
+        sizes = tensor.stored_size, tensor.element_size
+        return optimizer_step_seconds(self.config.optimizer, elements, sizes[0], self.rates, sizes[1])
 
     def state_nbytes(self, tensor: Tensor, storage: Layout) -> int:
         """Optimizer state of the rank's shard."""
         elements = self.local_nbytes(tensor, storage) // tensor.element_size
-        return elements * optimizer_state_nbytes(self.config.optimizer, tensor.element_size)
+        return elements * optimizer_state_nbytes(self.config.optimizer, tensor.stored_size)
 
 
 def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:

@@ -20,12 +20,16 @@ from autopar.rules.rule import Choice, Rule, choices
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tensor:
-    """One tensor. `kind`: `op`, or that of its placeholder; `producer`: position of its op, None for placeholders."""
+    """One tensor. `kind`: `op`, or that of its placeholder; `producer`: position of its op, None for placeholders.
+
+    stored_size: bytes of an element as it is stored, of a parameter under mixed precision more than as computed on.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     element_size: int
+    stored_size: int
     dtype: str
     requires_grad: bool
     producer: int | None = None
@@ -94,6 +98,7 @@ def make_program(captured: CapturedModel) -> Program:
     kinds |= {b.placeholder: "buffer" for b in captured.buffers}
     kinds |= {name: "constant" for name in captured.constants}
     kinds |= {i.placeholder: "input" for i in captured.inputs}
+    stored = {p.placeholder: p.storage.itemsize for p in captured.parameters}
     reached = _reached(captured)
     tensors: dict[str, Tensor] = {}
     readers: dict[str, list[tuple[int, int]]] = {}
@@ -102,7 +107,7 @@ def make_program(captured: CapturedModel) -> Program:
     rules: dict[int, dict[str, Choice]] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            tensors[node.name] = _tensor(node, kinds[node.name], None)
+            tensors[node.name] = _tensor(node, kinds[node.name], None, stored_size=stored.get(node.name))
         elif node.op == "call_function" and node.target is not operator.getitem:
             op = _op(node, len(ops), kinds, reached, signatures, rules)
             ops.append(op)
@@ -121,13 +126,16 @@ def make_program(captured: CapturedModel) -> Program:
     )
 
 
-def _tensor(node: fx.Node, kind: str, producer: int | None, index: int = 0) -> Tensor:
+def _tensor(
+    node: fx.Node, kind: str, producer: int | None, index: int = 0, *, stored_size: int | None = None
+) -> Tensor:
     value = node.meta["val"]
     return Tensor(
         name=node.name,
         kind=kind,
         shape=tuple(value.shape),
         element_size=value.element_size(),
+        stored_size=value.element_size() if stored_size is None else stored_size,
         dtype=str(value.dtype).removeprefix("torch."),
         requires_grad=requires_grad(node),
         producer=producer,

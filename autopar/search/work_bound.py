@@ -9,7 +9,6 @@ of a tensor has at least 1/n of its elements. A weak bound, but one that costs n
 
 import math
 
-from autopar.cost_models.memory import optimizer_step_seconds
 from autopar.search.pricing import Pricer, moved_nbytes
 from autopar.search.program import Op, Program
 
@@ -29,8 +28,7 @@ def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
         passing += cache[op.signature] * program.microbatches
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
-            elements = math.prod(tensor.shape) / pricer.mesh.size
-            update += optimizer_step_seconds(pricer.config.optimizer, elements, tensor.element_size, pricer.rates)
+            update += pricer.update_seconds(tensor, math.prod(tensor.shape) / pricer.mesh.size)
     return passing, update
 
 

@@ -3,8 +3,8 @@
 seconds   of a micro-batch: an equal part of what is paid once a step, which is the optimizer's step
           over the shard and (lifetime `step`) the way to every layout in use; else that way, and (`use`) gathering
           again for each op that saves the copy
-bytes     shard and optimizer state always, the gradient from its making on, copies as long as they live;
-          each worth what the ledger says (nothing where memory does not bind)
+bytes     shard, its cast to what is computed on and optimizer state always, the gradient from its making on, copies as
+          long as they live; each worth what the ledger says (nothing where memory does not bind)
 """
 
 from collections.abc import Mapping
@@ -93,12 +93,14 @@ class Homes:
             for use, layout in zip(travel.uses, wanted, strict=True):
                 if layout is not None and use.savers:
                     seconds += use.savers * self.ways.fare(storage, layout, tensor).gathers
-        stored = pricer.local_nbytes(tensor, storage)
+        stored = pricer.stored_nbytes(tensor, storage)
         copies = sum(pricer.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w))
         if lifetime == "step" and trained and travel.backward:
-            copies += sum(pricer.local_nbytes(tensor, w) for w in uses)
+            copies += sum(pricer.stored_nbytes(tensor, w) for w in uses)
         return seconds * len(travel.names), {
-            "stored": stored + (pricer.state_nbytes(tensor, storage) if trained else 0),
+            "stored": stored
+            + pricer.cast_nbytes(tensor, storage)
+            + (pricer.state_nbytes(tensor, storage) if trained else 0),
             "reduced" if lifetime == "step" else "gradient": stored,
             lifetime: copies,
         }

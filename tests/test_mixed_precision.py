@@ -1,0 +1,278 @@
+"""Master weights: stored and trained wide, computed on and sent narrow; loss, gradients and bytes as on one process.
+
+Most cases compute in float32 on float64 weights, so that what is equal is equal to many digits.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_group import ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import PlanMismatchError
+from autopar.graph import CapturedModel
+from autopar.inputs import bind_inputs
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.passes.predict_stages import predicted_rank_messages
+from autopar.passes.split_stages import split_stages
+from autopar.placement import local_shape
+from autopar.plan import Plan, TrainConfig
+from autopar.precision import PRECISIONS, with_storage
+from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.runtime import DistributedModule, PipelinedModule, count_messages
+from autopar.runtime.data import local_samples
+from autopar.search.baselines import make_baseline
+from autopar.search.evaluate import evaluate
+from autopar.search.random_plan import random_cuts, random_plan, random_staged_plan
+from autopar.serialize import dump, load
+from autopar.staged_plan import staged_plan_from_json
+from autopar.verification import reference_gradients
+from tests.search_cases import machine
+from tests.test_peak_memory import measured
+from tests.zoo import zoo
+
+MIXED = "fp32-mixed"
+
+
+@cache
+def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, Tensor], dict[str, Tensor]]:
+    """Graph, values (of trained parameters no float32) and the inputs of a step, by placeholder."""
+    model, kwargs = zoo(family)
+    captured = accumulate_gradients(capture(model, (), kwargs), microbatches, lambda: case(family)[0])
+    captured = with_storage(captured, PRECISIONS[MIXED])
+    inputs = {n: torch.cat([v] * microbatches) for n, v in bind_inputs(captured.inputs, (), kwargs).items()}
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
+    stored = {p.placeholder: p.storage for p in captured.parameters}
+    generator = torch.Generator().manual_seed(0)
+    for name, dtype in stored.items():
+        wide = values[name].detach().to(dtype)
+        values[name] = wide * (1 + 1e-8 * torch.randn(wide.shape, generator=generator, dtype=wide.dtype))
+    return captured, {name: value.detach() for name, value in values.items()}, inputs
+
+
+def some_plan(name: str, captured: CapturedModel) -> Plan:
+    """A lifetime of fully sharded storage, ddp, or a random plan; on 2 ranks."""
+    mesh = make_mesh((2,))
+    if name.startswith("random"):
+        return random_plan(captured, mesh, random.Random(name))
+    if name == "ddp":
+        return make_baseline("ddp", captured, machine(2), mesh, TrainConfig())
+    plan = make_baseline("fsdp", captured, machine(2), mesh, TrainConfig())
+    return replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, name))
+
+
+def step_errors(plan: Plan, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
+    """On a rank: the loss, the worst relative error of a gradient, and whether bytes are as predicted."""
+    captured = load(graph)
+    module = DistributedModule(insert_collectives(captured, plan), values, exact_random=True)
+    with count_messages(module) as sent:
+        loss = module.step({s.placeholder: local_samples(module, s, inputs[s.placeholder]) for s in captured.inputs})
+    floor = 1e-6 * max(float(g.abs().max()) for g in gradients.values())
+    worst = 0.0
+    for spec in captured.parameters:
+        parameter = module.get_parameter(spec.names[0])
+        assert isinstance(parameter, DTensor) and parameter.dtype == torch.float64
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+        assert gradient.dtype == torch.float64
+        whole = gradients[spec.placeholder]
+        error = float((gradient.full_tensor() - whole).abs().max()) / max(float(whole.abs().max()), floor)
+        worst = max(worst, error)
+    return {"loss": float(loss), "error": worst, "sent": dict(sent)}
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [
+    ("ddp", 1), ("use", 1), ("random1", 1), ("ddp", 2), ("step", 2), ("microbatch", 2), ("use", 2), ("random1", 2),
+])  # fmt: skip
+def test_gradients_are_those_of_one_process_and_narrow_bytes_are_sent(name: str, microbatches: int) -> None:
+    captured, values, inputs = case("gpt2", microbatches)
+    plan = some_plan(name, captured)
+    loss, gradients = reference_gradients(captured, values, inputs, run_captured)
+    assert {g.dtype for g in gradients.values()} == {torch.float64}
+    plain = replace(captured, parameters=tuple(replace(p, stored=None) for p in captured.parameters))
+    sent = predicted_messages(insert_collectives(plain, replace(plan, fingerprint=plain.fingerprint)))
+    for found in ranks(2).run(step_errors, plan, dump(captured), values, inputs, gradients):
+        assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
+        assert found["error"] < 1e-5
+        assert found["sent"] == sent
+
+
+def training(plan: Plan, graph: bytes, values: Any, batches: list[Any]) -> dict[str, Tensor]:
+    """On a rank: whole parameters after AdamW's steps."""
+    captured = load(graph)
+    module = DistributedModule(insert_collectives(captured, plan), values)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for batch in batches:
+        module.step(batch)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter, state in optimizer.state.items():
+        assert {state[k].dtype for k in ("exp_avg", "exp_avg_sq")} == {parameter.dtype} == {torch.float64}
+    return {name: value.full_tensor() for name, value in module.state_dict().items() if isinstance(value, DTensor)}
+
+
+def test_weights_are_trained_wide() -> None:
+    captured, values, inputs = case("llama")
+    plan = some_plan("use", captured)
+    trained = {n: v.clone() for n, v in values.items()}
+    parameters = {p.placeholder: nn.Parameter(trained[p.placeholder]) for p in captured.parameters}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
+    for _ in range(3):
+        _, gradients = reference_gradients(captured, {**values, **parameters}, inputs, run_captured)
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        optimizer.step()
+    for state in ranks(2).run(training, plan, dump(captured), values, [inputs] * 3):
+        for spec in captured.parameters:
+            got, want = state[spec.names[0]], parameters[spec.placeholder].detach()
+            moved = (want - values[spec.placeholder]).abs().max()
+            assert float((got - want).abs().max()) < 1e-3 * float(moved)
+            assert got.float().double().ne(got).any(), "no float32 holds it"
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def summed(plan: Plan, graph: bytes, x: Tensor) -> Tensor:
+    captured = load(graph)
+    (spec,), (given,) = captured.parameters, captured.inputs
+    module = DistributedModule(insert_collectives(captured, plan), {spec.placeholder: torch.ones(4)})
+    module.step({given.placeholder: x})
+    gradient = module.get_parameter("weight").grad
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "expected"), [("use", 2 + 6 / 512), ("microbatch", 2 + 6 / 512), ("step", 2.015625)]
+)
+def test_gradients_of_micro_batches_add_up_wide(lifetime: str, expected: float) -> None:
+    """1, then three times 2**-9 on each of two ranks: bfloat16 would lose the small ones. What is kept for a step is
+    rounded once, when it is reduced."""
+    x = torch.ones(8, 4, dtype=torch.bfloat16)
+    x[2:] = 2.0**-9
+    model = Sum().bfloat16()
+    captured = accumulate_gradients(capture(model, (x[:2],), {}), 4, lambda: capture(model, (x,), {}))
+    captured = with_storage(captured, PRECISIONS["bf16-mixed"])
+    plan = some_plan(lifetime, captured)
+    for gradient in ranks(2).run(summed, plan, dump(captured), x):
+        assert gradient.dtype == torch.float32
+        assert gradient.tolist() == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("microbatch", 1), ("use", 1), ("random0", 1), ("ddp", 2), ("step", 2)]
+)
+def test_peak_memory_is_the_predicted(name: str, microbatches: int) -> None:
+    captured, values, inputs = case("gpt2", microbatches)
+    plan = some_plan(name, captured)
+    predicted = evaluate(plan, captured, machine(2)).peak_nbytes
+    plain = replace(captured, parameters=tuple(replace(p, stored=None) for p in captured.parameters))
+    assert predicted > 1.1 * evaluate(plan, plain, machine(2)).peak_nbytes
+    assert max(ranks(2).run(measured, plan, dump(captured), values, inputs)) == pytest.approx(predicted, rel=0.02)
+
+
+def test_a_plan_counts_stored_bytes() -> None:
+    """Parameters, gradients and AdamW's two states are float32; what is proved is below what is found."""
+    model, kwargs = zoo("llama")
+    options = {"cluster": "2xcpu", "mesh": "2", "with_baselines": False}
+    plan = autopar.plan(model, kwargs, precision="bf16-mixed", **options)  # type: ignore[arg-type]
+    captured = plan.captured
+    assert captured is not None
+    assert {(p.dtype, p.storage) for p in captured.parameters} == {(torch.bfloat16, torch.float32)}
+    for spec in captured.parameters:
+        assert torch.equal(plan.values[spec.placeholder], model.get_parameter(spec.names[0]))
+    numel = sum(math.prod(local_shape(p.shape, plan.layouts[p.placeholder], plan.mesh)) for p in captured.parameters)
+    estimate = evaluate(plan, captured, machine(2))
+    assert (estimate.memory["parameters"], estimate.memory["optimizer"]) == (4 * numel, 8 * numel)
+    assert 0 < plan.estimate.bound <= plan.estimate.step_seconds
+    narrow = autopar.plan(model, kwargs, precision="bf16", **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanMismatchError, match="or precision"):
+        narrow.check(captured)
+    quick = autopar.plan(model, kwargs, precision="bf16-mixed", solver="double-recursive", **options)  # type: ignore[arg-type]
+    assert quick.estimate.step_seconds >= plan.estimate.bound
+
+
+def from_folder(folder: str, graph: bytes, values: Any, inputs: Any) -> tuple[float, float]:
+    """On a rank: the loss of the exported folder, and its worst error to the module; same gradients, dtypes, bytes."""
+    import importlib.util
+    import sys
+
+    from autopar.plan import load_plan
+    from autopar.runtime import load_exported
+
+    spec = importlib.util.spec_from_file_location("exported_mixed", Path(folder) / "model.py")
+    assert spec is not None and spec.loader is not None
+    code = sys.modules["exported_mixed"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    captured = load(graph)
+    named = {p.names[0]: values[p.placeholder] for p in captured.parameters}
+    own = load_exported(folder, code.forward, lambda name, shape, dtype: named[name].to(dtype))
+    module = DistributedModule(insert_collectives(captured, load_plan(Path(folder) / "plan.json")), values)
+    loss, expected = own.step(inputs), module.step(inputs)
+    for parameter in captured.parameters:
+        got, want = own.get_parameter(parameter.names[0]), module.get_parameter(parameter.names[0])
+        assert got.dtype == torch.float64 and isinstance(got.grad, DTensor) and isinstance(want.grad, DTensor)
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad.full_tensor())
+    return float(loss), float(expected)
+
+
+def test_an_exported_folder_trains_wide(tmp_path: Path) -> None:
+    from autopar.export.folder import export_folder
+
+    captured, values, inputs = case("llama", 2)
+    plan = some_plan("step", captured)
+    export_folder(tmp_path, insert_collectives(captured, plan), plan.to_json(), values)
+    for loss, expected in ranks(2).run(from_folder, str(tmp_path), dump(captured), values, inputs):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def staged_errors(text: str, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]) -> list[float]:
+    """On a rank: relative errors of the gradients of its stages; asserts dtypes and what is sent."""
+    captured, plan = load(graph), staged_plan_from_json(text)
+    stages = split_stages(captured, plan.cuts)
+    module = PipelinedModule(captured, stages, plan, values, seed=1, exact_random=True)
+    with count_messages(module) as sent:
+        module.step(inputs)
+    own = {stage.number: stage.local for stage in module.stages}
+    assert sent == predicted_rank_messages(stages, plan, own, module.groups.rank)
+    errors = []
+    for state in module.states:
+        for name, parameter in state.parameters.items():
+            whole, gradient = gradients[name], parameter.grad
+            assert isinstance(gradient, DTensor) and parameter.dtype == gradient.dtype == torch.float64
+            errors.append(float((gradient.full_tensor() - whole).abs().max() / whole.abs().max().clamp_min(1e-6)))
+    return errors
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("zbv", 4)])
+def test_stages_train_wide(schedule: str, num_stages: int) -> None:
+    """The embedding, which the head shares, is summed over stages as it is stored."""
+    captured, values, inputs = case("gpt2", 4)
+    rng = random.Random(0)
+    cuts = random_cuts(captured, num_stages, rng)
+    plan = random_staged_plan(captured, make_mesh((1,)), schedule, 2, cuts, rng)
+    _, gradients = reference_gradients(captured, values, inputs, run_captured)
+    for errors in ranks(2).run(staged_errors, plan.to_json(), dump(captured), values, inputs, gradients):
+        assert max(errors) < 1e-4
