@@ -158,7 +158,9 @@ def test_ways_lead_where_they_should_and_are_seldom_dearer_than_a_full_search(se
     mesh = make_mesh((2, 2) if seed % 2 else (2, 2, 2))
     pricer = Pricer(mesh=mesh, cluster=machine(mesh.size), config=TrainConfig())
     shape = tuple(rng.choice((8, 16, 24)) for _ in range(3))
-    tensor = Tensor(name="t", kind="op", shape=shape, element_size=4, dtype="float32", requires_grad=True)
+    tensor = Tensor(
+        name="t", kind="op", shape=shape, element_size=4, stored_size=4, dtype="float32", requires_grad=True
+    )
     places = (REPLICATE, INVARIANT, Shard(0), Shard(1), Shard(2))
     source, target = (rng.choice(orders(tuple(rng.choice(places) for _ in mesh.shape))) for _ in range(2))
     if not (is_storable(shape, source, mesh) and is_storable(shape, target, mesh)):

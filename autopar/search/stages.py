@@ -240,7 +240,7 @@ def _shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: t
             spec = next(p for p in stages[sharing[0]].parameters if p.placeholder == name)
             if spec.trainable:
                 shape = local_shape(spec.shape, plan.stages[sharing[0]].layouts[name], plan.mesh)
-                seconds += least(reduce, math.prod(shape) * spec.dtype.itemsize)[0]
+                seconds += least(reduce, math.prod(shape) * spec.storage.itemsize)[0]
     return seconds
 
 
