@@ -60,7 +60,8 @@ def precision_of(model: nn.Module) -> str:
 def computed_twin(model: nn.Module, precision: Precision) -> nn.Module:
     """A copy of the model, shapes only and ties kept, in the dtype of compute.
 
-    Mixed precision casts parameters alone, as FSDP2 does: buffers stay as the model has them.
+    Mixed precision casts parameters alone, as FSDP2 does: buffers stay as the model has them, but for statistics of
+    batch norm, which kernels want in the dtype of its weights.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -75,6 +76,9 @@ def computed_twin(model: nn.Module, precision: Precision) -> nn.Module:
     for parameter in twin.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.compute)
+    for module in twin.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
+            module.to(precision.compute)
     return twin
 
 

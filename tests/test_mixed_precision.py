@@ -30,7 +30,7 @@ from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_shape
 from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, with_storage
+from autopar.precision import PRECISIONS, computed_twin, with_storage
 from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.runtime import DistributedModule, PipelinedModule, count_messages
 from autopar.runtime.data import local_samples
@@ -276,3 +276,11 @@ def test_stages_train_wide(schedule: str, num_stages: int) -> None:
     _, gradients = reference_gradients(captured, values, inputs, run_captured)
     for errors in ranks(2).run(staged_errors, plan.to_json(), dump(captured), values, inputs, gradients):
         assert max(errors) < 1e-4
+
+
+def test_statistics_of_batch_norm_are_as_its_weights_and_other_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("table", torch.ones(4))
+    twin = computed_twin(model, PRECISIONS["bf16-mixed"])
+    assert {p.dtype for p in twin.parameters()} == {twin.get_buffer("1.running_mean").dtype} == {torch.bfloat16}
+    assert twin.get_buffer("table").dtype == model.get_buffer("1.running_mean").dtype == torch.float32
