@@ -26,7 +26,7 @@ from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.fitting import fitting
 from autopar.search.highs_log import Progress
-from autopar.search.ilp import solve
+from autopar.search.ilp import CutoffError, solve
 from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
@@ -179,23 +179,58 @@ def _exact(
     say_least: bool = True,
 ) -> Found:
     began = time.perf_counter()
-    tell("building the strategy graph")
-    problem = make_problem(program, pricer, limit, fold=fold, seconds=seconds, tell=tell, cutoff=cutoff)
-    built = time.perf_counter()
 
     def show(state: Progress) -> None:
         tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
 
-    solution = _solve(problem, limit, relative_gap, seconds, show, cutoff, say_least)
-    solved = time.perf_counter()
+    def solved(problem: Problem, least: bool, binds: bool = True) -> Solution:
+        return _solve(problem, limit, relative_gap, seconds, show, cutoff, least, binds)
+
+    tell("building the strategy graph")
+    problem = build(program, pricer, limit=limit, fold=fold)
+    built = time.perf_counter()
+    free = _unlimited(problem, relative_gap / 2, seconds, cutoff)
+    if free is None:
+        solution = solved(problem, say_least, binds=False)
+    elif within(problem.graph, free.choice, free.arcs):
+        solution = free
+    else:
+        # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
+        kept = _attempt(lambda: solved(problem, False))
+        if kept is None or kept.seconds - free.bound > relative_gap * kept.seconds:
+            tell("the memory limit binds: adding recompute to the strategy graph")
+            again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder)
+            found = solved(again, say_least) if kept is None else _attempt(lambda: solved(again, say_least))
+            if kept is None or (found is not None and found.seconds <= kept.seconds):
+                assert found is not None
+                problem, kept = again, found
+        solution = replace(kept, bound=max(free.bound, kept.bound if problem.num_kept else -math.inf))
+    solved_at = time.perf_counter()
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
     facts = {
         **_sizes(problem),
         "status": solution.status,
         "build_seconds": built - began,
-        "solve_seconds": solved - built,
+        "solve_seconds": solved_at - built,
     }
     return plan, solution.bound, facts
+
+
+def _unlimited(problem: Problem, relative_gap: float, seconds: float | None, cutoff: float) -> Solution | None:
+    """The best choice if memory had no limit, None where time is up."""
+    graph = replace(problem.graph, memory=None)
+    try:
+        return solve(graph, relative_gap=relative_gap, seconds=seconds, cutoff=cutoff)
+    except SearchTimeoutError:
+        return None
+
+
+def _attempt(search: Callable[[], Solution]) -> Solution | None:
+    """What it finds, None where nothing fits, is found in time, or is below the cutoff."""
+    try:
+        return search()
+    except (SearchTimeoutError, InfeasibleError, CutoffError):
+        return None
 
 
 def make_problem(
@@ -251,6 +286,7 @@ def _solve(
     show: Callable[[Progress], None],
     cutoff: float,
     say_least: bool,
+    binds: bool,
 ) -> Solution:
     try:
         return solve(
@@ -259,7 +295,7 @@ def _solve(
             seconds=seconds,
             on_progress=show,
             cutoff=cutoff,
-            binds=bool(problem.num_kept),
+            binds=binds,
             say_least=say_least,
         )
     except InfeasibleError as error:

@@ -217,6 +217,8 @@ class _Race:
             begin = guide.remainder.choice if guide is not None else start
             search = self._searcher(seed, begin, prices, self.regions)
             self.searching.append(search)
+            if self.over or self.guide is not guide:  # since then: whoever changed it may not have seen this search
+                search.stop = -np.inf
             try:
                 search.run()
             except SearchOver:
