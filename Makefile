@@ -47,4 +47,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	        || echo "$(CPU_WHEELS) is out of reach; taking torch from pip's own index"; \
 	fi
 	@$(PIP) install -c constraints.txt -e '.[hf,dev]'
+	@echo "Compiling the search's kernels (about a minute, once)"
+	@$(BIN)/python -m autopar.search.pairwise.warm
 	@touch $@

@@ -1,0 +1,58 @@
+"""`python -m autopar.search.pairwise.warm`: compile every kernel of this folder now, so that no search waits for it.
+
+`make` does it once after installing. The kernels stay in the user's cache (`compiled.cache_folder`) until one changes.
+"""
+
+import numpy as np
+
+from autopar.search.pairwise.anytime import Search, SearchOver
+from autopar.search.pairwise.bound import DualBound
+from autopar.search.pairwise.guide import Guide
+from autopar.search.pairwise.problem import Pairwise
+from autopar.search.pairwise.solve import solve
+
+NODES, OPTIONS, TIMES = 40, 4, 10
+
+
+def sample() -> Pairwise:
+    """A ring with chords, random costs, and memory that binds."""
+    rng = np.random.default_rng(0)
+    a = np.concatenate([np.arange(NODES), np.arange(NODES)])
+    b = np.concatenate([(np.arange(NODES) + 1) % NODES, (np.arange(NODES) + 7) % NODES])
+    begin = rng.integers(0, TIMES - 1, NODES)
+    usage = rng.integers(0, 100, NODES * OPTIONS).astype(float)
+    return Pairwise(
+        first_option=np.arange(NODES + 1) * OPTIONS,
+        cost=rng.integers(0, 1000, NODES * OPTIONS).astype(float),
+        edge_a=a,
+        edge_b=b,
+        first_pair=np.arange(len(a) + 1) * OPTIONS**2,
+        pair_cost=rng.integers(0, 1000, len(a) * OPTIONS**2).astype(float),
+        member_node=np.arange(NODES),
+        begin=begin,
+        end=rng.integers(begin + 1, TIMES + 1),
+        first_usage=np.arange(NODES + 1) * OPTIONS,
+        usage=usage,
+        base=np.zeros(TIMES),
+        limit=float(usage.sum() / OPTIONS * 0.5),
+    )
+
+
+def main() -> None:
+    """Every part at least once: what a solve of one small graph reaches is up to the clock."""
+    problem = sample()
+    solve(problem, relative_gap=0.05)
+    dual = DualBound(problem)
+    dual.ascend(passes=5)
+    guide = Guide(problem=problem, remainder=dual.remainder())
+    start, prices = guide.remainder.choice, guide.remainder.prices
+    search = Search(problem, seed=0, stop=np.inf, sweeps=400, start=start, prices=prices, on_progress=None, guide=guide)
+    try:
+        search.run()
+    except SearchOver:
+        search.stop = np.inf
+        search.polish(1.0)
+
+
+if __name__ == "__main__":
+    main()
