@@ -117,7 +117,17 @@ def plan(
 
     def planned(captured: CapturedModel) -> Plan:
         return search_plan(
-            captured, machine, own_mesh, config, baseline, relative_gap, with_baselines, tell, solver, seconds, fold
+            captured,
+            machine,
+            own_mesh,
+            config,
+            baseline,
+            relative_gap=relative_gap,
+            seconds=seconds,
+            with_baselines=with_baselines,
+            fold=fold,
+            solver=solver,
+            progress=tell,
         )
 
     bare = [False]
@@ -170,34 +180,20 @@ def search_plan(
     machine: Cluster,
     mesh: Mesh,
     config: TrainConfig,
-    baseline: str | None,
-    relative_gap: float,
-    with_baselines: bool,
-    tell: Callable[[str], None],
-    solver: str = "auto",
-    seconds: float | None = None,
-    fold: bool = True,
+    baseline: str | None = None,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    **search: Any,
 ) -> Plan:
-    """The best plan of a captured model, or a baseline's."""
+    """A baseline's plan, or the best plan of a captured model: `search` is what `search.planner.make_plan` takes."""
     if baseline is not None:
         from autopar.search.baselines import make_baseline
 
-        tell(f"making the {baseline} plan")
+        progress(f"making the {baseline} plan")
         return make_baseline(baseline, captured, machine, mesh, config)
     from autopar.search.planner import make_plan
 
-    return make_plan(
-        captured,
-        machine,
-        mesh,
-        config,
-        relative_gap=relative_gap,
-        seconds=seconds,
-        with_baselines=with_baselines,
-        fold=fold,
-        solver=solver,
-        progress=tell,
-    )
+    return make_plan(captured, machine, mesh, config, progress=progress, **search)
 
 
 def distribute(

@@ -145,7 +145,7 @@ def _plans(
             yield "plan", _repointed(bind(saved, model), captured)
     for name in request.baselines:
         try:
-            yield name, search_plan(captured, machine, mesh, config, name, 0.0, False, lambda _: None)
+            yield name, search_plan(captured, machine, mesh, config, name)
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
@@ -156,7 +156,7 @@ def _plans(
             yield f"random {seed}", _random(request, captured, mesh, random.Random(seed))
     if saved is None and not request.baselines and not request.num_random:
         with console.status("planning"):
-            found = search_plan(captured, machine, mesh, config, None, 0.01, False, lambda _: None)
+            found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False)
         yield "ilp", found
 
 
