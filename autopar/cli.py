@@ -170,10 +170,10 @@ def export(
             model=made.model, out=str(out), files=sorted(file.name for file in out.iterdir() if file.is_file())
         )
     if not as_json:
-        console.print(
-            f"{made.model} on mesh {made.mesh} exported to {out}: {', '.join(answer['files'])}", highlight=False
-        )
-        console.print(f"run it: cd {out} && torchrun --nproc-per-node {num_ranks(made)} train.py", highlight=False)
+        written = f"{made.model} on mesh {made.mesh} exported to {out}: {', '.join(answer['files'])}"
+        console.print(written, highlight=False, soft_wrap=True)
+        command = f"run it: cd {out} && torchrun --nproc-per-node {num_ranks(made)} train.py"
+        console.print(command, highlight=False, soft_wrap=True)
 
 
 @app.command()

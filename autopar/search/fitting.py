@@ -11,6 +11,8 @@ from autopar.errors import InfeasibleError
 
 Found = TypeVar("Found")
 TRIES = 6
+STEP = 0.01
+"""Of the limit: how much less a try is given at least for every one before it that was no better aimed."""
 
 
 def fitting(search: Callable[[float], Found], peak_nbytes: Callable[[Found], float], limit: float) -> Found:
@@ -20,13 +22,13 @@ def fitting(search: Callable[[float], Found], peak_nbytes: Callable[[Found], flo
         InfeasibleError: that of `search`, or if none of a few tries fits.
     """
     aim, least = limit, float("inf")
-    for _ in range(TRIES):
+    for number in range(TRIES):
         found = search(aim)
         peak = peak_nbytes(found)
         if peak <= limit:
             return found
         least = min(least, peak)
-        aim -= peak - limit
+        aim -= max(peak - limit, STEP * number * limit)
     raise InfeasibleError(
         f"no plan found fits in {limit / 1e9:.3g} GB a device: the least of {TRIES} holds {least / 1e9:.3g} GB; use "
         "more devices or a smaller (micro-)batch",
