@@ -102,17 +102,7 @@ class Plan:
 
     def check(self, captured: CapturedModel) -> None:
         """Raises PlanMismatchError if the plan was made for another model."""
-        if captured.fingerprint != self.fingerprint:
-            raise PlanMismatchError(
-                f"this plan was made for {self.model} (fingerprint {self.fingerprint}), the model at hand is "
-                f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
-                "precision; plan again for this model"
-            )
-        if captured.microbatches != self.microbatches:
-            raise PlanMismatchError(
-                f"this plan runs {self.microbatches} micro-batches a step, the graph at hand is that of one of "
-                f"{captured.microbatches}; capture the model for the plan's micro-batches or plan again"
-            )
+        check_model(self.model, self.fingerprint, self.microbatches, captured)
 
     def with_estimate(self, estimate: Estimate) -> "Plan":
         return replace(self, estimate=estimate)
@@ -145,6 +135,21 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
+
+
+def check_model(model: str, fingerprint: str, microbatches: int, captured: CapturedModel) -> None:
+    """Raises PlanMismatchError if a plan of that model and number of micro-batches is not for `captured`."""
+    if captured.fingerprint != fingerprint:
+        raise PlanMismatchError(
+            f"this plan was made for {model} (fingerprint {fingerprint}), the model at hand is "
+            f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
+            "precision; plan again for this model"
+        )
+    if captured.microbatches != microbatches:
+        raise PlanMismatchError(
+            f"this plan runs {microbatches} micro-batches a step, the graph at hand is that of one of "
+            f"{captured.microbatches}; capture the model for the plan's micro-batches or plan again"
+        )
 
 
 class _Tables:

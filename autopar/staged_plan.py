@@ -19,7 +19,7 @@ from pathlib import Path
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
-from autopar.plan import Estimate, Plan, TrainConfig, plan_from_json
+from autopar.plan import Estimate, Plan, TrainConfig, check_model, plan_from_json
 from autopar.version import TORCH_RANGE, in_range
 
 STAGED_VERSION = "stages-1"
@@ -150,17 +150,7 @@ class StagedPlan:
 
     def check(self, captured: CapturedModel) -> None:
         """Raises PlanMismatchError if the plan was made for another model, or its cuts are not in this one's order."""
-        if captured.fingerprint != self.fingerprint:
-            raise PlanMismatchError(
-                f"this plan was made for {self.model} (fingerprint {self.fingerprint}), the model at hand is "
-                f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
-                "precision; plan again for this model"
-            )
-        if captured.microbatches != self.microbatches:
-            raise PlanMismatchError(
-                f"this plan runs {self.microbatches} micro-batches a step, the graph at hand is that of one of "
-                f"{captured.microbatches}; capture the model for the plan's micro-batches or plan again"
-            )
+        check_model(self.model, self.fingerprint, self.microbatches, captured)
         check_cuts(captured, self.cuts)
 
     def with_estimate(self, estimate: Estimate) -> "StagedPlan":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning_time [--targets 8b,70b,405b] [--layers 8,32,128,512] [--seconds 120] [--pipeline 1]
 
-The three targets of docs/status.md, and Llama-3-8B's block in other numbers of layers on other numbers of devices.
+Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of layers on other numbers of devices.
 --pipeline auto searches stages too; 1, the default, meshes and micro-batches. An empty list leaves a part out.
 """
 

@@ -28,15 +28,28 @@ def export_folder(folder: Path, local: LocalModel, plan_json: str, values: Mappi
         ArgumentError: if the folder cannot be written.
     """
     captured = local.captured
+    files = {
+        "plan.json": plan_json,
+        "model.py": generate(local),
+        SPECS: json.dumps(specs(local), indent=1),
+        "train.py": training_script(local),
+    }
+    write_folder(folder, files, captured, values)
+
+
+def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel, values: Mapping[str, Tensor]) -> None:
+    """Write texts by file name, and constants and buffers where there are any.
+
+    Raises:
+        ArgumentError: if the folder cannot be written.
+    """
     state = dict(captured.constants)
     state |= {b.placeholder: values[b.placeholder] for b in captured.buffers if b.placeholder in values}
     state = {name: value.detach().cpu().contiguous() for name, value in state.items() if not value.is_meta}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(plan_json)
-        (folder / "model.py").write_text(generate(local))
-        (folder / SPECS).write_text(json.dumps(specs(local), indent=1))
-        (folder / "train.py").write_text(training_script(local))
+        for name, text in files.items():
+            (folder / name).write_text(text)
         (folder / STATE).unlink(missing_ok=True)
         if state:
             torch.save(state, folder / STATE)

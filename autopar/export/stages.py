@@ -5,16 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from autopar.errors import ArgumentError
-from autopar.export.folder import specs, specs_of
+from autopar.export.folder import specs, specs_of, write_folder
 from autopar.export.source import generate
 from autopar.export.training import staged_training_script
 from autopar.graph import CapturedModel, dtype_of, requires_grad
 from autopar.passes.split_stages import local_stage
-from autopar.runtime.exported import SPECS, STATE
+from autopar.runtime.exported import SPECS
 from autopar.staged_plan import StagedPlan
 
 
@@ -37,27 +35,14 @@ def export_stages(
         ArgumentError: if the folder cannot be written.
     """
     locals_ = [local_stage(stages, plan, number) for number in range(plan.num_stages)]
-    state = dict(captured.constants)
-    state |= {b.placeholder: values[b.placeholder] for b in captured.buffers if b.placeholder in values}
-    state = {name: value.detach().cpu().contiguous() for name, value in state.items() if not value.is_meta}
     body: dict[str, Any] = specs_of(captured)
     body["constants"] = []
     body["loss_dtype"] = str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch.")
     body["stages"] = [{**specs(local), **_boundary(local.captured)} for local in locals_]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(plan_json)
-        for number, local in enumerate(locals_):
-            (folder / f"stage_{number}.py").write_text(generate(local))
-        (folder / SPECS).write_text(json.dumps(body, indent=1))
-        (folder / "train.py").write_text(staged_training_script(captured, plan))
-        (folder / STATE).unlink(missing_ok=True)
-        if state:
-            torch.save(state, folder / STATE)
-    except OSError as error:
-        raise ArgumentError(
-            f"cannot export to {folder}: {error.strerror}; choose a folder that can be written"
-        ) from error
+    files = {"plan.json": plan_json, SPECS: json.dumps(body, indent=1)}
+    files |= {f"stage_{number}.py": generate(local) for number, local in enumerate(locals_)}
+    files["train.py"] = staged_training_script(captured, plan)
+    write_folder(folder, files, captured, values)
 
 
 def _boundary(stage: CapturedModel) -> dict[str, Any]:
