@@ -47,12 +47,14 @@ def find_live(plan: Plan, program: Program, pricer: Pricer) -> Live:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Seconds of a step that an op or a tensor's way takes; `axes` are those that a collective joins."""
+    """Seconds of a step that an op or a tensor's way takes; `axes` are those that a collective joins, `backward` tells
+    in which pass it runs (what is paid once a step, before or after the micro-batches, too)."""
 
     kind: str
     name: str
     seconds: float
     axes: tuple[int, ...] = ()
+    backward: bool = False
 
 
 def itemised(
@@ -77,8 +79,8 @@ def _charges(
 ) -> Iterator[Charge]:
     parts = plan.microbatches
 
-    def sent(name: str, timed: Timed, times: int = parts) -> Iterator[Charge]:
-        return (Charge(kind, name, duration * times, axes) for kind, duration, axes in timed)
+    def sent(name: str, timed: Timed, times: int = parts, *, backward: bool = True) -> Iterator[Charge]:
+        return (Charge(kind, name, duration * times, axes, backward) for kind, duration, axes in timed)
 
     def stepped(tensor: Tensor, step: Step) -> tuple[Timed, Timed]:
         return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
@@ -86,11 +88,11 @@ def _charges(
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])
         yield Charge("forward", op.name, price.forward * parts)
-        yield Charge("backward", op.name, price.backward * parts)
-        yield from sent(op.name, price.forward_sent)
+        yield Charge("backward", op.name, price.backward * parts, backward=True)
+        yield from sent(op.name, price.forward_sent, backward=False)
         yield from sent(op.name, price.backward_sent)
         if op.position in replays.ops:
-            yield Charge("recompute", op.name, price.forward * parts)
+            yield Charge("recompute", op.name, price.forward * parts, backward=True)
             yield from sent(op.name, price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
         yield from sent(name, stepped(journeys[name].tensor, step)[0])
@@ -99,11 +101,11 @@ def _charges(
         times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
             forward, backward = stepped(tensor, step)
-            yield from sent(name, forward, times)
+            yield from sent(name, forward, times, backward=False)
             if target in journey.in_backward:
                 yield from sent(name, backward, times)
         if tensor.kind == "parameter" and tensor.requires_grad:
-            yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source))
+            yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
     for (name, layout), uses in replays.uses.items():
         if plan.lifetimes.get(name) == "use":
             for step in regathered(journeys[name].path(layout)):

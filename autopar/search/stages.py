@@ -9,8 +9,6 @@ Layers a stage: those for which the slowest stage is fastest (`balanced`, exact 
     bubble     the step less what its busiest rank works
     memory     of a rank: its stages' peaks, and what k - 1 further micro-batches in flight keep from forward to
                backward, k by the order
-
-Of a collective's seconds within a micro-batch half count as forward: for equal stages only the sum matters.
 """
 
 import math
@@ -37,8 +35,6 @@ from autopar.search.live import MEMORY_KINDS
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.staged_plan import StagedPlan
-
-COMPUTED = ("forward", "backward", "recompute", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +160,8 @@ def price_stage(
     for charge in charges:
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             passes["once"] += charge.seconds
-        elif charge.kind in COMPUTED:
-            passes["forward" if charge.kind == "forward" else "backward"] += charge.seconds / plan.microbatches
         else:
-            passes["forward"] += charge.seconds / plan.microbatches / 2
-            passes["backward"] += charge.seconds / plan.microbatches / 2
+            passes["backward" if charge.backward else "forward"] += charge.seconds / plan.microbatches
     turn, in_flight, received = len(live.calls), 0.0, 0.0
     for holding in live.holdings:
         kept = holding.kind == "activations" or (
@@ -181,13 +174,18 @@ def price_stage(
     peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
     memory = {kind: float(live.bytes[kind][peak]) for kind in MEMORY_KINDS}
     memory["inputs"] -= received * (plan.microbatches - 1)  # only those in flight are there
-    crossing = sum(pricer.local_nbytes(program.tensors[name], layout) for name, layout in sent.items())
     return StagePrice(
         **passes,
         memory=memory,
         in_flight=in_flight + received,
-        sent=least(send, crossing)[0] if crossing else 0.0,
+        sent=sent_seconds(program, pricer, sent, send),
     )
+
+
+def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], send: tuple[Form, ...]) -> float:
+    """What a stage's message to the next takes, one way."""
+    crossing = sum(pricer.local_nbytes(program.tensors[name], layout) for name, layout in sent.items())
+    return least(send, crossing)[0] if crossing else 0.0
 
 
 def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
@@ -202,7 +200,7 @@ def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, 
     pipeline = make_pipeline(order, [_work(price) for price in prices])
     makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
     ranks = [plan.stages_of(rank) for rank in range(plan.pipeline)]
-    shared = _shared_seconds(plan, stages, reduce)
+    shared = shared_seconds(plan, stages, reduce)
     once = [sum(prices[s].once for s in own) + shared for own in ranks]
     slowest = int(np.argmax(once))
     held = [_rank_memory([prices[s] for s in own], [in_flight(order)[s] for s in own]) for own in ranks]
@@ -232,7 +230,7 @@ def _work(price: StagePrice) -> StageWork:
     return StageWork(actions=actions, send_forward=price.sent, send_backward=price.sent)
 
 
-def _shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tuple[Form, ...]) -> float:
+def shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tuple[Form, ...]) -> float:
     """Gradients of weights that stages on several ranks share are summed once a step."""
     seconds = 0.0
     for name, sharing in owners(stages).items():
