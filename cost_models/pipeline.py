@@ -32,10 +32,29 @@ Ints = npt.NDArray[np.int64]
 
 
 class Segment(NamedTuple):
-    """A part of an action: `seconds` of lane `lane`; lane `COMPUTE` is the device itself."""
+    """A part of an action: `seconds` of lane `lane`; lane `COMPUTE` is the device itself. `name`: for a trace."""
 
     lane: int
     seconds: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woven:
+    """Segments of an action that do not simply follow each other: of an edge (a, b) b waits for a.
+
+    The first segment is where the action begins, the last where it ends and the rank's next action may begin. `early`
+    are segments that wait not for that but for segment `release` of the rank's action before.
+    """
+
+    segments: tuple[Segment, ...]
+    edges: tuple[tuple[int, int], ...]
+    early: tuple[int, ...] = ()
+    release: int = 0
+
+
+Passage = tuple[Segment, ...] | Woven
+"""What an action is made of; a tuple is a chain."""
 
 
 class Beside(NamedTuple):
@@ -53,16 +72,19 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What one stage does: a chain of segments an action of each kind that the order has; what runs beside; an end.
+    """What one stage does: a passage for each kind of action that the order has; what runs beside; an end.
 
-    `update` seconds on the device once a step, after all actions and all that runs beside them: the optimizer.
+    `first`, `last`: of the stage's first forward and of its last whole backward, where these are others. `after`: a
+    chain once a step, when all actions and all that runs beside them have ended: the optimizer.
     """
 
-    actions: Mapping[str, tuple[Segment, ...]]
+    actions: Mapping[str, Passage]
     send_forward: float = 0.0
     send_backward: float = 0.0
     beside: tuple[Beside, ...] = ()
-    update: float = 0.0
+    after: tuple[Segment, ...] = ()
+    first: Passage | None = None
+    last: Passage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +117,16 @@ def uniform_work(order: PipelineOrder, seconds: Mapping[str, float], send: float
     return [StageWork(actions=actions, send_forward=send, send_backward=send) for _ in range(order.num_stages)]
 
 
-def make_pipeline(order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, ...] = ("compute",)) -> Pipeline:
-    """A step as tasks; `lanes` names those of a rank, the device first.
+def make_pipeline(
+    order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, ...] = ("compute",), *, barrier: bool = False
+) -> Pipeline:
+    """A step as tasks; `lanes` names those of a rank, the device first. barrier: what comes after waits for all ranks.
 
     Raises:
         ArgumentError: if a stage's work is missing or names a lane that does not exist.
     """
     _check(order, stages, lanes)
-    return _Builder(order, stages, (*lanes, SEND_FORWARD, SEND_BACKWARD)).build()
+    return _Builder(order, stages, (*lanes, SEND_FORWARD, SEND_BACKWARD)).build(barrier)
 
 
 class _Builder:
@@ -118,11 +142,20 @@ class _Builder:
         self.edges: list[tuple[Ints, Ints]] = []
         self.size = 0
         self.extra: list[tuple[int, str]] = []  # names of the tasks after those of actions
+        self.passages = [_woven(s.actions.get(kind, ())) for s in stages for kind in KINDS]
+        self.passage = self.stage * len(KINDS) + self.kind  # of each action
+        for number, work in enumerate(stages):
+            for passage, kind, which in ((work.first, "F", 0), (work.last, "B", -1)):
+                if passage is not None:
+                    mine = np.flatnonzero((self.stage == number) & (self.kind == KINDS.index(kind)))
+                    self.passage[mine[which]] = len(self.passages)
+                    self.passages.append(_woven(passage))
 
-    def build(self) -> Pipeline:
+    def build(self, barrier: bool) -> Pipeline:
         self._actions()
         self._neighbours()
         self._beside()
+        self._after(barrier)
         stream = np.concatenate(self.stream) if self.stream else np.zeros(0, dtype=np.int64)
         tasks = Tasks(
             num_streams=len(self.order.ranks) * len(self.lanes),
@@ -147,27 +180,33 @@ class _Builder:
         return np.arange(self.size - len(seconds), self.size)
 
     def _actions(self) -> None:
-        """A chain of tasks an action, and the chain of a rank's actions in its order."""
-        chains = [self.stages[s].actions.get(kind, ()) for s in range(len(self.stages)) for kind in KINDS]
-        length = np.array([len(chain) for chain in chains], dtype=np.int64)
-        start = np.concatenate([[0], np.cumsum(length)[:-1]])
-        lane = np.array([segment.lane for chain in chains for segment in chain], dtype=np.int64)
-        seconds = np.array([segment.seconds for chain in chains for segment in chain], dtype=np.float64)
-        chain = self.stage * len(KINDS) + self.kind
-        count = length[chain]
+        """The tasks of each action, and the chain of a rank's actions in its order."""
+        length = np.array([len(p.segments) for p in self.passages], dtype=np.int64)
+        segments = [segment for p in self.passages for segment in p.segments]
+        lane = np.array([segment.lane for segment in segments], dtype=np.int64)
+        seconds = np.array([segment.seconds for segment in segments], dtype=np.float64)
+        self.count = count = length[self.passage]
         self.first = np.cumsum(count) - count
         self.last = self.first + count - 1
-        within = np.arange(count.sum()) - np.repeat(self.first, count)
-        source = np.repeat(start[chain], count) + within
-        self.count = count
-        task = self._add(np.repeat(self.rank, count), lane[source], seconds[source])
-        inner = task[within > 0]
-        self.edges.append((inner - 1, inner))
+        source = _ranges((np.cumsum(length) - length)[self.passage], count)
+        self._add(np.repeat(self.rank, count), lane[source], seconds[source])
+        self._within([p.edges for p in self.passages], np.arange(len(self.passage)), self.first, self.first)
         same = np.flatnonzero(self.rank[1:] == self.rank[:-1])
         self.edges.append((self.last[same], self.first[same + 1]))
+        early = [tuple((0, k) for k in p.early) for p in self.passages]
+        release = np.array([p.release for p in self.passages], dtype=np.int64)
+        self._within(early, same + 1, self.first[same] + release[self.passage[same]], self.first[same + 1])
         shape = (len(KINDS), self.order.num_stages, self.order.num_microbatches)
         self.at = np.full(shape, -1, dtype=np.int64)  # position of each action
         self.at[self.kind, self.stage, self.microbatch] = np.arange(len(self.stage))
+
+    def _within(self, edges: list[tuple[tuple[int, int], ...]], actions: Ints, before: Ints, after: Ints) -> None:
+        """The edges of each action's passage, counted from task `before` and task `after` of the action."""
+        flat = np.array([edge for own in edges for edge in own], dtype=np.int64).reshape(-1, 2)
+        length = np.array([len(own) for own in edges], dtype=np.int64)
+        count = length[self.passage[actions]]
+        source = _ranges((np.cumsum(length) - length)[self.passage[actions]], count)
+        self.edges.append((np.repeat(before, count) + flat[source, 0], np.repeat(after, count) + flat[source, 1]))
 
     def _neighbours(self) -> None:
         """Forward waits for the stage before, backward for the stage after and its own forward, `W` for `I`."""
@@ -194,7 +233,6 @@ class _Builder:
         self.edges.append((message, self.first[received]))
 
     def _beside(self) -> None:
-        ends: dict[int, list[int]] = {}
         for stage, work in enumerate(self.stages):
             mine = np.flatnonzero(self.stage == stage)
             rank = int(self.rank[mine[0]])
@@ -205,13 +243,24 @@ class _Builder:
                     self._edge(task, int(self.first[mine[0]]) + beside.segment)
                 else:
                     self._edge(int(self.first[finals[-1]]) + beside.segment, task)
-                ends.setdefault(rank, []).append(task)
-        for rank in range(len(self.order.ranks)):
-            update = sum(self.stages[s].update for s in set(self.stage[self.rank == rank].tolist()))
-            if update:
-                task = self._one(rank, COMPUTE, update, "update")
-                for before in [int(self.last[np.flatnonzero(self.rank == rank)[-1]]), *ends.get(rank, [])]:
-                    self._edge(before, task)
+
+    def _after(self, barrier: bool) -> None:
+        """When a rank's last action and all that nothing waits for have ended; with a barrier, those of all ranks."""
+        waited = np.zeros(self.size, dtype=np.bool_)
+        for before, _ in self.edges:
+            waited[before] = True
+        loose = np.flatnonzero(~waited)
+        rank_of = np.concatenate(self.stream)[loose] // len(self.lanes)
+        ends = [
+            np.append(loose[rank_of == rank], self.last[np.flatnonzero(self.rank == rank)[-1]])
+            for rank in range(len(self.order.ranks))
+        ]
+        for rank, own in enumerate(ends):
+            befores = np.concatenate(ends) if barrier else own
+            for segment in (k for s in np.unique(self.stage[self.rank == rank]) for k in self.stages[s].after):
+                task = self._one(rank, segment.lane, segment.seconds, segment.name or "update")
+                self.edges.append((befores, np.full(len(befores), task)))
+                befores = np.array([task], dtype=np.int64)
 
     def _one(self, rank: int, lane: int, seconds: float, name: str) -> int:
         task = int(self._add(np.array([rank]), np.array([lane]), np.array([seconds]))[0])
@@ -223,8 +272,20 @@ class _Builder:
 
     def _names(self) -> list[str]:
         actions: Iterator[Action] = (action for actions in self.order.ranks for action in actions)
-        names = [str(action) for action, count in zip(actions, self.count, strict=True) for _ in range(count)]
+        parts = [[segment.name and f" {segment.name}" for segment in passage.segments] for passage in self.passages]
+        names = [f"{a}{part}" for a, passage in zip(actions, self.passage, strict=True) for part in parts[passage]]
         return names + [name for _, name in sorted(self.extra)]
+
+
+def _woven(passage: Passage) -> Woven:
+    if isinstance(passage, Woven):
+        return passage
+    return Woven(segments=passage, edges=tuple((k, k + 1) for k in range(len(passage) - 1)))
+
+
+def _ranges(starts: Ints, counts: Ints) -> Ints:
+    """start, start + 1, ... of each, so many as it counts, one after another."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 def _check(order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, ...]) -> None:
@@ -234,12 +295,13 @@ def _check(order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, 
         if not stages[action.stage].actions.get(action.kind):
             raise ArgumentError(f"stage {action.stage}: the order runs {action}, but its work has no {action.kind}")
     for stage, work in enumerate(stages):
-        used = [segment.lane for chain in work.actions.values() for segment in chain]
+        passages = [_woven(p) for p in (*work.actions.values(), work.first, work.last) if p is not None]
+        used = [segment.lane for p in passages for segment in p.segments] + [segment.lane for segment in work.after]
         for lane in [*used, *(beside.lane for beside in work.beside)]:
             if not 0 <= lane < len(lanes):
                 raise ArgumentError(f"stage {stage}: lane {lane} does not exist; there are {', '.join(lanes)}")
-        finals = [len(work.actions[kind]) for kind in ("B", "W") if kind in work.actions]
+        finals = [len(_woven(work.actions[kind]).segments) for kind in ("B", "W") if kind in work.actions]
         for beside in work.beside:
-            limit = len(work.actions["F"]) if beside.gather else max(finals)
+            limit = len(_woven(work.actions["F"]).segments) if beside.gather else max(finals)
             if not 0 <= beside.segment < limit:
                 raise ArgumentError(f"stage {stage}: segment {beside.segment} does not exist; there are {limit}")

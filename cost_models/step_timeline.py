@@ -69,7 +69,8 @@ def _stage(work: StepWork, row: int, layers: int, config: TrainingConfig, effici
         if not config.overlap_data:
             ends = ends[-1:]
         beside = tuple(Beside(end, DATA, exchange / len(ends)) for end in ends)
-    return StageWork(actions=actions, beside=beside, update=work.optimizer_seconds / efficiency.memory / share)
+    update = Segment(COMPUTE, work.optimizer_seconds / efficiency.memory / share)
+    return StageWork(actions=actions, beside=beside, after=(update,) if update.seconds else ())
 
 
 def _chain(seconds: Work, pieces: int) -> tuple[Segment, ...]:

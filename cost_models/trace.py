@@ -1,7 +1,8 @@
 """What does a simulated step look like? A trace for chrome://tracing or ui.perfetto.dev.
 
 The JSON object form of the Trace Event Format: a complete event ("ph": "X") a task, `ts` and `dur` in microseconds,
-`pid` the rank or stage, `tid` the stream. Tasks that take no time are left out.
+`pid` the rank or stage, `tid` the stream. Tasks that take no time are left out, and
+streams that have none.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ def chrome_trace(
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}} for process, pid in processes.items()
     ]
+    used = set(tasks.stream[timeline.finish > timeline.start].tolist())
     for tid, (process, thread) in enumerate(streams):
+        if tid not in used:
+            continue
         events.append(
             {"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid, "args": {"name": thread}}
         )
