@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from autopar.calls import Call, call_of
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
-from autopar.errors import ArgumentError, BatchError, CaptureError, MeshError, PlanMismatchError
+from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, MeshError, PlanMismatchError
 from autopar.graph import CapturedModel
-from autopar.mesh import Mesh, make_mesh, parse_mesh
+from autopar.mesh import Mesh
 from autopar.model_plan import ModelPlan, model_plan
 from autopar.models.overrides import near
 from autopar.plan import Plan, TrainConfig
@@ -58,18 +58,19 @@ def plan(
             dtypes count. (Or give `args` and `kwargs`.)
         cluster: a preset (`8xh100`, `64x8xh100`, `4xcpu`), a TOML file, or a Cluster.
         mesh: `2x2`, `data=2,model=2`, `(2, 2)` or a Mesh, or `auto` for the best; by default nodes x devices of a node.
-        pipeline: with mesh `auto`: how many pipeline ranks; `auto`, its default, for the best.
-        schedule: of a pipeline: gpipe, 1f1b (`auto`) or interleaved-1f1b.
+            With pipeline ranks that of each.
+        pipeline: how many pipeline ranks; with mesh `auto` by default `auto`, for the best number.
+        schedule: of a pipeline: gpipe, 1f1b, interleaved-1f1b, or `auto`.
         global_batch: samples a step over all devices; by default that of the example inputs.
         microbatches: in how many parts a step runs the global batch, adding up their gradients; `auto` for the number
-            that is best, as with mesh `auto` where none is given.
+            that is best, as with mesh `auto` or pipeline ranks where none is given.
         optimizer: adamw, adam, sgd or sgd-momentum.
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
             bf16-mixed computes in bf16 on parameters that are stored and trained in fp32.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
         baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one; with keys a configuration, as in
-            `megatron:tp=8,mbs=1,recompute=selective,zero=1,sp=on`.
+            `megatron:tp=8,pp=4,vpp=2,mbs=1,recompute=selective,zero=1,sp=on`.
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
@@ -93,13 +94,10 @@ def plan(
     if memory_gb is not None and not memory_gb > 0:
         raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    from autopar.search.asked_mesh import asked_mesh
+
     searched = mesh == "auto"
-    if searched and baseline is not None:
-        raise MeshError(f"the baseline {baseline} is made for one mesh; give it instead of auto, as in 8x8")
-    if not searched and pipeline not in (None, 1):
-        raise MeshError(f"{pipeline} pipeline ranks on mesh {mesh}: stages are planned with mesh auto; leave out one")
-    microbatches = ("auto" if searched else 1) if microbatches is None else microbatches
-    own_mesh = mesh_for(machine, None if searched else mesh)
+    num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline)
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline is not None:
@@ -108,6 +106,8 @@ def plan(
         own_mesh, microbatches = configured(baseline, machine, own_mesh, mesh is not None, call.batch(), microbatches)
         if baseline.partition(":")[0] in ("ddp", "fsdp"):
             check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
+    elif microbatches is None:
+        microbatches = "auto" if searched or num_pipeline > 1 else 1
     config = TrainConfig(
         optimizer=optimizer,
         precision=precision or precision_of(model),
@@ -115,20 +115,25 @@ def plan(
     )
     tell("capturing the model")
 
-    def planned(captured: CapturedModel) -> Plan:
-        return search_plan(
-            captured,
-            machine,
-            own_mesh,
-            config,
-            baseline,
-            relative_gap=relative_gap,
-            seconds=seconds,
-            with_baselines=with_baselines,
-            fold=fold,
-            solver=solver,
-            progress=tell,
-        )
+    def planned(captured: CapturedModel) -> Plan | StagedPlan:
+        try:
+            return search_plan(
+                captured,
+                machine,
+                own_mesh,
+                config,
+                baseline,
+                relative_gap=relative_gap,
+                seconds=seconds,
+                with_baselines=with_baselines,
+                fold=fold,
+                solver=solver,
+                progress=tell,
+            )
+        except ArgumentError as error:
+            if microbatches != "auto":
+                raise
+            raise InfeasibleError(str(error)) from error  # a schedule may not run so many; others are tried
 
     bare = [False]
 
@@ -139,7 +144,7 @@ def plan(
         return part
 
     found: Plan | StagedPlan
-    if searched:
+    if searched or (num_pipeline > 1 and baseline is None):
         from autopar.search.joint import search_meshes
 
         found, captured = search_meshes(
@@ -149,18 +154,21 @@ def plan(
             config,
             microbatches=None if microbatches == "auto" else microbatches,
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
+            mesh=None if searched else own_mesh,
             schedule=schedule,
             relative_gap=relative_gap, seconds=seconds, fold=fold, with_baselines=with_baselines, tell=tell,
         )  # fmt: skip
         call = replace(call, bare=bare[0])
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
+        from autopar.search.pipeline_parts import part_of
 
+        part = part_of(machine, num_pipeline)
         found = search_microbatches(
             call.batch(),
             captured_at,
             planned,
-            lambda graph: unlimited_bound(graph, machine, own_mesh, config, relative_gap, solver),
+            lambda graph: unlimited_bound(graph, part, own_mesh, config, relative_gap, solver) / num_pipeline,
             relative_gap,
             tell,
         )
@@ -184,13 +192,16 @@ def search_plan(
     *,
     progress: Callable[[str], None] = lambda _: None,
     **search: Any,
-) -> Plan:
-    """A baseline's plan, or the best plan of a captured model: `search` is what `search.planner.make_plan` takes."""
+) -> Plan | StagedPlan:
+    """A baseline's plan, or the best plan of a captured model: `search` is what `search.planner.make_plan` takes.
+
+    mesh: of each pipeline rank, if the baseline has several.
+    """
     if baseline is not None:
-        from autopar.search.baselines import make_baseline
+        from autopar.search.staged_baselines import make_configuration
 
         progress(f"making the {baseline} plan")
-        return make_baseline(baseline, captured, machine, mesh, config)
+        return make_configuration(baseline, captured, machine, mesh, config)
     from autopar.search.planner import make_plan
 
     return make_plan(captured, machine, mesh, config, progress=progress, **search)
@@ -314,25 +325,6 @@ def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
     )
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     return {name: values[name].detach().to(dtype) for name, dtype in specs}
-
-
-def mesh_for(machine: Cluster, mesh: str | tuple[int, ...] | Mesh | None) -> Mesh:
-    """The mesh asked for, or by default the cluster's levels that hold more than one device.
-
-    Raises:
-        MeshError: if it has another number of ranks than the cluster has devices.
-    """
-    if mesh is None:
-        return make_mesh(tuple(level.size for level in machine.levels if level.size > 1) or (1,))
-    own = parse_mesh(mesh) if isinstance(mesh, str) else mesh if isinstance(mesh, Mesh) else make_mesh(tuple(mesh))
-    n = machine.num_devices
-    if own.size != n:
-        shapes = [str(n), *(f"{a}x{n // a}" for a in range(2, n) if n % a == 0)][:4]
-        raise MeshError(
-            f"mesh {own} has {own.size} ranks, cluster {machine} has {n} devices; use a mesh of {n}, "
-            f"such as {' or '.join(shapes)}, or another cluster"
-        )
-    return own
 
 
 def check_world(mesh: Mesh) -> None:

@@ -37,9 +37,16 @@ Batch = Annotated[int | None, typer.Option("--global-batch", help="samples a ste
 Microbatches = Annotated[
     str | None,
     typer.Option(
-        help="parts of the global batch whose gradients add up: a number, or auto for the best; 1 unless mesh is auto"
+        help="parts of the global batch whose gradients add up: a number or auto, the best; 1 for one given mesh"
     ),
 ]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        help="pipeline ranks, --mesh that of each; 1 for none; with --mesh auto by default auto, the best number"
+    ),
+]
+Schedule = Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b or interleaved-1f1b, or auto")]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
@@ -57,10 +64,8 @@ def plan(
     model: Annotated[str, MODEL],
     cluster: Cluster,
     mesh: Mesh = None,
-    pipeline: Annotated[
-        str, typer.Option(help="with --mesh auto: how many pipeline ranks, or auto for the best; 1 for none")
-    ] = "auto",
-    schedule: Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b (auto) or interleaved-1f1b")] = "auto",
+    pipeline: Pipeline = None,
+    schedule: Schedule = "auto",
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
@@ -92,7 +97,7 @@ def plan(
             device="meta",
             cluster=cluster,
             mesh=mesh,
-            pipeline=None if pipeline == "auto" else _number(pipeline, "--pipeline"),
+            pipeline=_number(pipeline, "--pipeline"),
             schedule=schedule,
             microbatches=_number(microbatches),
             optimizer=optimizer,
@@ -117,7 +122,7 @@ def plan(
         from autopar.staged_model_plan import StagedModelPlan
 
         if isinstance(made, StagedModelPlan):
-            console.print(staged_text(made, made.parts), highlight=False)
+            console.print(staged_text(made, made.parts), highlight=False, markup=False)
         else:
             print_plan(made, made.local, made.machine, console)
         if out is not None:
@@ -130,6 +135,8 @@ def export(
     out: Annotated[Path, typer.Option(help="folder to write")],
     cluster: Annotated[str | None, typer.Option(help="for a model: as for autopar plan")] = None,
     mesh: Mesh = None,
+    pipeline: Pipeline = None,
+    schedule: Schedule = "auto",
     global_batch: Batch = None,
     microbatches: Microbatches = None,
     seq: Seq = None,
@@ -158,6 +165,8 @@ def export(
                 device="cpu",
                 cluster=cluster,
                 mesh=mesh,
+                pipeline=_number(pipeline, "--pipeline"),
+                schedule=schedule,
                 microbatches=_number(microbatches),
                 optimizer=optimizer,
                 memory_gb=memory_gb,
@@ -289,16 +298,17 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     """The plan of the model that `source` names, which it carries along."""
     from dataclasses import replace
 
-    from autopar.api import check_choice, mesh_for
+    from autopar.api import check_choice
     from autopar.api import plan as make_plan
     from autopar.cluster import load_cluster
     from autopar.models import load_model
     from autopar.precision import PRECISIONS
+    from autopar.search.asked_mesh import asked_mesh
 
     # What is quickly refused is refused before a model is built.
     check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
-    mesh_for(arguments["cluster"], None if arguments["mesh"] == "auto" else arguments["mesh"])
+    asked_mesh(*(arguments[name] for name in ("cluster", "mesh", "pipeline", "schedule", "baseline")))
     loaded = load_model(**source, device=device)
     made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
     return replace(made, source=source)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.api import bind, captured_model, check_choice, search_plan, values_of
 from autopar.calls import Call
-from autopar.cluster import load_cluster
+from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
@@ -23,10 +23,10 @@ from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
 from autopar.report.units import nbytes_text
-from autopar.search.named_configuration import configured
+from autopar.search.named_configuration import configured, parse_configuration
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan, parse_pipeline
-from autopar.verification import TOLERANCES, Check, verify_plans
+from autopar.verification import TOLERANCES, Check, num_ranks, verify_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,9 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     captured = _captured(request, loaded.model, call, request.microbatches or 1)
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
     plans = dict(_plans(request, captured, mesh, saved, loaded.model, console))
+    if len({num_ranks(plan) for plan in plans.values()}) > 1:
+        said = ", ".join(f"{label} on {num_ranks(plan)}" for label, plan in plans.items())
+        raise ArgumentError(f"plans on different numbers of processes: {said}; verify them one by one")
     values = values_of(captured, loaded.model)
     inputs = bind_inputs(captured.inputs, call.args, call.kwargs)
     checks = []
@@ -108,12 +111,17 @@ def _as_planned(request: Request, saved: ModelPlan | StagedModelPlan) -> Request
 
 def _as_configured(request: Request, mesh: Mesh, call: Call) -> Request:
     """The number of micro-batches that the named configurations say."""
-    machine, asked = load_cluster(f"{mesh.size}xcpu"), request.microbatches or 1
-    counts = {n: configured(n, machine, mesh, True, call.batch(), asked)[1] for n in request.baselines}
+    asked = request.microbatches or 1
+    counts = {n: configured(n, _machine(n, mesh), mesh, True, call.batch(), asked)[1] for n in request.baselines}
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ArgumentError(f"baselines of different numbers of micro-batches: {said}; verify them one by one")
     return replace(request, microbatches=int(next(iter(counts.values())))) if counts else request
+
+
+def _machine(baseline: str, mesh: Mesh) -> Cluster:
+    """As many CPU processes as a named configuration has ranks, `mesh` on each of its pipeline ranks."""
+    return load_cluster(f"{parse_configuration(baseline).pp * mesh.size}xcpu")
 
 
 def _mesh(request: Request, saved: Plan | StagedPlan | None) -> Mesh:
@@ -137,7 +145,6 @@ def _plans(
 ) -> Iterator[tuple[str, Plan | StagedPlan]]:
     """The plans asked for, each with its label; the best plan found if none is."""
     config = TrainConfig(precision=request.precision)
-    machine = load_cluster(f"{mesh.size}xcpu")
     if saved is not None:
         if isinstance(saved, StagedModelPlan):
             yield "plan", _repointed_stages(saved.bind(model), captured)
@@ -145,7 +152,7 @@ def _plans(
             yield "plan", _repointed(bind(saved, model), captured)
     for name in request.baselines:
         try:
-            yield name, search_plan(captured, machine, mesh, config, name)
+            yield name, search_plan(captured, _machine(name, mesh), mesh, config, name)
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
@@ -155,6 +162,7 @@ def _plans(
             seed = request.seed + number
             yield f"random {seed}", _random(request, captured, mesh, random.Random(seed))
     if saved is None and not request.baselines and not request.num_random:
+        machine = load_cluster(f"{mesh.size}xcpu")
         with console.status("planning"):
             found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False)
         yield "ilp", found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import check_batch, mesh_for
+from autopar.api import check_batch
 from autopar.calls import Call, call_from_json, call_of
 from autopar.cluster import load_cluster, resized
 from autopar.errors import (
@@ -25,6 +25,7 @@ from autopar.errors import (
     PlanMismatchError,
     RankError,
 )
+from autopar.search.asked_mesh import mesh_for
 from tests.process_group import ranks
 
 
@@ -188,7 +189,7 @@ def test_meshes_fit_their_cluster() -> None:
     assert mesh_for(cluster, None).shape == (2, 8)
     assert mesh_for(load_cluster("8xh100"), None).shape == (8,)
     assert mesh_for(cluster, "4x4").shape == mesh_for(cluster, (4, 4)).shape == (4, 4)
-    with pytest.raises(MeshError, match="has 8 ranks, cluster 2x8xh100 has 16 devices; use a mesh of 16, such as"):
+    with pytest.raises(MeshError, match="has 8 ranks, not the 16 devices of 2x8xh100; use a mesh of 16, such as"):
         mesh_for(cluster, "8")
     assert resized(cluster, 1, 4).num_devices == 4
     with pytest.raises(MeshError, match="is one node, but processes on 2 nodes"):

@@ -107,7 +107,7 @@ BAD = {
     "cluster": (["plan", "{model}", "--cluster", "8xh1000"], "is neither a preset nor a TOML file"),
     "mesh and cluster": (
         ["plan", "{model}", "--cluster", "4xcpu", "--mesh", "2x4"],
-        "has 8 ranks, cluster 4xcpu has 4",
+        "has 8 ranks, not the 4 devices of 4xcpu",
     ),
     "mesh text": (["plan", "{model}", "--cluster", "4xcpu", "--mesh", "2by2"], "is not of the form 2x2"),
     "precision": (

@@ -179,7 +179,6 @@ BAD: tuple[tuple[str, type[AutoparError], str], ...] = (
     ("megatron:tp=2,dp=4", MeshError, "dp 4 x tp 2 is not the 4 devices of .*use dp=2"),
     ("ddp:dp=2", MeshError, "dp 2 is not the 4 devices of .*use dp=4"),
     ("ddp:mbs=3", BatchError, "global batch 8 is not divisible by 4 data-parallel ranks x micro-batch 3.*12"),
-    ("megatron:tp=2,pp=2", ArgumentError, "pipelines are not yet built from a baseline"),
     ("ulysses:cp=4", InfeasibleError, "2 .key/value. heads .* are not divisible by 4"),
 )
 

@@ -26,9 +26,10 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         lines.append(search_text(searched))
     if estimate.seconds:
         bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
+        proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
         lines.append(
-            f"step {seconds_text(estimate.step_seconds)}, in the space searched none takes less than {bound} "
-            f"(gap {gap}); memory at the peak of the fullest rank {nbytes_text(estimate.peak_nbytes)}"
+            f"step {seconds_text(estimate.step_seconds)}{proved}; memory at the peak of the fullest rank "
+            f"{nbytes_text(estimate.peak_nbytes)}"
         )
         kinds = (f"{kind} {seconds_text(seconds)}" for kind, seconds in estimate.seconds.items() if seconds)
         lines.append(f"of which {', '.join(kinds)}")

@@ -68,7 +68,7 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
     """`make_baseline` for a program and prices at hand; `limit` bytes a device, None for unlimited."""
     configuration = parse_configuration(text)
     name = configuration.kind
-    if pricer.mesh.size == 1:
+    if pricer.mesh.size == 1 and configuration.pp == 1:
         raise InfeasibleError(f"{name} does not apply: the mesh has one rank")
     unknown = sorted({target_name(op.node.target) for op in program.ops if _is_trained(op) and not op.rule.known})
     if unknown:
@@ -257,7 +257,7 @@ def _ulysses(meaning: Meaning) -> Allowed:
 
 
 def _is_attention(op: Op) -> bool:
-    return {"batch", "heads", "query"} <= set(op.rule.factors)
+    return {"heads", "query"} <= set(op.rule.factors)  # a micro-batch of one sample has no batch to split
 
 
 def _whole_storage(tensor: Tensor, storage: Layout, except_axis: int | None = None) -> bool:

@@ -22,6 +22,7 @@ from autopar.capture.rebatch import SIZES, Batches
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, BatchError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.best_first import PROVED, Outcome, best_first
@@ -33,7 +34,7 @@ from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.stages import best_staged, block_starts
 from autopar.search.work_bound import work_seconds
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import StagedPlan, check_microbatches
 
 BOUND_GAP = 2e-3
 """How exactly the relaxed graphs are solved."""
@@ -230,6 +231,7 @@ def search_meshes(
     *,
     microbatches: int | None = None,
     pipelines: tuple[int, ...] | None = (1,),
+    mesh: Mesh | None = None,
     schedule: str = "auto",
     relative_gap: float,
     seconds: float | None = None,
@@ -237,8 +239,8 @@ def search_meshes(
     with_baselines: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Answer, CapturedModel]:
-    """The best plan over all meshes of the cluster and, unless `microbatches` is given, all divisors of `batch`,
-    with the graph that it is for.
+    """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
+    `microbatches` is given, all divisors of `batch`, with the graph that it is for.
 
     capture: the graph of so many samples, of the whole batch for None. The plan's `estimate.solver["search"]` says
     what was searched and which alternatives were near.
@@ -275,16 +277,31 @@ def search_meshes(
                 f"{', '.join(map(str, possible))}; choose one of them or auto"
             )
         keys = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
+        keys = [key for key in keys if key.arrangement.pipeline == 1 or _runs(key)]
+        if mesh is not None:
+            keys = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in keys))
         if not keys:
-            raise InfeasibleError(f"schedule {schedule} does not run with {counts} micro-batches; choose auto")
+            raise InfeasibleError(
+                f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
+                "choose another number of them, gpipe or auto"
+            )
         outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
         if outcome.answer is None or outcome.key is None:
             raise _nothing_fits(joint, outcome)
         count = outcome.key.microbatches
         own = graph(count) if batch is None else _captured(batches, batch, count)
         if own.fingerprint == outcome.answer.fingerprint:
-            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began), own
+            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began, mesh), own
         batches.linear = False  # the graphs of other sizes are no line: capture each
+
+
+def _runs(key: Candidate) -> bool:
+    """Whether the schedule runs so many micro-batches."""
+    try:
+        check_microbatches(key.schedule, key.arrangement.pipeline, key.microbatches)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
@@ -293,7 +310,12 @@ def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
 
 
 def _certified(
-    outcome: Outcome[Candidate, Answer], joint: Joint, count: int, with_baselines: bool, seconds: float
+    outcome: Outcome[Candidate, Answer],
+    joint: Joint,
+    count: int,
+    with_baselines: bool,
+    seconds: float,
+    mesh: Mesh | None,
 ) -> Answer:
     """The plan found with the bound of the whole space and what there is to say of it."""
     assert outcome.answer is not None and outcome.key is not None
@@ -301,8 +323,9 @@ def _certified(
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
     left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items())
     staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
+    places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
     facts: dict[str, Any] = {
-        "space": "meshes of at most 3 axes that follow the cluster's levels" + (", " + staged if staged else ""),
+        "space": places + (", " + staged if staged else ""),
         "candidates": count,
         "planned": len(outcome.solved),
         "do_not_fit": sum(cost is None for cost in outcome.solved.values()),

@@ -22,8 +22,10 @@ from autopar.search.pricing import Pricer
 from autopar.search.program import make_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.work_bound import work_bound
+from autopar.staged_plan import StagedPlan
 
-Found = tuple[Plan, CapturedModel]
+Answer = Plan | StagedPlan
+Found = tuple[Answer, CapturedModel]
 
 TOLERANCE = 1e-6
 """Bounds of a solver are no closer to the truth than this, relatively."""
@@ -37,7 +39,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def choose_microbatches(
     candidates: Iterable[int],
     graph: Callable[[int], CapturedModel],
-    plan: Callable[[CapturedModel], Plan],
+    plan: Callable[[CapturedModel], Answer],
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
     tell: Callable[[str], None] = lambda _: None,
@@ -96,11 +98,11 @@ def choose_microbatches(
 def search_microbatches(
     batch: int | None,
     capture: Callable[[int], CapturedModel],
-    plan: Callable[[CapturedModel], Plan],
+    plan: Callable[[CapturedModel], Answer],
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
     tell: Callable[[str], None],
-) -> Plan:
+) -> Answer:
     """`choose_microbatches` among all divisors of `batch`; `capture` gives the graph of so many samples.
 
     Raises:

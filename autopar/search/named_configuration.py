@@ -3,9 +3,10 @@
 A kind of plan (`search.baselines`) and what is fixed of it; what no key says is left to the search among the plans of
 that kind, recompute apart, which is none unless asked for. Keys and values are those of `cost_models.training_config`.
 
-    dp, tp, cp, pp     ranks of each; dp is the rest. Ranks lie as in Megatron-LM, tp (or cp) on the fastest links
-    virtual_stages     of each pipeline rank (vpp)
-    schedule           of the pipeline
+    dp, tp, cp, pp     ranks of each; dp is the rest. Ranks lie as in Megatron-LM, tp (or cp) on the fastest links, pp
+                       on the slowest
+    virtual_stages     stages of each pipeline rank (vpp): above 1 the schedule 1f1b is interleaved
+    schedule           of the pipeline: gpipe, 1f1b, interleaved-1f1b or zbv (two stages a rank)
     micro_batch        samples of one data-parallel rank's micro-batch (mbs): global batch / (dp · mbs) micro-batches
     zero               0: parameters, gradients and state whole on the data-parallel ranks; 1: all sharded, gathered
                        once a step and gradients reduced once a step; 2: gathered for each micro-batch and kept to its
@@ -19,9 +20,11 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from autopar.cluster import Cluster
-from autopar.cost_models.training_config import ALIASES, SCHEDULES, TRUTH
+from autopar.cost_models.training_config import ALIASES, TRUTH
 from autopar.errors import ArgumentError, BatchError, MeshError
 from autopar.mesh import Mesh, make_mesh
+from autopar.search.pipeline_parts import devices_text, part_of
+from autopar.staged_plan import SCHEDULES, check_microbatches, stage_ranks
 
 KINDS = {
     "ddp": ("dp",),
@@ -72,18 +75,43 @@ class NamedConfiguration:
     def zero_stage(self) -> int:
         return ZERO[self.kind] if self.zero is None else self.zero
 
+    @property
+    def pipeline_schedule(self) -> str:
+        """Of its pipeline, in the words of `staged_plan`."""
+        if self.virtual_stages > 1 and self.schedule in (None, "1f1b"):
+            return "interleaved-1f1b"
+        return self.schedule or "1f1b"
+
+    @property
+    def num_stages(self) -> int:
+        chunks = 2 if self.schedule == "zbv" and self.virtual_stages == 1 else self.virtual_stages
+        return self.pp * chunks
+
+    def check_pipeline(self, microbatches: int | None = None) -> None:
+        """Raises ArgumentError if its pipeline keys contradict each other or, if given, the number of micro-batches."""
+        if self.pp == 1:
+            if self.virtual_stages > 1 or self.schedule is not None:
+                raise ArgumentError(
+                    f"{self}: virtual_stages and schedule are of a pipeline; add pp of 2 or more, or leave them out"
+                )
+            return
+        try:
+            stage_ranks(self.pipeline_schedule, self.pp, self.num_stages)
+            if microbatches is not None:
+                check_microbatches(self.pipeline_schedule, self.pp, microbatches)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self}: {error}") from error
+
     def mesh_on(self, cluster: Cluster, given: Mesh | None) -> Mesh | None:
-        """The mesh of the degrees on a cluster; `given` if that is one of theirs; None where nothing is said.
+        """The mesh of the degrees on a cluster, of each pipeline rank if there are several; `given` if that is one of
+        theirs; None where nothing is said.
 
         Raises:
             MeshError: if the degrees do not multiply to the cluster's devices, or `given` is another mesh.
-            ArgumentError: if pipeline stages are asked for.
+            ArgumentError: if keys of the pipeline contradict each other.
         """
-        if self.pp > 1 or self.virtual_stages > 1 or self.schedule is not None:
-            raise ArgumentError(
-                f"{self}: pipelines are not yet built from a baseline; leave out pp, virtual_stages and schedule"
-            )
-        n, inner = cluster.num_devices, self.inner
+        self.check_pipeline()
+        n, inner = part_of(cluster, self.pp).num_devices, self.inner
         if self.kind in ("ddp", "fsdp"):
             self._check_dp(n, "", cluster)
             return given
@@ -101,15 +129,15 @@ class NamedConfiguration:
             return None
         if n % inner:
             degrees = [d for d in range(1, n + 1) if n % d == 0]
-            raise MeshError(f"{self}: {key} {inner} does not divide the {n} devices of {cluster}; use one of {degrees}")
+            found = devices_text(cluster, self.pp)
+            raise MeshError(f"{self}: {key} {inner} does not divide {found}; use one of {degrees}")
         self._check_dp(n // inner, f" x {key} {inner}", cluster)
         return given or make_mesh((n // inner, inner))
 
     def _check_dp(self, ranks: int, rest: str, cluster: Cluster) -> None:
         if self.dp not in (None, ranks):
             raise MeshError(
-                f"{self}: dp {self.dp}{rest} is not the {cluster.num_devices} devices of {cluster}; use dp={ranks}, or "
-                "leave it out"
+                f"{self}: dp {self.dp}{rest} is not {devices_text(cluster, self.pp)}; use dp={ranks}, or leave it out"
             )
 
     def num_microbatches(self, global_batch: int | None, mesh: Mesh) -> int | None:
@@ -164,9 +192,10 @@ def configured(
     mesh: Mesh,
     is_given: bool,
     batch: int | None,
-    microbatches: int | Literal["auto"] = 1,
+    microbatches: int | Literal["auto"] | None = None,
 ) -> tuple[Mesh, int | Literal["auto"]]:
-    """Mesh and number of micro-batches of a configuration; `mesh` and `microbatches` where it says nothing.
+    """Mesh (of a pipeline rank) and number of micro-batches of a configuration; `mesh` and `microbatches` where it says
+    nothing; where neither does, one, or auto for a pipeline.
 
     is_given: the mesh was asked for, so that the configuration's must be that one. batch: samples a step.
 
@@ -176,11 +205,13 @@ def configured(
     said = parse_configuration(text)
     mesh = said.mesh_on(cluster, mesh if is_given else None) or mesh
     count = said.num_microbatches(batch, mesh)
-    if count is not None and microbatches not in (1, count):
+    if count is not None and microbatches not in (None, 1, count):
         raise ArgumentError(
             f"{said} runs {count} micro-batches a step, microbatches says {microbatches}; leave one of the two out"
         )
-    return mesh, microbatches if count is None else count
+    chosen = count or microbatches or ("auto" if said.pp > 1 else 1)
+    said.check_pipeline(None if chosen == "auto" else chosen)
+    return mesh, chosen
 
 
 def _value(text: str, key: str, value: str) -> object:
