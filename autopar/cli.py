@@ -53,6 +53,7 @@ Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
 Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]
+Trace = Annotated[Path | None, typer.Option(help="write the step's timeline for ui.perfetto.dev here")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 
 app.command()(simulate)
@@ -79,6 +80,7 @@ def plan(
     no_fold: Annotated[bool, typer.Option("--no-fold", help="every layer decides; says what folding costs")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
+    trace: Trace = None,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -114,6 +116,8 @@ def plan(
             made.save(out)
         elif out is not None:
             _with_values(made, source).export(out)
+        if trace is not None:
+            made.timeline().save(trace)
         if as_json:
             answer.update(json.loads(made.to_json()))
     if not as_json:
@@ -125,8 +129,8 @@ def plan(
             console.print(staged_text(made, made.parts), highlight=False, markup=False)
         else:
             print_plan(made, made.local, made.machine, console)
-        if out is not None:
-            console.print(f"written to {out}", highlight=False)
+        if written := [str(path) for path in (out, trace) if path is not None]:
+            console.print(f"written to {' and '.join(written)}", highlight=False)
 
 
 @app.command()
@@ -239,13 +243,14 @@ def explain(
     plan: Annotated[Path, typer.Argument(help="a plan.json that autopar plan wrote")],
     cluster: Annotated[str | None, typer.Option(help="the plan's cluster file, if it is no preset")] = None,
     seconds: Annotated[float, typer.Option(help="ask no more after these seconds of solving")] = 60.0,
+    trace: Trace = None,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
     """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
-        explanation = explained(plan, cluster, seconds, overrides(set_), lambda text: status.update(text))
+        explanation = explained(plan, cluster, seconds, overrides(set_), lambda text: status.update(text), trace)
         answer.update(explanation.to_json())
     if not as_json:
         console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)

@@ -50,16 +50,25 @@ def without_stages(plan: ModelPlan | StagedModelPlan, path: Path) -> ModelPlan:
 
 
 def explained(
-    path: Path, cluster: str | None, seconds: float, overrides: dict[str, str], tell: Callable[[str], None]
+    path: Path,
+    cluster: str | None,
+    seconds: float,
+    overrides: dict[str, str],
+    tell: Callable[[str], None],
+    trace: Path | None = None,
 ) -> Explanation:
-    """The explanation of a saved plan.
+    """The explanation of a saved plan, whose step is written to `trace`.
 
     Raises:
+        ArgumentError: if the trace cannot be written.
         ClusterError: if the plan's cluster is not known by its name, and no `cluster` is given.
     """
     tell("capturing the model")
     plan = without_stages(reloaded(path, overrides, "meta"), path)
-    return plan.explain(cluster=machine_of(plan, cluster, f"give --cluster for {path}"), seconds=seconds, progress=tell)
+    machine = machine_of(plan, cluster, f"give --cluster for {path}")
+    if trace is not None:
+        plan.timeline(cluster=machine).save(trace)
+    return plan.explain(cluster=machine, seconds=seconds, progress=tell)
 
 
 def compared(first: Path, second: Path, tell: Callable[[str], None]) -> Difference:

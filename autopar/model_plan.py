@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from autopar.search.compare import Difference
     from autopar.search.explain import Explanation
+    from autopar.search.plan_timeline import PlanTimeline
+    from autopar.search.weave import Overlap
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -102,6 +104,21 @@ class ModelPlan(Plan):
         from autopar.search.compare import compare
 
         return compare(self, other, self._graph(), other._graph())
+
+    def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
+        """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.
+
+        Args:
+            overlap: which collectives run beside compute; None for none, as the runtime works today.
+            cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ClusterError: if the cluster is not known.
+        """
+        from autopar.search.plan_timeline import plan_timeline
+
+        return plan_timeline(self, self._graph(), cluster or self.machine or load_cluster(self.cluster), overlap)
 
     def _graph(self) -> CapturedModel:
         if self.captured is None:

@@ -19,7 +19,7 @@ from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.step_timeline import step_pipeline
 from autopar.cost_models.timeline import simulate as run_timeline
-from autopar.cost_models.trace import chrome_trace
+from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.errors import ArgumentError, AutoparError
 from autopar.report.exchange_table import exchange_table
 from autopar.simulate_rows import read_csv, read_row
@@ -129,13 +129,7 @@ def _write_trace(row: dict[str, str], path: Path) -> float:
     shape, config, cluster = read_row(row, "simulate")
     pipeline = step_pipeline(shape, config, cluster, load_efficiency(cluster.device.name))
     timeline = run_timeline(pipeline.tasks)
-    trace = chrome_trace(pipeline.tasks, timeline, names=pipeline.describe(), streams=pipeline.streams())
-    try:
-        path.write_text(json.dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"--trace {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from error
+    write_trace(chrome_trace(pipeline.tasks, timeline, names=pipeline.describe(), streams=pipeline.streams()), path)
     return timeline.makespan
 
 

@@ -8,17 +8,21 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from autopar.api import captured_for, values_of
 from autopar.calls import Call, call_from_json, call_of
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, load_cluster
 from autopar.errors import MeshError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.passes.split_stages import split_stages
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
+
+if TYPE_CHECKING:
+    from autopar.search.plan_timeline import PlanTimeline
+    from autopar.search.weave import Overlap
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,6 +83,22 @@ class StagedModelPlan(StagedPlan):
         parts, captured = self.parts, self.captured
         assert captured is not None
         export_stages(Path(folder), captured, parts, self, self.to_json(), self.values)
+
+    def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
+        """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.
+
+        Args:
+            overlap: which collectives run beside compute; None for none, as the runtime works today.
+            cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ClusterError: if the cluster is not known.
+            ArgumentError: for schedule zbv, whose parts of backward have no prices.
+        """
+        from autopar.search.plan_timeline import plan_timeline
+
+        return plan_timeline(self, self.parts, cluster or self.machine or load_cluster(self.cluster), overlap)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())

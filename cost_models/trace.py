@@ -5,7 +5,9 @@ The JSON object form of the Trace Event Format: a complete event ("ph": "X") a t
 streams that have none.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from autopar.cost_models.timeline import Tasks, Timeline
@@ -44,3 +46,13 @@ def chrome_trace(
             event = {"ph": "X", "name": names[k], "pid": pid, "tid": stream}
             events.append(event | {"ts": start * 1e6, "dur": (finish - start) * 1e6})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(trace: Mapping[str, Any], path: str | Path) -> None:
+    """Raises ArgumentError if the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"the trace {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from error

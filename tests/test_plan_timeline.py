@@ -5,15 +5,19 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from autopar.capture import capture
+from autopar.cli import main
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.model_plan import load_plan
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
@@ -191,3 +195,61 @@ def test_buckets_save_the_start_of_messages_and_gathers_ahead_hide() -> None:
     assert threads[0] == "compute" and len(threads) == 2 and threads[1].endswith(": data")
     with pytest.raises(ArgumentError, match="neither can be negative"):
         Overlap(ahead=-1)
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+def net():
+    return Net(), {"x": torch.randn(8, 16)}
+"""
+
+
+def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ran(*arguments: object) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as exit_:
+            main([*(str(argument) for argument in arguments), "--json"])
+        answer = json.loads(capsys.readouterr().out)
+        return {**answer, "code": exit_.value.code}
+
+    def ends(path: Path) -> float:
+        return max(e["ts"] + e["dur"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X") / 1e6
+
+    (tmp_path / "net.py").write_text(MODEL_FILE)
+    model, saved = f"{tmp_path / 'net.py'}:net", tmp_path / "plan.json"
+    traces = [tmp_path / f"{number}.json" for number in range(3)]
+    answer = ran("plan", model, "--cluster", "2xcpu", "--out", saved, "--trace", traces[0])
+    seconds = sum(answer["estimate"]["seconds"].values())
+    assert ends(traces[0]) == pytest.approx(seconds)
+    ran("explain", saved, "--seconds", "0.1", "--trace", traces[1])
+    assert ends(traces[1]) == pytest.approx(seconds)
+    staged = ran(
+        "plan",
+        model,
+        "--cluster",
+        "2xcpu",
+        "--mesh",
+        "auto",
+        "--pipeline",
+        "2",
+        "--microbatches",
+        "2",
+        "--trace",
+        traces[2],
+    )
+    assert ends(traces[2]) == pytest.approx(sum(staged["estimate"]["seconds"].values()))
+    failed = ran("plan", model, "--cluster", "2xcpu", "--trace", tmp_path / "none" / "step.json")
+    assert failed["code"] == 2 and "cannot be written" in failed["error"]
+    with pytest.raises(PlanMismatchError, match="bind"):
+        load_plan(saved).timeline()

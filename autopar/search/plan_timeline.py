@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -27,7 +28,7 @@ from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
-from autopar.cost_models.trace import chrome_trace
+from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel
 from autopar.placement import Layout
@@ -66,6 +67,14 @@ class PlanTimeline:
         """The step for ui.perfetto.dev."""
         pipeline = self.pipeline
         return chrome_trace(pipeline.tasks, self.timeline, names=pipeline.describe(), streams=pipeline.streams())
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a file.
+
+        Raises:
+            ArgumentError: if it cannot be written.
+        """
+        write_trace(self.trace(), path)
 
 
 def plan_timeline(
