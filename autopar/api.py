@@ -21,9 +21,12 @@ from autopar.precision import PRECISIONS, computed_twin, has_dtype, precision_of
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
+    from autopar.search.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
 RELATIVE_GAP = 0.01
+RANKED = 5
+"""How many plans beside the best the timeline may pick."""
 
 
 def plan(
@@ -48,6 +51,7 @@ def plan(
     seconds: float | None = None,
     fold: bool = True,
     with_baselines: bool = True,
+    overlap: "Overlap | None" = None,
     progress: Callable[[str], None] | None = None,
 ) -> "ModelPlan | StagedModelPlan":
     """Decide how to train `model` on a cluster.
@@ -77,6 +81,8 @@ def plan(
         seconds: stop solving after these, with the best plan so far and its true gap.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         with_baselines: price the named baselines too.
+        overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
+            runtime does not do yet); by default the one whose seconds add up to least.
         progress: told what is being done.
 
     Raises:
@@ -178,6 +184,11 @@ def plan(
         found = planned(captured)
     from autopar.staged_model_plan import staged_model_plan
 
+    if overlap is not None:
+        from autopar.search.next_best import best_overlapped
+
+        others = 0 if baseline is not None else RANKED
+        found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

@@ -17,6 +17,7 @@ from rich.console import Console
 from autopar.calibrate_command import calibrate
 from autopar.errors import ArgumentError, AutoparError
 from autopar.explain_command import compared, explained, reloaded
+from autopar.search.weave import Overlap
 from autopar.simulate_command import simulate
 
 app = typer.Typer(
@@ -81,11 +82,15 @@ def plan(
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
     trace: Trace = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="rank the best plans, and draw, with collectives beside compute")
+    ] = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
     """Decide how to train MODEL on a cluster, and say how good that is."""
     console = _console(as_json)
+    beside = Overlap() if overlap else None
     with _one_answer(as_json) as answer, console.status("") as status:
         source = {
             "spec": model,
@@ -110,6 +115,7 @@ def plan(
             seconds=seconds,
             fold=not no_fold,
             with_baselines=not no_baselines,
+            overlap=beside,
             progress=lambda text: status.update(text),
         )
         if out is not None and out.suffix == ".json":
@@ -117,7 +123,7 @@ def plan(
         elif out is not None:
             _with_values(made, source).export(out)
         if trace is not None:
-            made.timeline().save(trace)
+            made.timeline(overlap=beside).save(trace)
         if as_json:
             answer.update(json.loads(made.to_json()))
     if not as_json:

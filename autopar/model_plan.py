@@ -120,6 +120,33 @@ class ModelPlan(Plan):
 
         return plan_timeline(self, self._graph(), cluster or self.machine or load_cluster(self.cluster), overlap)
 
+    def alternatives(
+        self,
+        count: int = 5,
+        *,
+        cluster: Cluster | None = None,
+        seconds: float = 60.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> "tuple[ModelPlan, ...]":
+        """The search's next best plans, cheapest first, each as runnable as this one.
+
+        Args:
+            count: how many at most.
+            cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
+            seconds: of searching.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ClusterError: if the cluster is not known.
+        """
+        from autopar.search.next_best import next_best
+        from autopar.search.program import make_program
+
+        machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self._graph())
+        found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
+        own = {f.name: getattr(self, f.name) for f in fields(ModelPlan) if not f.compare}
+        return tuple(model_plan(plan, **own) for plan in found)
+
     def _graph(self) -> CapturedModel:
         if self.captured is None:
             raise PlanMismatchError(

@@ -22,7 +22,7 @@ from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections, unruled
-from autopar.report.search_text import search_text
+from autopar.report.search_text import search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
 
@@ -106,6 +106,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
             step += f", in the space searched none takes less than {bound} (gap {gap})"
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
+        if ranked := estimate.solver.get("timeline"):
+            lines.append(timeline_text(ranked))
         if (folded := estimate.solver.get("folded_seconds")) is not None:
             more = percent_text(folded / estimate.step_seconds - 1)
             lines.append(

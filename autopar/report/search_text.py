@@ -1,4 +1,4 @@
-"""What was searched beside one mesh, and which alternatives came near, in two lines."""
+"""What was searched beside one mesh, which alternatives came near, and what the timeline picked, a line or two each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,3 +20,20 @@ def search_text(facts: Mapping[str, Any]) -> str:
         : SHOWN - len(near)
     ]
     return text + (f"\nnearest: {'; '.join(near)}" if near else "")
+
+
+def timeline_text(facts: Mapping[str, Any]) -> str:
+    """`facts`: what `search.next_best` notes in `estimate.solver["timeline"]`."""
+    plans, chosen = facts["plans"], facts["chosen"]
+    own = plans[chosen]
+    text = f"collectives beside compute, the step would take {seconds_text(own['timeline_seconds'])}"
+    if len(plans) == 1:
+        return text
+    if not chosen:
+        return f"{text}, the least of the {len(plans)} best plans, as by the sum"
+    first = plans[0]
+    times = f"{seconds_text(first['sum_seconds'])}, overlapped {seconds_text(first['timeline_seconds'])}"
+    return (
+        f"{text}, the least of the {len(plans)} best plans: this is {own['plan']}; the first by the sum, which is what "
+        f"the bound is of, takes {times}"
+    )

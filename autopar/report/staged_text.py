@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autopar.blocks import block_of, title
 from autopar.graph import CapturedModel
-from autopar.report.search_text import search_text
+from autopar.report.search_text import search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.staged_plan import StagedPlan
 
@@ -33,6 +33,8 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         )
         kinds = (f"{kind} {seconds_text(seconds)}" for kind, seconds in estimate.seconds.items() if seconds)
         lines.append(f"of which {', '.join(kinds)}")
+    if ranked := estimate.solver.get("timeline"):
+        lines.append(timeline_text(ranked))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):
         table.add_column(name, justify="left" if name in ("blocks", "devices") else "right")

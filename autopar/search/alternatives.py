@@ -5,8 +5,9 @@ part. A technique is forbidden everywhere; a decision is what one kind of op, or
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from autopar.search.words import describe as words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """What is forbidden, what is done instead ("" where that is many things), and seconds, a lower bound on those of
-    any such plan, and bytes; or `why_not`."""
+    any such plan, and bytes; or `why_not`. plan: the best of these."""
 
     without: str
     instead: str = ""
@@ -39,6 +40,11 @@ class Alternative:
     bound: float = 0.0
     nbytes: float = 0.0
     why_not: str = ""
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the plan."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
 
 
 Question = tuple[str, Callable[[float], Alternative]]
@@ -217,6 +223,7 @@ class Space:
             seconds=estimate.step_seconds,
             bound=min(solution.bound, estimate.step_seconds),
             nbytes=estimate.peak_nbytes,
+            plan=plan.with_estimate(estimate),
         )
 
 

@@ -83,7 +83,7 @@ class Explanation:
             "limit_costs_seconds": self.limit_costs,
             "ledger": asdict(self.ledger),
             "offers": [asdict(offer) for offer in self.offers],
-            "alternatives": [asdict(other) for other in self.alternatives],
+            "alternatives": [other.to_json() for other in self.alternatives],
             "baselines": dict(self.baselines),
             "unanswered": list(self.unanswered),
         }

@@ -1,0 +1,175 @@
+"""Which plans come next? The best ones beside a plan, different enough to be worth a race, each ready to run.
+
+Candidates, for the plan's own graph (its number of micro-batches) and memory limit, the last ones while there is time:
+
+    named baselines       ddp, fsdp, megatron, ulysses on the plan's mesh
+    other meshes          the best plan on each that follows the cluster's levels, if the plan was searched over them
+    without one thing     the best plan without a technique, or without one decision, of the plan (`alternatives`)
+
+Each is the best of its part of the space, so that no two differ in trifles alone; plans that decide alike count once.
+`ranked` lets the timeline pick: the additive cost is its linear shadow, and the proved bound stays that of the shadow.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.passes.split_stages import split_stages
+from autopar.plan import Plan
+from autopar.search.alternatives import Space
+from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.meshes import meshes
+from autopar.search.plan_timeline import plan_timeline
+from autopar.search.planner import plan_program
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program, make_program
+from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.weave import Overlap
+from autopar.staged_plan import StagedPlan
+
+DECISIONS = 6
+"""How many of the dearest decisions are forbidden, one at a time."""
+GAP = 5e-3
+SECONDS = 60.0
+SHARE, LEAST = 0.25, 0.05
+"""What one question may take of the time given; the share of that below which none is asked."""
+
+
+def next_best(
+    plan: Plan,
+    program: Program,
+    cluster: Cluster,
+    count: int,
+    *,
+    seconds: float = SECONDS,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Plan, ...]:
+    """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
+
+    Each fits the memory limit; its `estimate.solver["instead"]` says what it is.
+    """
+    deadline, share = time.monotonic() + seconds, seconds * SHARE
+
+    def left() -> float:
+        """Seconds for the next question, 0 where none is asked any more."""
+        rest = min(deadline - time.monotonic(), share)
+        return rest if rest > LEAST * share else 0.0
+
+    found: list[Plan] = []
+    seen = {_decisions(plan)}
+    for other, what in _candidates(plan, program, cluster, left, tell):
+        key = _decisions(other)
+        if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
+            seen.add(key)
+            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={"instead": what})
+            found.append(other.with_estimate(estimate))
+    return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
+
+
+def _decisions(plan: Plan) -> tuple[object, ...]:
+    """What makes two plans one: `origin` and the rest say where they come from."""
+    return (
+        plan.mesh,
+        tuple(sorted(plan.choices.items())),
+        tuple(sorted((name, str(layout)) for name, layout in plan.layouts.items())),
+        tuple(sorted(plan.lifetimes.items())),
+        tuple(sorted((name, str(paths)) for name, paths in plan.routes.items())),
+        plan.recompute,
+        tuple(sorted((name, str(layouts)) for name, layouts in plan.remade.items())),
+    )
+
+
+def _candidates(
+    plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[Plan, str]]:
+    """Plans as they are found, with words for each."""
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    limit = memory_limit(cluster, plan.config)
+    if plan.mesh.size == 1:
+        return
+    for name in BASELINES if plan.mesh.num_axes <= SEARCHED_AXES else ():
+        if left():
+            tell(f"planning {name}")
+            try:
+                yield baseline_plan(name, program, pricer, limit), name
+            except InfeasibleError:
+                continue
+    for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
+        if mesh.shape != plan.mesh.shape and left():
+            tell(f"planning mesh {mesh}")
+            own = Pricer(mesh=mesh, cluster=cluster, config=plan.config)
+            try:
+                other = plan_program(
+                    program, own, relative_gap=GAP, seconds=left(), with_baselines=False, fold=True, say_least=False
+                )
+            except (InfeasibleError, SearchTimeoutError):
+                continue
+            yield other, f"mesh {mesh}"
+    if plan.mesh.num_axes > SEARCHED_AXES:
+        return
+    space = Space(plan=plan, program=program, pricer=pricer, limit=limit, relative_gap=GAP)
+    for questions, words in ((space.techniques(), ""), (space.decisions(DECISIONS), "without ")):
+        for asked, answer in questions:
+            if not left():
+                return
+            tell(f"planning {words}{asked}")
+            if (answered := answer(left()).plan) is not None:
+                yield answered, f"{words}{asked}"
+
+
+def ranked(
+    plan: Plan | StagedPlan,
+    others: Sequence[Plan],
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+) -> Plan | StagedPlan:
+    """Of `plan` and `others` the one whose overlapped step is shortest; its bound, baselines and search are `plan`'s.
+
+    `captured`: their graph; that of one micro-batch of the whole model. `estimate.solver["timeline"]` says what each
+    takes by the additive cost and by the timeline.
+    """
+    rows = []
+    for number, one in enumerate((plan, *others)):
+        graph = split_stages(captured, one.cuts) if isinstance(one, StagedPlan) else captured
+        rows.append((plan_timeline(one, graph, cluster, overlap).seconds, number, one))
+    _, chosen, best = min(rows, key=lambda row: row[:2])
+    facts = {
+        "bucket_nbytes": overlap.bucket_nbytes,
+        "ahead": overlap.ahead,
+        "chosen": chosen,
+        "plans": [
+            {
+                "plan": one.estimate.solver["instead"] if number else "first by the sum",
+                "sum_seconds": one.estimate.step_seconds,
+                "timeline_seconds": seconds,
+            }
+            for seconds, number, one in rows
+        ],
+    }
+    solver = {**plan.estimate.solver, "timeline": facts}
+    return best.with_estimate(
+        replace(best.estimate, bound=plan.estimate.bound, baselines=plan.estimate.baselines, solver=solver)
+    )
+
+
+def best_overlapped(
+    plan: Plan | StagedPlan,
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+    count: int,
+    *,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Plan | StagedPlan:
+    """`ranked` among a plan and its `count` next best; a plan with stages stands alone."""
+    others: tuple[Plan, ...] = ()
+    if isinstance(plan, Plan) and count:
+        own = SECONDS if seconds is None else seconds
+        others = next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell)
+    tell("simulating the best plans")
+    return ranked(plan, others, captured, cluster, overlap)

@@ -1,0 +1,99 @@
+"""The next best plans: different, legal, priced, cheapest first; and the timeline that picks among them."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.mesh import make_mesh
+from autopar.model_plan import ModelPlan
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.plan import Plan
+from autopar.report.plan_text import plan_text
+from autopar.search.evaluate import evaluate
+from autopar.search.next_best import ranked
+from autopar.search.plan_timeline import plan_timeline
+from autopar.search.random_plan import random_plan
+from tests.search_cases import machine
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+
+@cache
+def made(overlap: autopar.Overlap | None = None) -> ModelPlan:
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(32, 64)
+    plan = autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="4", overlap=overlap, with_baselines=False)
+    assert isinstance(plan, ModelPlan)
+    return plan
+
+
+def decided(plan: Plan) -> tuple[object, ...]:
+    return plan.mesh.shape, sorted(plan.choices.items()), str(plan.layouts), str(plan.lifetimes), plan.recompute
+
+
+def test_the_next_best_plans_differ_run_and_cost_more() -> None:
+    plan = made()
+    others = plan.alternatives(50)
+    assert len(others) >= 5
+    seconds = [other.estimate.step_seconds for other in others]
+    assert seconds == sorted(seconds)
+    assert seconds[0] >= plan.estimate.bound * (1 - 1e-9)
+    seen = [decided(plan)]
+    for other in others:
+        assert isinstance(other, ModelPlan) and plan.captured is not None
+        insert_collectives(plan.captured, other)
+        found = evaluate(other, plan.captured, machine(4, 1e9))
+        assert (found.seconds, found.memory) == (other.estimate.seconds, other.estimate.memory)
+        assert other.call == plan.call and other.estimate.solver["instead"]
+        assert decided(other) not in seen and other.mesh == plan.mesh
+        seen.append(decided(other))
+    searched = replace(plan, estimate=replace(plan.estimate, solver={"search": {}}))
+    fewer = searched.alternatives(len(others) + 1)
+    assert {other.mesh.shape for other in fewer} == {(4,), (2, 2)}, "over all meshes if the plan was searched so"
+
+
+def test_the_timeline_picks_the_shortest_and_keeps_the_bound() -> None:
+    captured, overlap = made().captured, autopar.Overlap(bucket_nbytes=0)
+    assert captured is not None
+    plans = []
+    for seed in range(4):
+        plan = random_plan(captured, make_mesh((4,)), random.Random(seed))
+        estimate = replace(evaluate(plan, captured, machine()), bound=1e-9, solver={"instead": f"plan {seed}"})
+        plans.append(plan.with_estimate(estimate))
+    times = [plan_timeline(plan, captured, machine(), overlap).seconds for plan in plans]
+    slowest = times.index(max(times))
+    rest = [plan for number, plan in enumerate(plans) if number != slowest]
+    best = ranked(plans[slowest], rest, captured, machine(), overlap)
+    facts = best.estimate.solver["timeline"]
+    assert best.estimate.bound == 1e-9
+    assert facts["plans"][facts["chosen"]]["timeline_seconds"] == pytest.approx(min(times))
+    assert best.choices == plans[times.index(min(times))].choices
+    assert facts["chosen"] > 0 and "which is what the bound is of" in plan_text(best, None, machine())
+    fastest = times.index(min(times))
+    same = ranked(plans[fastest], plans[fastest + 1 :], captured, machine(), overlap)
+    assert same.estimate.solver["timeline"]["chosen"] == 0 and "as by the sum" in plan_text(same, None, machine())
+
+
+def test_planning_for_overlap() -> None:
+    plan = made(autopar.Overlap())
+    facts = plan.estimate.solver["timeline"]
+    assert len(facts["plans"]) == 6
+    own = facts["plans"][facts["chosen"]]["timeline_seconds"]
+    assert own == min(row["timeline_seconds"] for row in facts["plans"])
+    assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(own)
+    assert own < plan.timeline().seconds == pytest.approx(plan.estimate.step_seconds)
+    assert "collectives beside compute" in str(plan)
