@@ -59,6 +59,8 @@ FORBIDDEN = {
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._ops": ("*",),
+    "torch._dynamo": ("autopar/runtime/backends.py",),
+    "torch._inductor": ("autopar/runtime/inductor.py",),
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.utils._python_dispatch": ("autopar/capture/layer_traces.py", "autopar/runtime/peak_memory.py"),

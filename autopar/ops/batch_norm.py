@@ -27,6 +27,8 @@ def batch_norm(
     if axis:
         assert count is not None
         return _split_batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, axis, count)
+    if torch.compiler.is_compiling() and x.dim() == 3:
+        x = x.contiguous()  # for a transposed x torch's shape function and its kernel disagree about strides
     y, _, _, mean, var = torch.ops.aten._native_batch_norm_legit_functional.default(
         x, weight, bias, running_mean, running_var, True, momentum, eps
     )

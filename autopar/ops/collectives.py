@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from autopar.errors import RankError
 from autopar.ops import regather as regathered
 from autopar.ops.groups import Axis, Groups, active_groups, names_of
+from autopar.ops.traced import local, traceable
 from autopar.placement import chunk_size
 
 Local = Callable[[Tensor], Tensor]
@@ -63,6 +64,7 @@ def _send(kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[di
         ) from error
 
 
+@local
 def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -78,6 +80,7 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     return out if size is None else out.narrow(dim, 0, size)
 
 
+@local
 def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -91,6 +94,7 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     return out
 
 
+@local
 def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     if groups.size(axis) == 1:
         return x.view_as(x)
@@ -100,6 +104,22 @@ def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     return out
 
 
+@local
+def _maximum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
+    if groups.size(axis) == 1:
+        return x.view_as(x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    nbytes = out.numel() * out.element_size()
+    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group))
+    return out
+
+
+@local
+def _share(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
+    return x / groups.size(axis)
+
+
+@local
 def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -115,6 +135,7 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
     return out if size is None else out.narrow(concat_dim, 0, size)
 
 
+@local
 def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
     chunk = chunk_size(x.shape[dim], n)
@@ -122,6 +143,7 @@ def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
 
 
+@local
 def _place(x: Tensor, dim: int, axis: Axis, size: int, groups: Groups) -> Tensor:
     """Zeros of `size` along `dim`, with this rank's chunk in its place (padding cut off)."""
     start = min(groups.index(axis) * x.shape[dim], size)
@@ -135,6 +157,7 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
+@traceable
 def all_gather(
     x: Tensor,
     *,
@@ -163,12 +186,14 @@ def all_gather(
     return out
 
 
+@traceable
 def reduce_scatter(x: Tensor, *, dim: int, axis: Axis) -> Tensor:
     """Partial -> Shard(dim); the backward pass gathers."""
     groups, size = active_groups(), x.shape[dim]
     return _apply(x, lambda t: _scatter_sum(t, dim, axis, groups), lambda g: _gather(g, dim, axis, size, groups))
 
 
+@traceable
 def all_reduce(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
     """Partial -> Invariant (backward="none") or Replicate (backward="all_reduce")."""
     groups = active_groups()
@@ -176,29 +201,27 @@ def all_reduce(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
     return _apply(x, lambda t: _sum(t, axis, groups), gradient)
 
 
+@traceable
 def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
     """The greatest of all ranks' values, element for element; for values that need no gradient."""
-    groups = active_groups()
-    if groups.size(axis) == 1:
-        return x
-    out = x.clone(memory_format=torch.contiguous_format)
-    nbytes = out.numel() * out.element_size()
-    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group))
-    return out
+    return _maximum(x, axis, active_groups())
 
 
+@traceable
 def all_reduce_gradient(x: Tensor, *, axis: Axis) -> Tensor:
     """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass."""
     groups = active_groups()
     return _apply(x, _same, lambda g: _sum(g, axis, groups))
 
 
+@traceable
 def divide_gradient(x: Tensor, *, axis: Axis) -> Tensor:
     """Replicate -> Invariant: nothing now, each rank keeps its share of the gradient."""
-    n = active_groups().size(axis)
-    return _apply(x, _same, lambda g: g / n)
+    groups = active_groups()
+    return _apply(x, _same, lambda g: _share(g, axis, groups))
 
 
+@traceable
 def all_to_all(x: Tensor, *, split_dim: int, concat_dim: int, axis: Axis, size: int | None = None) -> Tensor:
     """Shard(concat_dim) -> Shard(split_dim); the backward pass is the reverse exchange."""
     groups, whole = active_groups(), x.shape[split_dim]
@@ -209,6 +232,7 @@ def all_to_all(x: Tensor, *, split_dim: int, concat_dim: int, axis: Axis, size: 
     )
 
 
+@traceable
 def local_slice(x: Tensor, *, dim: int, axis: Axis, backward: str = "pad") -> Tensor:
     """Replicate (backward="pad") or Invariant (backward="all_gather") -> Shard(dim): this rank's chunk."""
     groups, size = active_groups(), x.shape[dim]
@@ -219,14 +243,16 @@ def local_slice(x: Tensor, *, dim: int, axis: Axis, backward: str = "pad") -> Te
     return _apply(x, lambda t: _slice(t, dim, axis, groups), gradient)
 
 
+@traceable
 def place_slice(x: Tensor, *, dim: int, axis: Axis, size: int) -> Tensor:
     """Shard(dim) -> Partial: this rank's chunk among zeros; the backward pass slices."""
     groups = active_groups()
     return _apply(x, lambda t: _place(t, dim, axis, size, groups), lambda g: _slice(g, dim, axis, groups))
 
 
+@traceable
 def divide(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
     """Invariant (backward="none") or Replicate (backward="divide") -> Partial: each rank takes an equal summand."""
-    n = active_groups().size(axis)
-    gradient: Local = {"none": _same, "divide": lambda g: g / n}[backward]
-    return _apply(x, lambda t: t / n, gradient)
+    groups = active_groups()
+    gradient: Local = {"none": _same, "divide": lambda g: _share(g, axis, groups)}[backward]
+    return _apply(x, lambda t: _share(t, axis, groups), gradient)

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from autopar.mesh import Mesh
+from autopar.ops.bound import BOUND
 
 Axis = str | tuple[str, ...]
 
@@ -73,7 +75,7 @@ def active_groups() -> Groups:
     Raises:
         RuntimeError: if a rewritten graph runs outside a distributed module.
     """
-    groups = _active.get()
+    groups = BOUND.groups if torch.compiler.is_compiling() else _active.get()
     if groups is None:
         raise RuntimeError("a collective ran outside autopar.runtime: call the module that autopar.distribute returned")
     return groups

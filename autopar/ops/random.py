@@ -6,15 +6,17 @@ which costs the whole tensor's draws on each rank. Unbound, ops draw from torch'
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ops.groups import active_groups
+from autopar.ops.bound import BOUND, KNOWN
+from autopar.ops.groups import Groups, active_groups
 from autopar.ops.shards import own_slice
 
 Shards = tuple[tuple[str, int], ...]
@@ -39,7 +41,9 @@ _active: ContextVar[Draws | None] = ContextVar("autopar_draws", default=None)
 
 
 def active_draws() -> Draws | None:
-    """What `use_draws` bound, or None."""
+    """What `use_draws` bound, or None; in traced code its numbers are in a tensor (`autopar.ops.bound`)."""
+    if torch.compiler.is_compiling():
+        return None if BOUND.draw is None else Draws(seed=0, step=0, exact=BOUND.exact)
     return _active.get()
 
 
@@ -60,13 +64,60 @@ def shard_index(shards: Shards) -> int:
 
 def keep_mask(draws: Draws, x: Tensor, p: float, site: int, shape: tuple[int, ...] | None, shards: Shards) -> Tensor:
     """Bool like `x` (its shard), False with probability `p`; `shape` is that of the whole tensor."""
-    generator = torch.Generator(device=x.device)
+    if torch.compiler.is_compiling():
+        assert BOUND.draw is not None
+        split = " ".join(f"{axis} {dim}" for axis, dim in shards)
+        mask: Tensor = _drawn(
+            BOUND.draw, x.shape, shape or x.shape, p, site, split, BOUND.exact, BOUND.number, x.device
+        )
+        return mask
+    return _mask(draws, tuple(x.shape), shape or tuple(x.shape), p, site, shards, active_groups, x.device)
+
+
+def _mask(
+    draws: Draws,
+    shard: Sequence[int],
+    shape: Sequence[int],
+    p: float,
+    site: int,
+    shards: Shards,
+    groups: Callable[[], Groups],
+    device: torch.device,
+) -> Tensor:
+    generator = torch.Generator(device=device)
     if not draws.exact:
-        generator.manual_seed(draws.seed_of(site, shard_index(shards)))
-        return torch.rand(x.shape, generator=generator, device=x.device) >= p
+        index = groups().index(tuple(axis for axis, _ in shards)) if shards else 0
+        generator.manual_seed(draws.seed_of(site, index))
+        return torch.rand(shard, generator=generator, device=device) >= p
     generator.manual_seed(draws.seed_of(site))
-    whole = torch.rand(shape or x.shape, generator=generator, device=x.device) >= p
-    return own_slice(whole, shards, active_groups()) if shards else whole
+    whole = torch.rand(shape, generator=generator, device=device) >= p
+    return own_slice(whole, shards, groups()) if shards else whole
+
+
+@torch.library.custom_op("autopar::keep_mask", mutates_args=())
+def _drawn(
+    draw: Tensor,
+    shard: Sequence[int],
+    shape: Sequence[int],
+    p: float,
+    site: int,
+    shards: str,
+    exact: bool,
+    number: int,
+    device: torch.device,
+) -> Tensor:
+    """`_mask` of traced code, the same numbers. `draw`: seed, step, and pairs of a site and what it is called here."""
+    seed, step, *pairs = draw.tolist()
+    site = dict(zip(pairs[::2], pairs[1::2], strict=True)).get(site, site)
+    words = shards.split()
+    split = tuple(zip(words[::2], map(int, words[1::2]), strict=True))
+    draws = Draws(seed=seed, step=step, exact=exact)
+    return _mask(draws, shard, shape, p, site, split, lambda: KNOWN[number], device)
+
+
+@_drawn.register_fake
+def _(draw: Tensor, shard: Sequence[int], shape: Sequence[int], p: float, site: int, *_: Any) -> Tensor:
+    return torch.empty(shard, dtype=torch.bool, device=_[-1])
 
 
 @contextmanager

@@ -19,8 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from autopar.ops.regather import View, attach, pack, surroundings, unpack
+
+AGAIN = "autopar_again"
+"""What annotates the calls that `again` makes in traced code, for the partitioner to read."""
 
 _order = itertools.count()
 
@@ -79,6 +83,9 @@ class Call:
 
 def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, made again in the backward pass instead of kept; a plain call without gradients."""
+    if torch.compiler.is_compiling():
+        with annotate({AGAIN: True}):
+            return function(*args, **kwargs)
     context = surroundings()
     if context is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)

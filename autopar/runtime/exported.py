@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
 from autopar.passes.recompute import wrapped
 from autopar.placement import Layout, local_shape
@@ -77,6 +77,11 @@ def example_inputs(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch
 
 class ExportedModule(DistributedModule):
     """A distributed module whose graph is one call of exported code."""
+
+    def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
+        if by_block:
+            raise ArgumentError("exported code compiles as one graph, as its reader left it; leave out by_block=True")
+        super().compile(backend=backend)
 
     @cached_property
     def _training_graph(self) -> fx.GraphModule:

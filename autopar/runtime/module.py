@@ -8,11 +8,11 @@ micro-batches of the plan.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +38,9 @@ from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.state import State
 from autopar.runtime.trainable import Trainable
+
+if TYPE_CHECKING:
+    from autopar.runtime.compiled import Compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class DistributedModule(Trainable):
         self.seed = shared_number(torch.initial_seed() if seed is None else seed)
         self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
+        self._compiler: Compiler | None = None
         self._accumulators: dict[bool, Accumulator] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
@@ -165,6 +169,19 @@ class DistributedModule(Trainable):
         results = [self._call(graph, leaves, part) for part in self._parts(accumulation, inputs)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
+    def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
+        """From now on run under `torch.compile(fullgraph=True)`, with the same numbers, collectives and kept tensors.
+
+        backend: inductor (needs a C++ compiler on CPUs) or aot_eager.
+        by_block: compile each kind of block once, instead of the whole graph.
+
+        Raises:
+            ArgumentError: for another backend, or if the graph has what no tracer can follow.
+        """
+        from autopar.runtime.compiled import Compiler
+
+        self._compiler = Compiler(self.local, backend, by_block=by_block, exact_random=self.exact_random)
+
     def _parts(self, accumulation: Accumulation, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         return split_batch(self.local.captured.inputs, accumulation.microbatches, inputs)
 
@@ -176,12 +193,17 @@ class DistributedModule(Trainable):
         for spec in self.local.captured.inputs:
             arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        draws = Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)
+        values = [arguments[name] for name in names]
+        remakes = self._remakes and torch.is_grad_enabled()
         with ExitStack() as stack:
             stack.enter_context(use_groups(self.groups))
-            stack.enter_context(use_draws(Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)))
-            if self._remakes and torch.is_grad_enabled():
-                stack.enter_context(regathering())
-            loss, *results = graph(*(arguments[name] for name in names))
+            stack.enter_context(use_draws(draws))
+            if self._compiler is None:
+                stack.enter_context(regathering() if remakes else nullcontext())
+                loss, *results = graph(*values)
+            else:
+                loss, *results = self._compiler.run(graph, values, self.groups, draws, remakes)
         if self.training:
             self.num_calls += 1
             with torch.no_grad():

@@ -1,0 +1,145 @@
+"""How does a collective stand in a compiled graph? As one custom op, which names its groups by a number.
+
+A tracer can neither follow process groups nor read what a context binds. `bound` says beforehand which groups and draws
+traced code is for: the groups' number is a constant of the graph, the draws are a tensor among its inputs. The op
+`autopar::exchange` runs what eager code runs, so counts and typed errors are the same, and its gradient is again that
+row of docs/theory.md. A compiler neither looks into the op nor drops or repeats one; which results backward makes again
+is for the partitioner to say (`autopar.runtime.partition`).
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.bound import BOUND, KNOWN
+from autopar.ops.groups import names_of
+from autopar.placement import chunk_size
+
+_locals: dict[str, Callable[..., Tensor]] = {}
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "gather": ("dim", "size"),
+    "scatter_sum": ("dim",),
+    "sum": (),
+    "maximum": (),
+    "share": (),
+    "exchange": ("split_dim", "concat_dim", "size"),
+    "slice": ("dim",),
+    "place": ("dim", "size"),
+}
+"""Kinds of local functions and their numbers in the order that a description has them."""
+
+
+def local(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function(x, ..., groups)` of autopar.ops.collectives is known to `autopar::exchange` by its name."""
+    _locals[function.__name__.lstrip("_")] = function
+    return function
+
+
+def traceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function(x, *, ...)` of autopar.ops.collectives; a tracer sees its row of `ROWS` instead."""
+    row = ROWS[function.__name__]
+
+    @wraps(function)
+    def call(x: Tensor, **keywords: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return function(x, **keywords)
+        regather = keywords.pop("regather", False)
+        axes = ",".join(names_of(keywords.pop("axis")))
+        there, back = row(x, **keywords)
+        if there == "same":
+            result: Tensor = _GradientOnly.apply(x, f"{back} {axes}", BOUND.number)  # type: ignore[no-untyped-call]
+            return result
+        return exchange(x, f"{there} {axes}", f"{back} {axes}", regather, BOUND.number)
+
+    return call
+
+
+class _GradientOnly(torch.autograd.Function):
+    """Nothing now, an exchange of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, back: str, number: int) -> Tensor:
+        ctx.back, ctx.number = back, number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return exchange(gradient, ctx.back, "", False, ctx.number), None, None
+
+
+@torch.library.custom_op("autopar::exchange", mutates_args=())
+def exchange(x: Tensor, there: str, back: str, regather: bool, number: int) -> Tensor:
+    """`there` on x, with gradient `back`: the name of a local function, its numbers, and its axes."""
+    kind, numbers, axes = _read(there)
+    out: Tensor = _locals[kind](x, axis=axes, groups=KNOWN[number], **numbers).contiguous()
+    # An op of a graph must not hand out what it was given, as a group of one rank does.
+    return out.clone() if out.untyped_storage() is x.untyped_storage() else out
+
+
+def _read(description: str) -> tuple[str, dict[str, int | None], tuple[str, ...]]:
+    kind, *numbers, axes = description.split(" ")
+    values = [None if n == "all" else int(n) for n in numbers]
+    return kind, dict(zip(_NUMBERS.get(kind, ()), values, strict=True)), tuple(axes.split(","))
+
+
+@exchange.register_fake
+def _(x: Tensor, there: str, back: str, regather: bool, number: int) -> Tensor:
+    kind, numbers, axes = _read(there)
+    n, shape = KNOWN[number].size(axes), list(x.shape)
+    dim, size, split, concat = (numbers.get(name) for name in ("dim", "size", "split_dim", "concat_dim"))
+    if dim is not None:
+        part, whole = chunk_size(shape[dim], n), shape[dim] * n if size is None else size
+        shape[dim] = whole if kind in ("gather", "place") else part
+    elif split is not None and concat is not None:
+        whole = shape[concat] * n if size is None else size
+        shape[split], shape[concat] = chunk_size(shape[split], n), whole
+    return x.new_empty(shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.back, _, ctx.number = inputs
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    if not ctx.back.startswith("same"):
+        gradient = exchange(gradient, ctx.back, "", False, ctx.number)
+    return gradient, None, None, None, None
+
+
+exchange.register_autograd(_backward, setup_context=_setup)
+
+
+def _size(size: int | None) -> str:
+    return "all" if size is None else str(size)
+
+
+def _gather(x: Tensor, dim: int, size: int | None = None, backward: str = "reduce_scatter") -> tuple[str, str]:
+    return f"gather {dim} {_size(size)}", {"reduce_scatter": f"scatter_sum {dim}", "slice": f"slice {dim}"}[backward]
+
+
+def _slice(x: Tensor, dim: int, backward: str = "pad") -> tuple[str, str]:
+    size = x.shape[dim]
+    return f"slice {dim}", {"pad": f"place {dim} {size}", "all_gather": f"gather {dim} {size}"}[backward]
+
+
+def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int | None = None) -> tuple[str, str]:
+    there = f"exchange {split_dim} {concat_dim} {_size(size)}"
+    return there, f"exchange {concat_dim} {split_dim} {x.shape[split_dim]}"
+
+
+ROWS: dict[str, Callable[..., tuple[str, str]]] = {
+    "all_gather": _gather,
+    "reduce_scatter": lambda x, dim: (f"scatter_sum {dim}", f"gather {dim} {x.shape[dim]}"),
+    "all_reduce": lambda x, backward="none": ("sum", {"none": "same", "all_reduce": "sum"}[backward]),
+    "all_reduce_maximum": lambda x: ("maximum", "none"),
+    "all_reduce_gradient": lambda x: ("same", "sum"),
+    "divide_gradient": lambda x: ("same", "share"),
+    "all_to_all": _all_to_all,
+    "local_slice": _slice,
+    "place_slice": lambda x, dim, size: (f"place {dim} {size}", f"slice {dim}"),
+    "divide": lambda x, backward="none": ("share", {"none": "same", "divide": "share"}[backward]),
+}
+"""What each function does to a value and to its gradient."""

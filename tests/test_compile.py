@@ -1,0 +1,197 @@
+"""A compiled module equals the eager one: loss, gradients, what is sent, what is kept, and how much is compiled."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from autopar.capture import capture
+from autopar.cluster import load_cluster
+from autopar.errors import ArgumentError
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.ops.groups import Groups, use_groups
+from autopar.ops.random import Draws, use_draws
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.promote_casts import promote_casts
+from autopar.passes.recompute import again_graph
+from autopar.plan import Plan, TrainConfig
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime import DistributedModule, count_messages, partition
+from autopar.runtime.compiled import Compiler
+from autopar.search.baselines import make_baseline
+from autopar.search.random_plan import random_recompute
+from tests.process_group import ranks
+from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
+from tests.test_recompute import measured_nbytes, whole_plan
+from tests.zoo import zoo
+
+KINDS = 3
+"""Of pieces: a block, and what stands before and after the blocks."""
+
+RETURNED_NBYTES = 8 * (2 * WIDTH + 1)
+"""What `measured_nbytes` counts beside what backward keeps: new statistics of the batch norm, and the loss's base."""
+
+
+def compare(plan: Plan, dropout: float = 0.0, *, by_block: bool = False) -> int:
+    """Two steps, eager and compiled, are equal on this rank; how often the backend ran."""
+    eager, compiled = (distributed(plan, dropout, seed=5) for _ in range(2))
+    return equal(eager, compiled, "aot_eager", by_block, [batch(n, BATCH * plan.microbatches) for n in range(2)])
+
+
+def equal(
+    eager: DistributedModule,
+    compiled: DistributedModule,
+    backend: str,
+    by_block: bool,
+    batches: list[dict[str, Tensor]],
+) -> int:
+    compiled.compile(backend=backend, by_block=by_block)
+    for data in batches:
+        with count_messages(eager) as sent:
+            loss = eager.train_step(data)
+        calls = dict(sent)
+        with count_messages(compiled) as sent:
+            torch.testing.assert_close(compiled.train_step(data), loss, rtol=1e-12, atol=0)
+        assert sent == calls
+        for spec in eager.local.captured.parameters:
+            if spec.trainable:
+                want, got = eager.local_gradient(spec.placeholder), compiled.local_gradient(spec.placeholder)
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(compiled.get_buffer(name), buffer)
+    compiler = compiled._compiler
+    assert compiler is not None
+    return compiler.num_compiled
+
+
+def random_plans_in_one_graph() -> list[int]:
+    """With dropout; and in micro-batches, most of whose ops backward makes again."""
+    again = recomputed(some_plan((2,), 3, microbatches=2), 0.7)
+    return [compare(some_plan((2,), 2, 0.1), 0.1), compare(again)]
+
+
+def one_plan_by_block() -> int:
+    return compare(data_parallel((2,)), by_block=True)
+
+
+class Tiny(nn.Module):
+    """Inductor compiles C++ for half a minute a graph: the least that gathers, reduces and scatters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x)).square().mean()
+
+
+def tiny_by_inductor() -> int:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, data = Tiny().double(), {"x": torch.randn(4, 4, dtype=torch.float64)}
+    graph = capture(model, (), data)
+    plan = make_baseline("fsdp", graph, load_cluster("2xcpu"), make_mesh((2,)), TrainConfig(precision="fp64"))
+    values = {**parameters_of(graph, model), **buffers_of(graph, model)}
+    eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
+    return equal(eager, compiled, "inductor", False, [data])
+
+
+def test_one_graph_equals_eager() -> None:
+    assert ranks(2).run(random_plans_in_one_graph) == [[1, 1]] * 2
+
+
+def test_equal_blocks_compile_once() -> None:
+    assert ranks(2).run(one_plan_by_block) == [KINDS] * 2
+
+
+def test_equal_blocks_draw_their_own_dropout_masks() -> None:
+    model, kwargs = zoo("gpt2", dtype=torch.float64, dropout=0.1)
+    graph = promote_casts(capture(model, (), kwargs))
+    plan = whole_plan(graph)
+    eager, gradients = one_rank(graph, plan, model, kwargs, None)
+    compiler = Compiler(insert_collectives(graph, plan), "aot_eager", by_block=True, exact_random=True)
+    loss, found = one_rank(graph, plan, model, kwargs, compiler)
+    assert compiler.num_compiled == KINDS
+    torch.testing.assert_close(loss, eager)
+    torch.testing.assert_close(found, gradients)
+
+
+def one_rank(
+    graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any], compiler: Compiler | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients on a mesh of one rank."""
+    module = fx.GraphModule(nn.Module(), again_graph(insert_collectives(graph, plan).graph))
+    groups, draws = Groups(mesh=plan.mesh, rank=0, groups={}), Draws(seed=1, step=0, exact=True)
+    arguments = arguments_of(graph, module, model, kwargs)
+    with use_groups(groups), use_draws(draws):
+        run = module(*arguments) if compiler is None else compiler.run(module, arguments, groups, draws, True)
+    run[0].backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return run[0].detach(), gradients
+
+
+def arguments_of(
+    graph: CapturedModel, module: fx.GraphModule, model: nn.Module, kwargs: dict[str, Any]
+) -> list[Tensor]:
+    inputs = {spec.placeholder: kwargs[spec.path] for spec in graph.inputs}
+    values = {**parameters_of(graph, model), **buffers_of(graph, model), **graph.constants, **inputs}
+    return [values[node.name] for node in module.graph.nodes if node.op == "placeholder"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for CPUs, and there is no g++")
+def test_inductor_equals_eager() -> None:
+    assert ranks(2).run(tiny_by_inductor) == [1] * 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_is_kept_is_what_eager_keeps(share: float) -> None:
+    """Bytes between forward and backward on one rank, of what neither a caller holds nor a view shares."""
+    plan = random_recompute(whole_plan(captured()), captured(), random.Random(share), share=share)
+    model = words()
+    eager = measured_nbytes(captured(), plan, model, batch(0))
+    compiled = kept_by_compiled(captured(), plan, model, batch(0))
+    assert eager - RETURNED_NBYTES == compiled
+
+
+def kept_by_compiled(graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any]) -> int:
+    local = insert_collectives(graph, plan)
+    module = fx.GraphModule(nn.Module(), again_graph(local.graph))
+    kept: list[int] = []
+
+    def recorded(joint: fx.GraphModule, given: Sequence[Any], *, num_fwd_outputs: int, **options: Any) -> Any:
+        forward, backward = original(joint, given, num_fwd_outputs=num_fwd_outputs, **options)
+        results = forward.graph.output_node().args[0]
+        handed = {_base(node) for node in results[:num_fwd_outputs]}
+        bases = {_base(node) for node in results[num_fwd_outputs:]}
+        made = [n for n in bases - handed if n.op != "placeholder"]
+        kept.append(sum(n.meta["val"].untyped_storage().nbytes() for n in made))
+        return forward, backward
+
+    def _base(node: fx.Node) -> fx.Node:
+        while partition._is_view(node) and node.op == "call_function" and isinstance(node.args[0], fx.Node):
+            if isinstance(node.args[0].meta["val"], tuple | list):
+                return node
+            node = node.args[0]
+        return node
+
+    original = partition.default_partition
+    with mock.patch.object(partition, "default_partition", recorded):
+        compiler = Compiler(local, "aot_eager", by_block=False, exact_random=False)
+        groups, draws = Groups(mesh=plan.mesh, rank=0, groups={}), Draws(seed=1, step=0)
+        compiler.run(module, arguments_of(graph, module, model, kwargs), groups, draws, True)
+    [nbytes] = kept
+    return nbytes
+
+
+def test_an_unknown_backend_is_an_error() -> None:
+    local = insert_collectives(captured(), whole_plan(captured()))
+    with pytest.raises(ArgumentError, match="no compile backend 'nvfuser'"):
+        Compiler(local, "nvfuser", by_block=False, exact_random=False)
