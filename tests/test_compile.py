@@ -1,8 +1,11 @@
 """A compiled module equals the eager one: loss, gradients, what is sent, what is kept, and how much is compiled."""
 
+import importlib.util
 import random
 import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError
+from autopar.export.folder import export_folder
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
@@ -21,9 +25,9 @@ from autopar.ops.random import Draws, use_draws
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.recompute import again_graph
-from autopar.plan import Plan, TrainConfig
+from autopar.plan import Plan, TrainConfig, load_plan
 from autopar.reference import buffers_of, parameters_of
-from autopar.runtime import DistributedModule, count_messages, partition
+from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
 from autopar.search.baselines import make_baseline
 from autopar.search.random_plan import random_recompute
@@ -101,6 +105,26 @@ def tiny_by_inductor() -> int:
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
     eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
     return equal(eager, compiled, "inductor", False, [data])
+
+
+def exported_code(folder: str) -> int:
+    """The exported folder, compiled, against the graph it was written from."""
+    spec = importlib.util.spec_from_file_location("compiled_model", Path(folder) / "model.py")
+    assert spec is not None and spec.loader is not None
+    code = importlib.util.module_from_spec(spec)
+    sys.modules["compiled_model"] = code
+    spec.loader.exec_module(code)
+    named = dict(words().named_parameters())
+    own = load_exported(folder, code.forward, lambda name, shape, dtype: named[name].detach(), seed=5)
+    return equal(distributed(load_plan(Path(folder) / "plan.json"), seed=5), own, "aot_eager", False, [batch(0)])
+
+
+def test_exported_code_compiles(tmp_path: Path) -> None:
+    model, plan = words(), recomputed(some_plan((2,), 4), 0.5)
+    local = insert_collectives(captured(), plan)
+    values = {**parameters_of(captured(), model), **buffers_of(captured(), model)}
+    export_folder(tmp_path, local, plan.to_json(), values)
+    assert ranks(2).run(exported_code, str(tmp_path)) == [1, 1]
 
 
 def test_one_graph_equals_eager() -> None:

@@ -52,7 +52,8 @@ def traceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if there == "same":
             result: Tensor = _GradientOnly.apply(x, f"{back} {axes}", BOUND.number)  # type: ignore[no-untyped-call]
             return result
-        return exchange(x, f"{there} {axes}", f"{back} {axes}", regather, BOUND.number)
+        out: Tensor = exchange(x, f"{there} {axes}", f"{back} {axes}", regather, BOUND.number)
+        return out
 
     return call
 
@@ -76,7 +77,7 @@ def exchange(x: Tensor, there: str, back: str, regather: bool, number: int) -> T
     kind, numbers, axes = _read(there)
     out: Tensor = _locals[kind](x, axis=axes, groups=KNOWN[number], **numbers).contiguous()
     # An op of a graph must not hand out what it was given, as a group of one rank does.
-    return out.clone() if out.untyped_storage() is x.untyped_storage() else out
+    return out.clone() if out.data_ptr() == x.data_ptr() else out
 
 
 def _read(description: str) -> tuple[str, dict[str, int | None], tuple[str, ...]]:

@@ -67,6 +67,14 @@ class Trainable(nn.Module):
             args, kwargs = (batch,), {}
         return self.step(bind_inputs(self.inputs, args, kwargs))
 
+    def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
+        """Run under torch.compile from now on, where a module can.
+
+        Raises:
+            ArgumentError: if it cannot.
+        """
+        raise ArgumentError("a module in stages runs eagerly: torch's schedules call its stages; leave out compile()")
+
     def check_initialized(self) -> None:
         """Raises ArgumentError if a parameter or buffer has no value."""
         if self.uninitialized:
