@@ -249,6 +249,9 @@ def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFi
         traces[2],
     )
     assert ends(traces[2]) == pytest.approx(sum(staged["estimate"]["seconds"].values()))
+    woven = ran("plan", model, "--cluster", "2xcpu", "--overlap", "--no-baselines", "--trace", traces[0])
+    facts = woven["estimate"]["solver"]["timeline"]
+    assert ends(traces[0]) == pytest.approx(facts["plans"][facts["chosen"]]["timeline_seconds"])
     failed = ran("plan", model, "--cluster", "2xcpu", "--trace", tmp_path / "none" / "step.json")
     assert failed["code"] == 2 and "cannot be written" in failed["error"]
     with pytest.raises(PlanMismatchError, match="bind"):
