@@ -34,7 +34,7 @@ from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.search.evaluate import itemised
-from autopar.search.meshes import parts
+from autopar.search.pipeline_parts import part_of
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.runs import Runs, Task, find_runs, labels
@@ -89,6 +89,7 @@ def plan_timeline(
 
     Raises:
         ArgumentError: for a schedule that splits the backward pass, whose parts have no prices.
+        MeshError: if the cluster cannot be shared out over so many pipeline ranks.
     """
     if isinstance(plan, StagedPlan):
         assert not isinstance(captured, CapturedModel)
@@ -106,21 +107,21 @@ def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Over
 
 
 def _staged(
-    plan: StagedPlan, parts_of: Sequence[CapturedModel], cluster: Cluster, overlap: Overlap | None
+    plan: StagedPlan, graphs: Sequence[CapturedModel], cluster: Cluster, overlap: Overlap | None
 ) -> PlanTimeline:
     if plan.schedule == "zbv":
         raise ArgumentError("schedule zbv runs backward in two parts, which have no prices yet; choose 1f1b")
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
-    send, part = cheapest("send_recv", links), parts(cluster)[plan.pipeline]
+    send, part = cheapest("send_recv", links), part_of(cluster, plan.pipeline)
     stages, sends = [], []
-    for number, captured in enumerate(parts_of):
+    for number, captured in enumerate(graphs):
         program = make_program(captured)
         pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         after = plan.stages[number + 1].layouts if number + 1 < plan.num_stages else {}
         sent = {name: after[name] for name in captured.sends}
         stages.append(_Stage(plan.stages[number], program, pricer, sent, hoisted=True))
         sends.append(sent_seconds(program, pricer, sent, send))
-    shared = shared_seconds(plan, parts_of, cheapest("all_reduce", links))
+    shared = shared_seconds(plan, graphs, cheapest("all_reduce", links))
     level = links.crossings[0].level.name if links.crossings else ""
     lanes = _Lanes(stages, (level,) if shared else ())
     works = []
