@@ -47,6 +47,12 @@ def title(members: Iterable[str]) -> str:
     return blocks[0] if len(blocks) == 1 else kind
 
 
+def blocks_text(modules: Iterable[str]) -> str:
+    """The blocks that calls of these modules belong to as a heading, `-` where they belong to none."""
+    blocks = dict.fromkeys(block for module in modules if (block := block_of(module)))
+    return title(blocks) if blocks else "-"
+
+
 def choose_depth(keys_at: Mapping[int, Mapping[str, object]]) -> int:
     """Of `{depth: {block: structure}}` the shallowest depth at which some two blocks are alike, 1 if there is none."""
     for depth in sorted(keys_at):

@@ -14,6 +14,7 @@ from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
 from autopar.search.compare import Difference
 from autopar.search.explain import Explanation
+from autopar.search.explain_stages import StagedExplanation
 from autopar.staged_model_plan import StagedModelPlan
 
 
@@ -35,20 +36,6 @@ def reloaded(path: Path, overrides: dict[str, str], device: str) -> ModelPlan | 
     return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
 
 
-def without_stages(plan: ModelPlan | StagedModelPlan, path: Path) -> ModelPlan:
-    """The plan of that file.
-
-    Raises:
-        PlanMismatchError: if it has stages.
-    """
-    if isinstance(plan, ModelPlan):
-        return plan
-    raise PlanMismatchError(
-        f"{path} is a plan in {plan.num_stages} stages, which is trained, verified and exported, but not yet "
-        "explained or compared; give a plan without stages"
-    )
-
-
 def explained(
     path: Path,
     cluster: str | None,
@@ -56,7 +43,7 @@ def explained(
     overrides: dict[str, str],
     tell: Callable[[str], None],
     trace: Path | None = None,
-) -> Explanation:
+) -> Explanation | StagedExplanation:
     """The explanation of a saved plan, whose step is written to `trace`.
 
     Raises:
@@ -64,7 +51,7 @@ def explained(
         ClusterError: if the plan's cluster is not known by its name, and no `cluster` is given.
     """
     tell("capturing the model")
-    plan = without_stages(reloaded(path, overrides, "meta"), path)
+    plan = reloaded(path, overrides, "meta")
     machine = machine_of(plan, cluster, f"give --cluster for {path}")
     if trace is not None:
         plan.timeline(cluster=machine).save(trace)
@@ -78,17 +65,17 @@ def compared(first: Path, second: Path, tell: Callable[[str], None]) -> Differen
         PlanMismatchError: if they are for different models, or one does not say for which.
     """
     tell(f"capturing the model of {first}")
-    left = without_stages(reloaded(first, {}, "meta"), first)
-    right = without_stages(load_plan(second), second)
+    left = reloaded(first, {}, "meta")
+    right = load_plan(second)
     if (right.fingerprint, right.microbatches) == (left.fingerprint, left.microbatches):
         right = replace(right, captured=left.captured)
     else:
         tell(f"capturing the model of {second}")
-        right = without_stages(reloaded(second, {}, "meta"), second)
+        right = reloaded(second, {}, "meta")
     return left.diff(right)
 
 
-def machine_of(plan: ModelPlan, cluster: str | None, remedy: str) -> Cluster:
+def machine_of(plan: ModelPlan | StagedModelPlan, cluster: str | None, remedy: str) -> Cluster:
     """The cluster that a plan names, or that is given."""
     try:
         return load_cluster(cluster or plan.cluster)

@@ -21,13 +21,11 @@ from autopar.plan import Plan, plan_from_json
 from autopar.staged_plan import is_staged
 
 if TYPE_CHECKING:
-    from autopar.staged_model_plan import StagedModelPlan
-
-if TYPE_CHECKING:
     from autopar.search.compare import Difference
     from autopar.search.explain import Explanation
     from autopar.search.plan_timeline import PlanTimeline
     from autopar.search.weave import Overlap
+    from autopar.staged_model_plan import StagedModelPlan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,7 +53,7 @@ class ModelPlan(Plan):
         """
         from autopar.passes.insert_collectives import insert_collectives
 
-        return insert_collectives(self._graph(), self)
+        return insert_collectives(self.graph, self)
 
     def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
         """The same plan with the graph of `model`, captured at the shapes that it was planned for.
@@ -93,17 +91,18 @@ class ModelPlan(Plan):
         from autopar.search.explain import explain
 
         machine = cluster or self.machine or load_cluster(self.cluster)
-        return explain(self, self._graph(), machine, seconds=seconds, progress=progress)
+        return explain(self, self.graph, machine, seconds=seconds, progress=progress)
 
-    def diff(self, other: "ModelPlan") -> "Difference":
-        """What this plan (the first) and another decide differently, and what each takes; it prints as tables.
+    def diff(self, other: "ModelPlan | StagedModelPlan") -> "Difference":
+        """What this plan (the first) and another, with stages or without, decide differently, and what each takes; it
+        prints as tables.
 
         Raises:
             PlanMismatchError: if they are for different models, or one is not bound to its model.
         """
         from autopar.search.compare import compare
 
-        return compare(self, other, self._graph(), other._graph())
+        return compare(self, other, self.graph, other.graph)
 
     def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.
@@ -118,7 +117,7 @@ class ModelPlan(Plan):
         """
         from autopar.search.plan_timeline import plan_timeline
 
-        return plan_timeline(self, self._graph(), cluster or self.machine or load_cluster(self.cluster), overlap)
+        return plan_timeline(self, self.graph, cluster or self.machine or load_cluster(self.cluster), overlap)
 
     def alternatives(
         self,
@@ -142,12 +141,18 @@ class ModelPlan(Plan):
         from autopar.search.next_best import next_best
         from autopar.search.program import make_program
 
-        machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self._graph())
+        machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
         own = {f.name: getattr(self, f.name) for f in fields(ModelPlan) if not f.compare}
         return tuple(model_plan(plan, **own) for plan in found)
 
-    def _graph(self) -> CapturedModel:
+    @property
+    def graph(self) -> CapturedModel:
+        """That of one micro-batch.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
         if self.captured is None:
             raise PlanMismatchError(
                 f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"

@@ -21,6 +21,9 @@ from autopar.passes.split_stages import split_stages
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 
 if TYPE_CHECKING:
+    from autopar.model_plan import ModelPlan
+    from autopar.search.compare import Difference
+    from autopar.search.explain_stages import StagedExplanation
     from autopar.search.plan_timeline import PlanTimeline
     from autopar.search.weave import Overlap
 
@@ -46,11 +49,20 @@ class StagedModelPlan(StagedPlan):
         Raises:
             PlanMismatchError: if the plan was loaded and is not bound to a model.
         """
+        return split_stages(self.graph, self.cuts)
+
+    @property
+    def graph(self) -> CapturedModel:
+        """That of one micro-batch of the whole model.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
         if self.captured is None:
             raise PlanMismatchError(
                 f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
             )
-        return split_stages(self.captured, self.cuts)
+        return self.captured
 
     def bind(
         self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None
@@ -71,6 +83,32 @@ class StagedModelPlan(StagedPlan):
         self.check(captured)
         return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values_of(captured, model))
 
+    def explain(
+        self,
+        *,
+        cluster: Cluster | None = None,
+        seconds: float = 60.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> "StagedExplanation":
+        """What each stage takes and holds, what the pipeline idles, what binds, what a change would buy; it prints.
+
+        Args and raises: as `ModelPlan.explain`.
+        """
+        from autopar.search.explain_stages import explain_stages
+
+        machine = cluster or self.machine or load_cluster(self.cluster)
+        return explain_stages(self, self.graph, machine, seconds=seconds, progress=progress)
+
+    def diff(self, other: "StagedModelPlan | ModelPlan") -> "Difference":
+        """What this plan (the first) and another, with stages or without, decide differently; it prints as tables.
+
+        Raises:
+            PlanMismatchError: if they are for different models, or one is not bound to its model.
+        """
+        from autopar.search.compare import compare
+
+        return compare(self, other, self.graph, other.graph)
+
     def export(self, folder: str | Path) -> None:
         """Write plan.json, a file of code a stage, specs.json, state.pt (if needed) and train.py into `folder`.
 
@@ -80,9 +118,7 @@ class StagedModelPlan(StagedPlan):
         """
         from autopar.export.stages import export_stages
 
-        parts, captured = self.parts, self.captured
-        assert captured is not None
-        export_stages(Path(folder), captured, parts, self, self.to_json(), self.values)
+        export_stages(Path(folder), self.graph, self.parts, self, self.to_json(), self.values)
 
     def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.

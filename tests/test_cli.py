@@ -241,8 +241,13 @@ def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net
     assert body["plans"][0]["sent"]["send pipeline"]["calls"] == 2
     code, out, _ = run(capsys, "export", tmp_path / "plan.json", "--out", tmp_path / "a")
     assert code == 0 and "stage_0.py, stage_1.py" in out and "torchrun --nproc-per-node 4 train.py" in out
-    code, _, err = run(capsys, "explain", tmp_path / "plan.json")
-    assert code == 2 and "a plan in 2 stages" in err
+    saved = tmp_path / "plan.json"
+    code, out, _ = run(capsys, "explain", saved, "--cluster", "4xcpu", "--seconds", 2)
+    assert code == 0 and "the same stages, gpipe" in out and "fill and drain of the schedule" in out
+    code, out, _ = run(capsys, "explain", saved, "--cluster", "4xcpu", "--seconds", 0.5, "--json")
+    assert code == 0 and len(json.loads(out)["stages"]) == 2 and json.loads(out)["unanswered"]
+    code, out, _ = run(capsys, "diff", saved, saved)
+    assert code == 0 and "decide and cost the same" in out
 
 
 def test_verify_random_pipelines(capsys: pytest.CaptureFixture[str], net: str) -> None:

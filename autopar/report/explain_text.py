@@ -1,15 +1,17 @@
 """An explanation as text of 120 columns: what binds, what a change would buy, what was near, where all goes."""
 
 import io
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.plan import Estimate
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.search.alternatives import Alternative
-from autopar.search.explain import Explanation
+from autopar.search.explain import Explanation, Offer
 from autopar.search.ledger import Item
 
 WIDTH = 120
@@ -30,16 +32,16 @@ def explain_text(explanation: Explanation) -> str:
 def render(explanation: Explanation) -> RenderableType:
     """The explanation for a rich console."""
     parts: list[RenderableType] = [Text("\n".join([*_heading(explanation), *_binds(explanation)]) + "\n")]
-    parts.append(_offers(explanation))
+    parts.append(offers_table(explanation.offers, explanation.plan.estimate))
     if explanation.alternatives:
         parts.append(_alternatives(explanation))
     total = explanation.plan.estimate.step_seconds
-    parts.append(_items("where the seconds of a step go", explanation.ledger.seconds, total, seconds_text))
+    parts.append(items_table("where the seconds of a step go", explanation.ledger.seconds, total, seconds_text))
     peak = explanation.plan.estimate.peak_nbytes
     title = f"what a rank holds at the peak, {explanation.ledger.peak}"
-    parts.append(_items(title, explanation.ledger.nbytes, peak, nbytes_text))
+    parts.append(items_table(title, explanation.ledger.nbytes, peak, nbytes_text))
     if explanation.baselines:
-        parts.append(_baselines(explanation))
+        parts.append(baselines_table(explanation.baselines, total))
     if explanation.unanswered:
         listed = "; ".join(explanation.unanswered)
         parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
@@ -105,7 +107,7 @@ def _between(least: float, most: float) -> str:
     return f"{seconds_text(least)} to {seconds_text(most)}" if least else f"at most {seconds_text(most)}"
 
 
-def _table(title: str, *columns: str, folded: int) -> Table:
+def columns_of(title: str, *columns: str, folded: int) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
         wide = number < folded
@@ -114,11 +116,10 @@ def _table(title: str, *columns: str, folded: int) -> Table:
     return table
 
 
-def _offers(explanation: Explanation) -> Table:
-    own = explanation.plan.estimate
-    title = "what a change would buy (solved again under it, same mesh and micro-batches)"
-    table = _table(title, "with", "this plan", "best plan", "no plan below", "saves", "at most", folded=1)
-    for offer in explanation.offers:
+def offers_table(offers: Sequence[Offer], own: Estimate) -> Table:
+    title = "what a change would buy (solved again under it, all else the same)"
+    table = columns_of(title, "with", "this plan", "best plan", "no plan below", "saves", "at most", folded=1)
+    for offer in offers:
         same = "does not fit" if offer.same is None else seconds_text(offer.same)
         change = f"{offer.change}: {offer.why_not}" if offer.why_not else offer.change
         if offer.best is None:
@@ -129,13 +130,13 @@ def _offers(explanation: Explanation) -> Table:
             same,
             seconds_text(offer.best),
             seconds_text(offer.bound) if offer.bound else "not proved",
-            _signed(own.step_seconds - offer.best, own.step_seconds, ""),
-            _signed(own.step_seconds - offer.bound, own.step_seconds, "") if offer.bound else "",
+            signed(own.step_seconds - offer.best, own.step_seconds, ""),
+            signed(own.step_seconds - offer.bound, own.step_seconds, "") if offer.bound else "",
         )
     return table
 
 
-def _signed(seconds: float, total: float, plus: str = "+") -> str:
+def signed(seconds: float, total: float, plus: str = "+") -> str:
     if abs(seconds) <= NOISE * total:
         return "nothing"
     return f"{plus if seconds > 0 else '−'}{seconds_text(abs(seconds))} ({percent_text(abs(seconds) / total)})"
@@ -144,7 +145,7 @@ def _signed(seconds: float, total: float, plus: str = "+") -> str:
 def _alternatives(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
     title = "plans near this one (the best without what is named, under the same limit)"
-    table = _table(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
+    table = columns_of(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
     alike: dict[tuple[object, ...], list[Alternative]] = {}
     for other in explanation.alternatives:
         alike.setdefault((other.instead, other.seconds, other.bound, other.why_not), []).append(other)
@@ -157,16 +158,16 @@ def _alternatives(explanation: Explanation) -> Table:
             without,
             other.instead,
             seconds_text(other.seconds),
-            _signed(other.seconds - own.step_seconds, own.step_seconds),
-            _signed(other.bound - own.step_seconds, own.step_seconds),
+            signed(other.seconds - own.step_seconds, own.step_seconds),
+            signed(other.bound - own.step_seconds, own.step_seconds),
             nbytes_text(other.nbytes),
         )
     return table
 
 
-def _items(title: str, items: tuple[Item, ...], total: float, text: object) -> Table:
+def items_table(title: str, items: tuple[Item, ...], total: float, text: object) -> Table:
     assert callable(text)
-    table = _table(title, "what", "kind", "count", "together", "share", folded=2)
+    table = columns_of(title, "what", "kind", "count", "together", "share", folded=2)
     for item in items[:SHOWN]:
         over = f" over {', '.join(item.over)}" if item.over else ""
         kind = item.kind.replace("_", "-") + over
@@ -179,12 +180,11 @@ def _items(title: str, items: tuple[Item, ...], total: float, text: object) -> T
     return table
 
 
-def _baselines(explanation: Explanation) -> Table:
-    own = explanation.plan.estimate.step_seconds
-    table = _table("what named baselines cost", "baseline", "why not", "step", "more than this", folded=2)
-    for name, result in explanation.baselines.items():
+def baselines_table(baselines: Mapping[str, float | str], own: float) -> Table:
+    table = columns_of("what named baselines cost", "baseline", "why not", "step", "more than this", folded=2)
+    for name, result in baselines.items():
         if isinstance(result, str):
             table.add_row(name, result, "", "")
         else:
-            table.add_row(name, "", seconds_text(result), _signed(result - own, own))
+            table.add_row(name, "", seconds_text(result), signed(result - own, own))
     return table

@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autopar.blocks import block_of, title
-from autopar.graph import CapturedModel
+from autopar.blocks import blocks_text
+from autopar.graph import CapturedModel, requires_grad
 from autopar.report.search_text import search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.staged_plan import StagedPlan
@@ -43,7 +43,7 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         first = plan.stage_rank(number) * plan.mesh.size
         table.add_row(
             str(number),
-            _blocks(stage),
+            blocks_text(n.meta["module"] for n in stage.graph.nodes if n.op == "call_function" and requires_grad(n)),
             f"{first}-{first + plan.mesh.size - 1}",
             seconds_text(price["seconds"]) if price else "",
             seconds_text(price["once"]) if price else "",
@@ -53,10 +53,3 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
     console.print(table)
     assert isinstance(console.file, StringIO)
     return "\n".join(lines) + "\n" + console.file.getvalue()
-
-
-def _blocks(stage: CapturedModel) -> str:
-    """The numbered modules whose calls a stage has."""
-    calls = (node for node in stage.graph.nodes if node.op == "call_function" and node.meta["requires_grad"])
-    blocks = dict.fromkeys(block for node in calls if (block := block_of(node.meta["module"])))
-    return title(blocks) if blocks else "-"

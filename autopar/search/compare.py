@@ -1,21 +1,26 @@
 """What do two plans of one model decide differently, and what does each take? Equal blocks are one line.
 
-Mesh, micro-batches and machine may differ: choices are compared in the words of each plan's own axes, op by op, then
-parameters, inputs, what is run again in backward, and tensors that are sent another way than usual.
+Mesh, stages, micro-batches and machine may differ: choices are compared in the words of each plan's own axes, op by op,
+then parameters, inputs, what is run again in backward, tensors that are sent another way than usual, and the stage of
+each block. A plan in stages counts collectives as forward and backward, so beside one without only work and bubble
+are compared.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.blocks import block_of, kind_of
 from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel
+from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan
 from autopar.rules.rule import layouts
 from autopar.search.alternatives import stored_as, words_of
 from autopar.search.ledger import describe
 from autopar.search.program import Op, Program, make_program
 from autopar.search.words import dim_tags
+from autopar.staged_plan import StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,10 @@ class Difference:
         return {**asdict(self), "is_empty": self.is_empty}
 
 
-def compare(left: Plan, right: Plan, left_graph: CapturedModel, right_graph: CapturedModel) -> Difference:
+AnyPlan = Plan | StagedPlan
+
+
+def compare(left: AnyPlan, right: AnyPlan, left_graph: CapturedModel, right_graph: CapturedModel) -> Difference:
     """The difference of two plans, each with the graph that it is for.
 
     Raises:
@@ -64,8 +72,7 @@ def compare(left: Plan, right: Plan, left_graph: CapturedModel, right_graph: Cap
     left.check(left_graph)
     right.check(right_graph)
     _check_model(left_graph, right_graph)
-    programs = make_program(left_graph), make_program(right_graph)
-    one, other = _decided(left, programs[0]), _decided(right, programs[1])
+    one, other = _decisions(left, left_graph), _decisions(right, right_graph)
     counted: dict[tuple[str, str, str, str], int] = {}
     for key in dict.fromkeys((*one, *other)):
         kind, what, _ = key
@@ -77,7 +84,7 @@ def compare(left: Plan, right: Plan, left_graph: CapturedModel, right_graph: Cap
         model=left.model,
         facts={name: (a, b) for name, (a, b) in _facts(left, right).items() if a != b},
         changes=tuple(changes),
-        seconds=_pairs(left.estimate.seconds, right.estimate.seconds),
+        seconds=_pairs(*_seconds(left, right)),
         nbytes=_pairs(left.estimate.memory, right.estimate.memory),
     )
 
@@ -94,7 +101,36 @@ def _check_model(left: CapturedModel, right: CapturedModel) -> None:
 
 
 def _absent(kind: str) -> str:
-    return {"recompute": "kept", "way": "as usual", "sent again": "kept"}.get(kind, "not there")
+    return {"stage": "not cut", "recompute": "kept", "way": "as usual", "sent again": "kept"}.get(kind, "not there")
+
+
+def _seconds(left: AnyPlan, right: AnyPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Of a step by kind, in kinds that both plans have."""
+    one, other = left.estimate.seconds, right.estimate.seconds
+    if isinstance(left, StagedPlan) == isinstance(right, StagedPlan):
+        return one, other
+    bubbles = one.get("bubble", 0.0), other.get("bubble", 0.0)
+    totals = left.estimate.step_seconds, right.estimate.step_seconds
+    first, second = ({"work": t - b, "bubble": b} for t, b in zip(totals, bubbles, strict=True))
+    return first, second
+
+
+def _decisions(plan: AnyPlan, graph: CapturedModel) -> dict[tuple[str, str, str], str]:
+    """Those of a plan, or of all its stages, and the stage of each block."""
+    if isinstance(plan, Plan):
+        return _decided(plan, make_program(graph))
+    out: dict[tuple[str, str, str], str] = {}
+    for number, stage in enumerate(split_stages(graph, plan.cuts)):
+        program, where = make_program(stage), f"stage {number} of {plan.num_stages}"
+        for key, said in _decided(plan.stages[number], program).items():
+            if key[2] in stage.received:
+                continue
+            if out.setdefault(key, said) != said:
+                out[key] = f"{out[key]}; in stage {number} {said}"
+        for op in program.ops:
+            if block := block_of(op.module):
+                out.setdefault(("stage", kind_of(block), block), where)
+    return out
 
 
 def _decided(plan: Plan, program: Program) -> dict[tuple[str, str, str], str]:
@@ -128,14 +164,20 @@ def _given(op: Op, plan: Plan) -> str:
     return f"({'; '.join(dict.fromkeys(map(str, given)))})"
 
 
-def _facts(left: Plan, right: Plan) -> dict[str, tuple[str, str]]:
-    def limit(plan: Plan) -> str:
+def _facts(left: AnyPlan, right: AnyPlan) -> dict[str, tuple[str, str]]:
+    def pipeline(plan: AnyPlan) -> str:
+        if isinstance(plan, Plan):
+            return "none"
+        return f"{plan.num_stages} stages on {plan.pipeline} ranks, {plan.schedule}"
+
+    def limit(plan: AnyPlan) -> str:
         own = plan.config.memory_nbytes
         return "what the device has" if own is None else f"{own / 1e9:.4g} GB"
 
     return {
         "cluster": (left.cluster, right.cluster),
         "mesh": (str(left.mesh), str(right.mesh)),
+        "pipeline": (pipeline(left), pipeline(right)),
         "micro-batches": (str(left.microbatches), str(right.microbatches)),
         "optimizer": (left.config.optimizer, right.config.optimizer),
         "precision": (left.config.precision, right.config.precision),

@@ -121,6 +121,21 @@ def explain(
     return asker.run()
 
 
+def changes(cluster: Cluster, limit: float) -> list[tuple[str, Cluster, float]]:
+    """What is asked about: a change in words, the machine and the bytes a device under it."""
+    out = [
+        (UNLIMITED, cluster, math.inf),
+        (f"1 GB more a device: {(limit + GB) / GB:.4g} GB", cluster, limit + GB),
+        (f"1 GB less a device: {(limit - GB) / GB:.4g} GB", cluster, limit - GB),
+    ]
+    for depth, level in enumerate(cluster.levels):
+        if level.size > 1:
+            out.append((f"{level.name} with {FACTOR:g}× the bandwidth", faster_link(cluster, depth, FACTOR), limit))
+    out.append((f"{FACTOR:g}× the flop/s", faster_arithmetic(cluster, FACTOR), limit))
+    out.append((f"{FACTOR:g}× the bandwidth of device memory", faster_memory(cluster, FACTOR), limit))
+    return out
+
+
 @dataclass(slots=True, kw_only=True)
 class _Asker:
     plan: Plan
@@ -135,23 +150,12 @@ class _Asker:
     def run(self) -> Explanation:
         plan, cluster = self.plan, self.pricer.cluster
         limit = memory_limit(cluster, plan.config)
-        changes: list[tuple[str, Cluster, float]] = []
+        asked = changes(cluster, limit)
         if plan.estimate.gap > self.relative_gap:
-            changes.append((AS_IT_IS, cluster, limit))
-        changes += [
-            (UNLIMITED, cluster, math.inf),
-            (f"1 GB more a device: {(limit + GB) / GB:.4g} GB", cluster, limit + GB),
-            (f"1 GB less a device: {(limit - GB) / GB:.4g} GB", cluster, limit - GB),
-        ]
-        for depth, level in enumerate(cluster.levels):
-            if level.size > 1:
-                name = f"{level.name} with {FACTOR:g}× the bandwidth"
-                changes.append((name, faster_link(cluster, depth, FACTOR), limit))
-        changes.append((f"{FACTOR:g}× the flop/s", faster_arithmetic(cluster, FACTOR), limit))
-        changes.append((f"{FACTOR:g}× the bandwidth of device memory", faster_memory(cluster, FACTOR), limit))
+            asked.insert(0, (AS_IT_IS, cluster, limit))
         unanswered: list[str] = []
         offers = []
-        for change, machine, room in changes:
+        for change, machine, room in asked:
             if room > 0 and self._asks(change, unanswered):
                 offers.append(self._offer(change, machine, room))
         alternatives: list[Alternative] = []

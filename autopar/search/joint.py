@@ -343,6 +343,9 @@ def _certified(
 
 def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time and most axes needs."""
+    if not outcome.failures:
+        names = ", ".join(map(str, outcome.excluded))
+        return InfeasibleError(f"no plan was found that fits, though none is proved not to: {names}; use more devices")
     key = max(outcome.failures, key=lambda k: (k.microbatches, k.arrangement.mesh.num_axes))
     said: InfeasibleError = outcome.failures[key]
     try:

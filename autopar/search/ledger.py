@@ -3,13 +3,14 @@
 Seconds are of a step; bytes are those that a rank holds at the peak, the first moment that has most of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
 
 from autopar.graph import target_name
+from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.search.evaluate import itemised
 from autopar.search.folding import pattern
@@ -43,9 +44,9 @@ class Ledger:
     levels: dict[str, float]
 
 
-def ledger(plan: Plan, program: Program, pricer: Pricer) -> Ledger:
-    """The items of a plan."""
-    charges, live = itemised(plan, program, pricer)
+def ledger(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:
+    """The items of a plan; `sent`: of a stage, the layouts in which the next takes what it sends."""
+    charges, live = itemised(plan, program, pricer, sent or {})
     peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
     names, words = plan.mesh.names, cache(partial(describe, program))
     seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)
