@@ -1,12 +1,16 @@
 """How far are predictions from published measurements? Error tables by source.
 
-    python benchmarks/fidelity.py [--references DIR] [--json]     tables of step time, layout choice, OOM, memory
-    python benchmarks/fidelity.py --fit                           fit the constants that the package ships, all sources
+    python benchmarks/fidelity.py [--references DIR] [--json] [--check]   tables of step time, layouts, OOM, memory
+    python benchmarks/fidelity.py --fit                                   fit the constants that the package ships
+
+With --check exit code 1 if a line that should hold does not; it is named last, in any case.
 
 Step time is predicted by leave-one-source-out: the constants of a GPU type are fitted on every other source. A source
 that the package's constants were not fitted on is predicted with those. The second column lets one multiplier a
 software stack correct it (the median of its own rows). Layout choice: in every group of layouts of one task, the
 measured time of the layout predicted fastest, of those predicted to fit, over that of the fastest.
+
+Repeats (`benchmarks.repeats`): how far a source is from itself, below which no error of a model can stay.
 
 A folder with `ddl_survey.csv` or `nccl.csv` has the table of `benchmarks.survey` or `benchmarks.collectives_fidelity`.
 """
@@ -33,12 +37,15 @@ from benchmarks import collectives_fidelity, survey
 from benchmarks.fidelity_fit import MEASURED, NUM_SMS, STARTS, TYPES, case_work, fit, predicted_seconds
 from benchmarks.layer_rows import layer_cases
 from benchmarks.reference_rows import Case, groups, read_folder
+from benchmarks.repeats import repeat_rows
 
+SEARCHES = ("BLOOM", "LLaMA layouts")  # sources that looked for the fastest layout
 SURVEY, COLLECTIVES = "ddl_survey.csv", "nccl.csv"
 ROOT = Path(__file__).resolve().parents[1]
 GIB_A_GB = 2**30 / 1e9  # an "80 GB" card has 80 GiB; the hardware files read the figure as 10^9
 FITTED = "least squares on log step time of "
 LIMITS = {"a100": (0.08, 0.05), "h100": (0.15, 0.08)}
+MEAN_REGRET, MAX_REGRET, OOM_RIGHT, MEMORY_ERROR = 1.03, 1.15, 0.95, 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +62,11 @@ class Scored:
 
 
 def main() -> None:
-    """Print the tables, as text or as one JSON object."""
+    """Print the tables, as text or as one JSON object, and what of it does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--references", type=Path, default=ROOT.parent / "shared" / "references")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a line that should hold does not")
     parser.add_argument("--fit", action="store_true", help="write cost_models/rates/*.toml")
     arguments = parser.parse_args()
     if not arguments.references.is_dir():
@@ -73,23 +81,28 @@ def main() -> None:
         "layouts": layout_rows(scored),
         "memory": memory_rows(reading.cases),
         "oom": oom_rows(reading.cases),
+        "repeats": repeat_rows(reading.cases),
         "constants": {name: constant_row(value) for name, value in constants.items()},
         "left_out": {reason: len(ids) for reason, ids in reading.left_out.items()},
     }
     has_survey, has_collectives = ((arguments.references / name).is_file() for name in (SURVEY, COLLECTIVES))
     predicted = survey.predictions(arguments.references) if has_survey else None
     collectives = collectives_fidelity.table(arguments.references) if has_collectives else None
+    missed = misses(report) + (survey.misses(predicted[1]) if predicted is not None else [])
     if arguments.json:
-        tables = {"survey": predicted and survey.report(predicted[1]), "collectives": collectives}
+        tables = {"survey": predicted and survey.report(predicted[1]), "collectives": collectives, "missed": missed}
         print(json.dumps(report | tables, indent=1))
-        return
-    print_report(report, Console(width=120))
-    if predicted is not None:
-        print("\nGradient-exchange systems of the survey (Shi et al. 2020); should hold: 6% each\n")
-        survey.print_report(*predicted)
-    if collectives is not None:
-        print("\nCollectives; should hold: median 10% fitted, 25% left out\n")
-        print(collectives_fidelity.text(collectives))
+    else:
+        print_report(report, Console(width=120))
+        if predicted is not None:
+            print("\nGradient-exchange systems of the survey (Shi et al. 2020); should hold: 6% each\n")
+            survey.print_report(*predicted)
+        if collectives is not None:
+            print("\nCollectives; should hold: median 10% fitted, 25% left out\n")
+            print(collectives_fidelity.text(collectives))
+        print("\nDoes not hold: " + ("; ".join(missed) or "nothing"))
+    if arguments.check and missed:
+        sys.exit(1)
 
 
 def leave_one_out(folder: Path, cases: list[Case]) -> tuple[list[Scored], dict[str, Efficiency]]:
@@ -137,7 +150,7 @@ def _material(
 ) -> tuple[list[Case], list[StepWork], list[tuple[Case, StepWork]]]:
     timed = [case for case in cases if case.seconds is not None and TYPES.get(case.gpu) == gpu_type]
     works = [case_work(case, start) for case in timed]
-    return timed, works, layer_cases(folder, timed, start.num_sms)
+    return timed, works, layer_cases(folder, timed, start)
 
 
 def _toml(value: Efficiency, gpu: str, rows: str) -> str:
@@ -242,6 +255,36 @@ def oom_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
+def misses(report: dict[str, Any]) -> list[str]:
+    """What should hold and does not, in words."""
+    found = []
+    for row in report["step_time"]:
+        for limit, key, holds in zip(LIMITS[row["gpu"]], ("error", "with_multiplier"), row["holds"], strict=True):
+            if not holds:
+                found.append(f"{row['source']}: {key} {_percent(row[key])}, should be {_percent(limit)}")
+    regrets = [row["regret"] for row in report["layouts"] if row["source"] in SEARCHES] or [1.0]
+    for name, value, limit in (
+        ("mean", statistics.mean(regrets), MEAN_REGRET),
+        ("max", max(regrets), MAX_REGRET),
+    ):
+        if value > limit:
+            found.append(f"layout choice: {name} regret {value:.3f}, should be {limit}")
+    right, labels = _right_labels(report["oom"])
+    if right < OOM_RIGHT * labels:
+        found.append(f"out of memory: {right} of {labels} right, should be {_percent(OOM_RIGHT)}")
+    if (error := _memory_error(report["memory"])) > MEMORY_ERROR:
+        found.append(f"peak memory: {_percent(error)}, should be {_percent(MEMORY_ERROR)}")
+    return found
+
+
+def _right_labels(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    return sum(r["right"] for r in rows), sum(r["rows"] for r in rows)
+
+
+def _memory_error(rows: Sequence[dict[str, Any]]) -> float:
+    return float(sum(r["rows"] * r["error"] for r in rows) / max(1, sum(r["rows"] for r in rows)))
+
+
 def constant_row(value: Efficiency) -> dict[str, Any]:
     """A fit's constants and which of them lie at an end of their physical range."""
     at_end = [
@@ -265,12 +308,17 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     ]
     _print(console, "Layout choice", layouts, _regrets(report["layouts"]))
     oom = [{**r, **{key: f"{r[key]:.3f}" for key in ("accuracy", "precision", "recall")}} for r in report["oom"]]
-    right, rows = (sum(r[key] for r in report["oom"]) for key in ("right", "rows"))
+    right, rows = _right_labels(report["oom"])
     _print(console, "Out of memory", oom, f"all: {_percent(right / max(1, rows))} right; should hold: 95%")
     memory = [{**r, "error": _percent(r["error"]), "bias": _percent(r["bias"])} for r in report["memory"]]
-    total = sum(r["rows"] for r in report["memory"])
-    mean = sum(r["rows"] * r["error"] for r in report["memory"]) / max(1, total)
-    _print(console, "Peak memory", memory, f"all: {_percent(mean)}; should hold: 8%")
+    note = f"all: {_percent(_memory_error(report['memory']))}; should hold: 8%"
+    _print(console, "Peak memory", memory, note)
+    shares, ratios = ("deviation", "within_a_stack"), ("largest_ratio", "worst")
+    repeats = [
+        {**r, **{key: _percent(r[key]) for key in shares}, **{key: f"{r[key]:.3f}" for key in ratios}}
+        for r in report["repeats"]
+    ]
+    _print(console, "Repeats", repeats, "how far runs of one layout are from their median: no model can be nearer")
     left_out = "; ".join(f"{number} {reason}" for reason, number in report["left_out"].items())
     console.print(f"Left out: {left_out or 'nothing'}", highlight=False)
 

@@ -43,7 +43,7 @@ NUM_SMS = {"h100-pcie": 114}
 def case_work(case: Case, start: Efficiency) -> StepWork:
     """The work of a case; where its row leaves choices open, of the fastest by the starting constants."""
     configs = case.choices or (case.config,)
-    works = [step_work(case.shape, config, case.cluster, start.num_sms) for config in configs]
+    works = [step_work(case.shape, config, case.cluster, start) for config in configs]
     return min(works, key=lambda work: predicted_seconds(work, start))
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.cost_models.data_exchange import NOTHING_EXCHANGED
+from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.layer_work import Kind, layer_work
 from autopar.cost_models.step_work import StepWork, tensor_work
 from benchmarks.reference_rows import Case
@@ -24,7 +26,7 @@ TECHNIQUES = {
 }
 
 
-def layer_cases(folder: Path, cases: list[Case], num_sms: int) -> list[tuple[Case, StepWork]]:
+def layer_cases(folder: Path, cases: list[Case], start: Efficiency) -> list[tuple[Case, StepWork]]:
     """Cases of one pass over one layer and their work; none if the folder has no such file or model."""
     file = folder / "korthikanti_layers_and_memory.csv"
     model = next((case for case in cases if case.id == MODEL), None)
@@ -36,8 +38,8 @@ def layer_cases(folder: Path, cases: list[Case], num_sms: int) -> list[tuple[Cas
             if row["quantity"] not in PASSES or row["technique"] not in TECHNIQUES:
                 continue
             config = replace(model.config, **TECHNIQUES[row["technique"]])  # type: ignore[arg-type]
-            work = layer_work(model.shape, config, model.cluster.device, num_sms)
-            work += tensor_work(model.shape, config, model.cluster)
+            work = layer_work(model.shape, config, model.cluster.device, start.num_sms)
+            work += tensor_work(model.shape, config, model.cluster, start)
             forward = PASSES[row["quantity"]] == "forward"
             seconds = work.forward if forward else work.backward + work.weight + work.recompute
             nothing = np.zeros((1, len(Kind)))
@@ -47,8 +49,7 @@ def layer_cases(folder: Path, cases: list[Case], num_sms: int) -> list[tuple[Cas
                 forward=seconds[None],
                 backward=nothing,
                 weight=nothing,
-                data_seconds=0.0,
-                data_per_microbatch=False,
+                exchange=NOTHING_EXCHANGED,
                 optimizer_seconds=0.0,
             )
             found.append((replace(model, id=row["id"], config=config, seconds=float(row["value"]) / 1e3), step))

@@ -34,6 +34,15 @@ BLOOM = {
     "split_pipe_gradients": False,
     "blocking_launches": True,
 }
+# The authors' library as published, Aleph-Alpha/scaling at 7848929: 16-bit gradients are summed in float32
+# (optimizer/allreduce.py), whole, before ZeRO-1 takes its part (optimizer.py); stages hand on whole activations and
+# gradients (communicator.py); gate and up are two column-parallel products, each with its own all-reduce (mlp.py,
+# linear/utils.py); gathered inputs are kept (rms_norm.py) and logits gathered (lm_head.py).
+ALEPH_ALPHA = {
+    "main_grads": False, "zero": 1, "fusion": "none", "gathered_logits": True, "in_place_loss": False,
+    "separate_gate": True, "split_pipe_activations": False, "split_pipe_gradients": False, "whole_gradients": True,
+    "float32_exchange": True, "regather_inputs": False,
+}  # fmt: skip
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "SC'21": ("arXiv:2104.04473", {"attention": "fused", "main_grads": False, "recompute": "full"}),
     "Korthikanti": ("arXiv:2205.05198", {"attention": "fused", **MEGATRON_2022}),
@@ -47,10 +56,7 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MEGATRON_2022, "sequence_parallel": True, "zero": 1, "overlap_data": True, "overlap_tensor": "all"},
     ),
     "BLOOM": ("github:bigscience-workshop", BLOOM),
-    "LLaMA layouts": (
-        "github:Aleph-Alpha",
-        {"main_grads": False, "zero": 1, "fusion": "none", "gathered_logits": True, "in_place_loss": False},
-    ),
+    "LLaMA layouts": ("github:Aleph-Alpha", ALEPH_ALPHA),
     "torchtitan": (
         "github:pytorch/torchtitan",
         {"zero": 3, "overlap_data": True, "fusion": "norm", "in_place_loss": False},
@@ -136,8 +142,8 @@ def _why_not(row: Mapping[str, str]) -> str | None:
 def source_of(row: Mapping[str, str], file: str) -> tuple[str, dict[str, Any]]:
     """The key of the row's source and its software's habits; an unknown source is its file, with the defaults."""
     if row["source"].startswith("arXiv:2104.04473") and "DeepSpeed" in row["sharding"]:
-        # the paper's baseline is other software: Megatron's kernels, parameters gathered one tensor at a time
-        return "SC'21, DeepSpeed", {**SOURCES["SC'21"][1], "gathers_per_layer": 4, "overlap_data": False}
+        # the paper's baseline is other software: Megatron's kernels, parameters gathered by DeepSpeed
+        return "SC'21, DeepSpeed", {**SOURCES["SC'21"][1], "deepspeed_zero3": True, "overlap_data": False}
     if row["source"].startswith("github:NVIDIA/Megatron-LM") and "Selene" in row["hardware"]:
         return "Megatron-LM README A100", dict(SOURCES["SC'21"][1])
     for key, (start, habits) in SOURCES.items():
@@ -185,12 +191,18 @@ def _case(row: Mapping[str, str], file: str) -> Case:
 
 
 def _stack(source: str, row: Mapping[str, str]) -> str:
-    """Whose software, and which of its variants where the row names one: kernels, compiler, precision."""
+    """Whose software, and which of its variants where the row names one: kernels, compiler, precision. The BLOOM
+    chronicle says on 25 February: "A100s PCI-Express/NUMA was improved today [...] do not compare today's numbers to
+    yesterday's"; those are two machines.
+    """
     if source.startswith("torchtitan"):
         return f"{source}, {'compiled' if 'compile' in row['method'] else 'eager'}, {_precision(row)}"
     if source == "LLaMA layouts":
         return f"{source}, {row['method'].removeprefix('attention kernel: ')}"
-    return f"{source}, {_precision(row)}" if source == "BLOOM" else source
+    if source == "BLOOM":
+        day = re.search(r"date (\d\d-\d\d)", row["note"])
+        return f"{source}, {'new' if day and day.group(1) >= '02-25' else 'old'} PCIe, {_precision(row)}"
+    return source
 
 
 def _quantity(row: Mapping[str, str]) -> str:
@@ -262,6 +274,7 @@ def _config(row: Mapping[str, str], habits: dict[str, Any]) -> tuple[TrainingCon
     fields |= _sharding(row["sharding"], habits)
     if "fp32 grad accumulation" in row["note"]:
         fields["main_grads"] = True
+        fields["whole_gradients"] = fields["zero"] == 1  # DeepSpeed's PipelineEngine, _bf16_reduce_grads
     fields |= _habits_of_method(method)
     if "zero-bubble" in row["source"] or method in ("ZB-1p", "ZB-2p"):
         fields["schedule"] = method.lower()

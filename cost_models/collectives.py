@@ -91,19 +91,56 @@ def collective_seconds(kind: str, nbytes: float, links: Links) -> tuple[float, s
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`, or `nbytes` is negative.
     """
-    if not nbytes >= 0:
-        raise ArgumentError(f"{kind} of {nbytes} bytes: a message has 0 bytes or more")
+    _require_nbytes(kind, nbytes)
     return least(cheapest(kind, links), nbytes)
 
 
-def least(forms: tuple[Form, ...], nbytes: float) -> tuple[float, str]:
-    """Seconds and name of the cheapest of some forms, for callers that hold on to `cheapest`."""
+def least(forms: tuple[Form, ...], nbytes: float, part: float = 1.0) -> tuple[float, str]:
+    """Seconds and name of the cheapest of some forms, for callers that hold on to `cheapest`, where messages reach
+    `part` of the bandwidth: other traffic slows bytes, not the latency of a hop."""
+    seconds, form = _least(forms, nbytes, part)
+    return seconds, form.name
+
+
+class Transfer(NamedTuple):
+    """Seconds of messages: latencies, and bytes at the whole bandwidth."""
+
+    latency_seconds: float
+    wire_seconds: float
+
+    def plus(self, other: "Transfer") -> "Transfer":
+        return Transfer(self.latency_seconds + other.latency_seconds, self.wire_seconds + other.wire_seconds)
+
+    def times(self, count: float) -> "Transfer":
+        return Transfer(count * self.latency_seconds, count * self.wire_seconds)
+
+    def seconds(self, part: float) -> float:
+        """Where they reach `part` of the bandwidth."""
+        return self.latency_seconds + self.wire_seconds / part
+
+
+NOTHING_SENT = Transfer(0.0, 0.0)
+
+
+def transfer(kind: str, nbytes: float, links: Links, part: float) -> Transfer:
+    """A collective in the form that is the cheapest where it reaches `part` of the bandwidth.
+
+    Raises:
+        ArgumentError: if `kind` is not one of `KINDS`, or `nbytes` is negative.
+    """
+    _require_nbytes(kind, nbytes)
+    seconds, form = _least(cheapest(kind, links), nbytes, part)
+    wire = nbytes * form.seconds_per_byte
+    return Transfer(seconds - wire / part, wire)
+
+
+def _least(forms: tuple[Form, ...], nbytes: float, part: float) -> tuple[float, Form]:
     best, seconds = forms[0], math.inf
     for form in forms:
-        other = max(form.floor, form.alpha_seconds + nbytes * form.seconds_per_byte)
+        other = max(form.floor, form.alpha_seconds + nbytes * form.seconds_per_byte / part)
         if other < seconds and form.above <= nbytes <= form.up_to:
             best, seconds = form, other
-    return seconds, best.name
+    return seconds, best
 
 
 def collective_seconds_array(kind: str, nbytes: npt.NDArray[np.float64], links: Links) -> npt.NDArray[np.float64]:
@@ -209,3 +246,8 @@ def _meet(a: Form, b: Form) -> float:
 def _require_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ArgumentError(f"collective {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+
+
+def _require_nbytes(kind: str, nbytes: float) -> None:
+    if not nbytes >= 0:
+        raise ArgumentError(f"{kind} of {nbytes} bytes: a message has 0 bytes or more")

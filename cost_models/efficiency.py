@@ -76,7 +76,7 @@ class Efficiency:
             [
                 1 / self.gemm, 1 / self.gemm_fp8, 1 / self.attention, 1 / self.scores, 1 / self.memory,
                 self.kernel_seconds, 1 / self.tensor_link, (1 - self.tensor_overlap) / self.tensor_link,
-                1 / self.pipe_link, 1.0,
+                1 / self.pipe_link, 1.0, 1.0, 1 - self.tensor_overlap, 1.0,
             ]
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.collectives import Transfer
 from autopar.cost_models.compute import attention_seconds, product_seconds
 from autopar.cost_models.gemm import slot_flops
 from autopar.cost_models.training_config import TrainingConfig, param_nbytes
@@ -34,6 +35,9 @@ class Kind(IntEnum):
     TENSOR_OVERLAPPED = 7
     PIPE = 8
     BLOCKING = 9  # in seconds: launches that the host waits for
+    TENSOR_LATENCY = 10  # of the messages whose bytes are TENSOR, TENSOR_OVERLAPPED, PIPE
+    TENSOR_OVERLAPPED_LATENCY = 11
+    PIPE_LATENCY = 12
 
 
 BLOCKING_LAUNCH_SECONDS = 25e-6  # assumed: an eager operation's dispatch, its launch and the return from it
@@ -86,6 +90,19 @@ def no_work() -> Work:
     return np.zeros(len(Kind))
 
 
+LATENCY_OF = {
+    Kind.TENSOR: Kind.TENSOR_LATENCY,
+    Kind.TENSOR_OVERLAPPED: Kind.TENSOR_OVERLAPPED_LATENCY,
+    Kind.PIPE: Kind.PIPE_LATENCY,
+}
+
+
+def send(work: Work, kind: Kind, sent: Transfer) -> None:
+    """Add messages to `work`."""
+    work[kind] += sent.wire_seconds
+    work[LATENCY_OF[kind]] += sent.latency_seconds
+
+
 def products_of_layer(shape: TransformerShape, config: TrainingConfig) -> list[tuple[float, float, float]]:
     """(m, n, k) of each forward matrix product with weights of one layer, on one rank; experts see balanced tokens."""
     rows, tp = config.tokens, config.tp
@@ -97,7 +114,7 @@ def products_of_layer(shape: TransformerShape, config: TrainingConfig) -> list[t
     ]
     width = shape.ffn / tp
     wide = 2 if shape.gated else 1
-    up = [wide * width] if config.fused_products else [width] * wide
+    up = [wide * width] if config.fused_products and not config.separate_gate else [width] * wide
     local_experts = shape.experts / config.ep
     rows_mlp = rows * shape.experts_per_token * config.ep / shape.experts
     mlp: list[tuple[float, float, float]] = [(rows_mlp, n, shape.hidden) for n in up] + [

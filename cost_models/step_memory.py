@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.activation_memory import layer_nbytes, layer_tensors
 from autopar.cost_models.memory import Interval, peak
-from autopar.cost_models.step_work import stage_params
-from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, stage_layers
+from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, stage_layers, stage_params
 from autopar.cost_models.transformer import TransformerShape, expert_params, layer_params
 
 FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER, END = range(6)

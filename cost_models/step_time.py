@@ -47,7 +47,7 @@ def simulate_step(
     Raises:
         MeshError: if the degrees do not fit the cluster or the model.
     """
-    work = step_work(shape, config, cluster, efficiency.num_sms)
+    work = step_work(shape, config, cluster, efficiency)
     pipeline, busy, exposed, optimizer = step_parts(work, efficiency)
     seconds = pipeline + exposed + optimizer
     tokens = config.global_batch * config.seq
@@ -71,11 +71,12 @@ def step_parts(work: StepWork, efficiency: Efficiency) -> tuple[float, float, fl
     m = config.num_microbatches
     pipeline = pipeline_seconds(f, b, w, work.counts, m, config.schedule, config.virtual_stages)
     busy = m * float((f + b).max())
-    exchange = work.data_seconds / efficiency.data_link * (m if work.data_per_microbatch else 1)
+    each = work.exchange.each_microbatch
+    exchange = work.exchange.seconds(efficiency.data_link, efficiency.memory) * (m if each else 1)
     hidden = 0.0
     if config.overlap_data:
         # Backward of the last micro-batch can hide gradients; with parameters gathered layer by layer all of it can.
-        beside = busy if work.data_per_microbatch else float(b.max())
+        beside = busy if each else float(b.max())
         hidden = min(efficiency.data_overlap * exchange, beside)
     optimizer = work.optimizer_seconds / efficiency.memory
     return pipeline, busy, exchange - hidden, optimizer

@@ -18,7 +18,11 @@ from autopar.cost_models.transformer import TransformerShape
 
 LANES = ("compute", "tensor parallel", "pipeline", "data parallel")
 TENSOR, PIPE, DATA = 1, 2, 3
-_LANE_OF_KIND = {Kind.TENSOR: TENSOR, Kind.TENSOR_OVERLAPPED: TENSOR, Kind.PIPE: PIPE}
+_LANE_OF_KIND = {
+    **dict.fromkeys((Kind.TENSOR, Kind.TENSOR_OVERLAPPED), TENSOR),
+    **dict.fromkeys((Kind.TENSOR_LATENCY, Kind.TENSOR_OVERLAPPED_LATENCY), TENSOR),
+    **dict.fromkeys((Kind.PIPE, Kind.PIPE_LATENCY), PIPE),
+}
 ORDERS = {"gpipe": "gpipe", "1f1b": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
 
 
@@ -31,7 +35,7 @@ def step_pipeline(
         MeshError: if the degrees do not fit the cluster or the model.
         ArgumentError: if the schedule does not run with these stages and micro-batches.
     """
-    work = step_work(shape, config, cluster, efficiency.num_sms)
+    work = step_work(shape, config, cluster, efficiency)
     name = "interleaved-1f1b" if config.virtual_stages > 1 else ORDERS[config.schedule]
     order = make_order(name, config.pp, config.num_microbatches, config.virtual_stages)
     layers = stage_layers(shape.layers, config.pp)
@@ -52,8 +56,8 @@ def _stage(work: StepWork, row: int, layers: int, config: TrainingConfig, effici
     share = config.virtual_stages
     pieces = max(1, layers // share)
     backward, weight = work.backward[row] * price / share, work.weight[row] * price / share
-    exchange = work.data_seconds / efficiency.data_link / share
-    after = (Segment(DATA, exchange),) if work.data_per_microbatch and exchange else ()
+    exchange = work.exchange.seconds(efficiency.data_link, efficiency.memory) / share
+    after = (Segment(DATA, exchange),) if work.exchange.each_microbatch and exchange else ()
     whole = _chain(backward, pieces)
     actions = {
         "F": _chain(work.forward[row] * price / share, pieces),
@@ -62,7 +66,7 @@ def _stage(work: StepWork, row: int, layers: int, config: TrainingConfig, effici
         "W": _chain(weight, pieces),
     }
     beside: tuple[Beside, ...] = ()
-    if exchange and not work.data_per_microbatch:
+    if exchange and not work.exchange.each_microbatch:
         final = actions["W"] if config.schedule.startswith("zb") else whole
         # a layer's gradients are complete with the last segment of its part of backward
         ends = [len(final) * (piece + 1) // pieces - 1 for piece in range(pieces)]

@@ -6,7 +6,7 @@ apart, as in Megatron-LM and DeepSpeed. Expert parallel ranks are part of the da
 
 from dataclasses import dataclass
 
-from autopar.cost_models.transformer import TransformerShape
+from autopar.cost_models.transformer import TransformerShape, layer_parameters
 from autopar.errors import ArgumentError, BatchError, MeshError
 
 RECOMPUTE = ("none", "selective", "full", "op", "alternate")
@@ -31,7 +31,9 @@ class TrainingConfig:
     `main_grads`: gradients are summed in float32, `fused_grad_sum`: by the matrix products that make them.
     `overlap_*`: communication that runs beside compute (tensor parallel: none, all, or backward beside weight
     gradients).
-    `split_pipe_gradients`: tensor parallel ranks each send their part of a gradient to the stage before.
+    `split_pipe_activations`, `split_pipe_gradients`: tensor parallel ranks each send their part to the next stage and
+    to the one before; otherwise each sends all. `separate_gate`: gate and up are two products, each of which sums the
+    gradient of its input over tensor parallel ranks by itself.
     `blocking_launches`: the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1). `gathered_logits`: tensor parallel
     ranks gather the logits instead of computing the loss on their part of the vocabulary. `in_place_loss`: the loss
     overwrites its float32 logits (Megatron-LM), instead of keeping them, their softmax and two gradients (torch).
@@ -40,7 +42,10 @@ class TrainingConfig:
     of keeping what they gathered. `master_copies`: 16-bit parameters have a float32 copy, gradient sum and states, and
     gradients are clipped; without, the optimizer's state has the parameters' precision, as torch's optimizers keep it.
     `per_tensor_exchange`: each parameter is gathered and each gradient sent by itself, as plans do, not in buckets.
-    `gathers_per_layer`: collectives in which ZeRO-3 gathers a layer's parameters (FSDP2 one, DeepSpeed one a tensor).
+    `deepspeed_zero3`: ZeRO-3 as DeepSpeed of 2021, not FSDP2: a collective a weight instead of one a layer, into a list
+    of as many tensors as ranks; what a recomputed forward gathers is released before its backward. `whole_gradients`:
+    ZeRO-1 sums all gradients on every rank, who then updates a part. `float32_exchange`: 16-bit gradients are sent in
+    float32.
     """
 
     tp: int = 1
@@ -62,6 +67,7 @@ class TrainingConfig:
     main_grads: bool = True
     overlap_data: bool = False
     overlap_tensor: str = "none"
+    split_pipe_activations: bool = True
     split_pipe_gradients: bool = True
     fused_grad_sum: bool = False
     blocking_launches: bool = False
@@ -71,7 +77,10 @@ class TrainingConfig:
     regather_inputs: bool = True
     master_copies: bool = True
     per_tensor_exchange: bool = False
-    gathers_per_layer: int = 1
+    separate_gate: bool = False
+    deepspeed_zero3: bool = False
+    whole_gradients: bool = False
+    float32_exchange: bool = False
     optimizer_states: int = 2
 
     def __post_init__(self) -> None:
@@ -85,7 +94,6 @@ class TrainingConfig:
             "micro_batch",
             "global_batch",
             "seq",
-            "gathers_per_layer",
         ):
             value = getattr(self, field)
             if value < 1:
@@ -103,6 +111,9 @@ class TrainingConfig:
             )
         if self.dp % self.ep:
             raise MeshError(f"ep {self.ep} does not divide dp {self.dp}; experts are spread over data-parallel ranks")
+        for field, zero in (("deepspeed_zero3", 3), ("whole_gradients", 1)):
+            if getattr(self, field) and self.zero != zero:
+                raise ArgumentError(f"{field} is for zero {zero}, but zero is {self.zero}")
         if self.seq % self.cp:
             raise MeshError(f"cp {self.cp} does not divide seq {self.seq}")
         if self.virtual_stages > 1 and (self.pp == 1 or self.schedule != "1f1b"):
@@ -165,3 +176,15 @@ def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
         each = (layers + 2) // pp
         return (each - 1, *[each] * (pp - 2), each - 1)
     return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
+
+
+def stage_params(shape: TransformerShape, config: TrainingConfig, stage: int) -> float:
+    """Parameters of one rank of a stage, before any sharding over data-parallel ranks."""
+    layers = stage_layers(shape.layers, config.pp)[stage]
+    table = shape.vocab * shape.hidden / config.tp
+    total = layers * float(sum(count for count, _ in layer_parameters(shape, config.tp, config.ep)))
+    if stage == 0:
+        total += table + shape.positions * shape.hidden
+    if stage == config.pp - 1:
+        total += shape.norm_vectors * shape.hidden + (0 if shape.tied and config.pp == 1 else table)
+    return total

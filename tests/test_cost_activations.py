@@ -10,8 +10,7 @@ import pytest
 from autopar.cost_models.activation_memory import layer_nbytes
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_memory import in_flight, stage_intervals, step_memory
-from autopar.cost_models.step_work import stage_params
-from autopar.cost_models.training_config import TrainingConfig, stage_layers
+from autopar.cost_models.training_config import TrainingConfig, stage_layers, stage_params
 from autopar.cost_models.transformer import TransformerShape, num_params
 
 TABLE = Path(__file__).resolve().parents[2] / "shared" / "references" / "korthikanti_layers_and_memory.csv"

@@ -17,6 +17,8 @@ from autopar.cost_models.collectives import (
     cheapest,
     collective_seconds,
     collective_seconds_array,
+    least,
+    transfer,
     wire_bytes,
 )
 from autopar.cost_models.links import Links, axis_links
@@ -134,6 +136,26 @@ def test_time_never_falls_when_a_message_grows_a_link_slows_or_a_latency_rises(s
         half = scaled(links, bandwidth=0.5, alpha=2.0)
         for nbytes, seconds in zip(SIZES, before, strict=True):
             assert collective_seconds(kind, nbytes, half)[0] <= 2 * seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_traffic_of_others_slows_bytes_and_not_latencies(seed: int) -> None:
+    """At a part of the bandwidth the cheapest form is taken anew, so that time never falls when a link slows."""
+    rng = random.Random(seed)
+    links, part = random_links(rng), rng.uniform(0.2, 1.0)
+    for kind in KINDS:
+        for nbytes in SIZES:
+            forms = [one for one in algorithms(kind, links) if one.above <= nbytes <= one.up_to]
+            costs = [max(one.floor, one.alpha_seconds + nbytes * one.seconds_per_byte / part) for one in forms]
+            sent = transfer(kind, nbytes, links, part)
+            assert sent.seconds(part) == pytest.approx(min(costs), rel=1e-9)
+            assert sent.latency_seconds >= -1e-12
+            assert least(cheapest(kind, links), nbytes, part)[0] == pytest.approx(min(costs), rel=1e-9)
+            whole = collective_seconds(kind, nbytes, links)[0]
+            assert transfer(kind, nbytes, links, 1.0).seconds(1.0) == pytest.approx(whole)
+            assert whole <= min(costs) * (1 + 1e-9) <= whole / part * (1 + 2e-9)
+    with pytest.raises(ArgumentError, match="a message has 0 bytes or more"):
+        transfer("all_reduce", -1.0, links, part)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

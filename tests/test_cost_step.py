@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster, load_cluster
-from autopar.cost_models.collectives import wire_bytes
+from autopar.cost_models.collectives import transfer, wire_bytes
 from autopar.cost_models.compute import product_seconds
+from autopar.cost_models.data_exchange import data_exchange
 from autopar.cost_models.efficiency import RANGES, Efficiency, known_efficiencies, load_efficiency
 from autopar.cost_models.gemm import slot_flops
 from autopar.cost_models.layer_work import Kind, attention_core, dense_precision
+from autopar.cost_models.links import axis_links
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_time import StepTime, bubble_fraction, pipeline_seconds, simulate_step
-from autopar.cost_models.step_work import stage_params, step_work
-from autopar.cost_models.training_config import TrainingConfig, param_nbytes
+from autopar.cost_models.step_work import step_work, tensor_work
+from autopar.cost_models.training_config import TrainingConfig, param_nbytes, stage_params
 from autopar.cost_models.transformer import TransformerShape, model_flops, product_params
 from autopar.errors import ArgumentError, BatchError, ClusterError, MeshError
 
@@ -49,7 +51,7 @@ def drawn(seed: int) -> tuple[TransformerShape, TrainingConfig, Cluster]:
     )  # fmt: skip
     schedule = rng.choice(["1f1b", "gpipe", "zb-1p", "zb-2p"])
     device = rng.choice(["a100", "h100", "h200"])
-    micro_batch = rng.choice([1, 2, 3])
+    micro_batch, zero = rng.choice([1, 2, 3]), rng.randint(0, 3)
     config = TrainingConfig(
         tp=tp,
         pp=pp,
@@ -59,7 +61,7 @@ def drawn(seed: int) -> tuple[TransformerShape, TrainingConfig, Cluster]:
         micro_batch=micro_batch,
         global_batch=micro_batch * dp * rng.randint(1, 20),
         seq=rng.choice([512, 2048, 4096]),
-        zero=rng.randint(0, 3),
+        zero=zero,
         virtual_stages=rng.choice([1, 2]) if pp > 1 and schedule == "1f1b" else 1,
         schedule=schedule,
         recompute=rng.choice(["none", "selective", "full", "op", "alternate"]),
@@ -72,6 +74,12 @@ def drawn(seed: int) -> tuple[TransformerShape, TrainingConfig, Cluster]:
         main_grads=rng.random() < 0.5,
         fused_grad_sum=rng.random() < 0.5,
         blocking_launches=rng.random() < 0.2,
+        split_pipe_activations=rng.random() < 0.5,
+        split_pipe_gradients=rng.random() < 0.5,
+        separate_gate=rng.random() < 0.3,
+        deepspeed_zero3=zero == 3 and rng.random() < 0.5,
+        whole_gradients=zero == 1 and rng.random() < 0.5,
+        float32_exchange=rng.random() < 0.3,
     )
     ranks = config.num_devices
     return shape, config, load_cluster(f"{ranks}x{device}" if ranks <= 8 else f"{ranks // 8}x8x{device}")
@@ -190,12 +198,61 @@ def test_gradients_take_the_bytes_that_each_rank_must_receive(zero: int) -> None
     assert line_rate is not None
     grads = 2 * stage_params(shape, config, 0)
     received = wire_bytes("reduce_scatter", grads, 8) * {0: 2, 1: 2, 3: 3}[zero]  # gathers are as large
-    work = step_work(shape, config, cluster, 108)
-    assert received / line_rate <= work.data_seconds <= 3 * received / line_rate
+    work = step_work(shape, config, cluster, perfect("a100"))
+    sent = work.exchange.seconds(1.0, 1.0)
+    assert received / line_rate <= sent <= 3 * received / line_rate
     slow = simulated(shape, config, cluster)
     hidden = simulated(shape, replace(config, overlap_data=True), cluster)
     alone = simulated(shape, replace(config, dp=1, global_batch=1), load_cluster("1xa100"))
-    assert slow.data_seconds >= work.data_seconds > hidden.data_seconds > alone.data_seconds == 0
+    assert slow.data_seconds >= sent > hidden.data_seconds > alone.data_seconds == 0
+
+
+def test_gradients_summed_whole_in_float32_are_an_all_reduce_and_a_gather() -> None:
+    cluster, shape = load_cluster("4x8xa100"), named_shape("gpt-1.7b")
+    links = axis_links(cluster, (1, 32, 1, 1), (1, 2))
+    base = TrainingConfig(dp=32, zero=1, micro_batch=1, global_batch=32, seq=2048, main_grads=False)
+    params = stage_params(shape, base, 0)
+
+    def sent(**habits: bool) -> float:
+        return data_exchange(shape, replace(base, **habits), cluster, 0.5).sent.seconds(0.5)
+
+    gathered = transfer("all_gather", 2 * params, links, 0.5).seconds(0.5)
+    for size, habits in ((2, {}), (4, {"float32_exchange": True})):
+        reduced = transfer("all_reduce", size * params, links, 0.5).seconds(0.5)
+        scattered = transfer("reduce_scatter", size * params, links, 0.5).seconds(0.5)
+        assert sent(whole_gradients=True, **habits) == pytest.approx(reduced + gathered)
+        assert sent(**habits) == pytest.approx(scattered + gathered)
+
+
+def test_zero3_of_deepspeed_gathers_weights_one_by_one_into_lists() -> None:
+    """Four weights a layer of h x (3h, h, 4h, 4h): the last, a third, is gathered twice, the others three times."""
+    cluster, shape = load_cluster("4x8xa100"), named_shape("gpt-1.7b")
+    config = TrainingConfig(dp=32, zero=3, micro_batch=1, global_batch=32, seq=2048, recompute="full", main_grads=False)
+    lists = data_exchange(shape, replace(config, deepspeed_zero3=True), cluster, 1.0)
+    whole = data_exchange(shape, config, cluster, 1.0)
+    assert whole.copy_seconds == whole.launch_seconds == 0
+    gathers, device = 2 + 2 / 3, cluster.device
+    launches = 4 * shape.layers * (gathers + 1) * 32
+    assert lists.launch_seconds == pytest.approx(launches * device.launch_seconds, rel=1e-3)
+    nbytes = 2 * stage_params(shape, config, 0) * (3 * gathers + 2)
+    assert lists.copy_seconds == pytest.approx(nbytes / device.memory_bandwidth, rel=1e-3)
+    assert lists.sent.wire_seconds / whole.sent.wire_seconds == pytest.approx((gathers + 1) / 3, rel=1e-2)
+    assert lists.sent.latency_seconds / whole.sent.latency_seconds == pytest.approx(4 * (gathers + 1) / 3, rel=1e-2)
+    assert lists.seconds(0.5, 0.25) == pytest.approx(
+        lists.sent.latency_seconds + 2 * lists.sent.wire_seconds + 4 * lists.copy_seconds + lists.launch_seconds
+    )
+    kept = data_exchange(shape, replace(config, deepspeed_zero3=True, recompute="none"), cluster, 1.0)
+    assert kept.launch_seconds == pytest.approx(4 * shape.layers * 3 * 32 * device.launch_seconds)
+
+
+def test_a_gate_of_its_own_sums_the_gradient_of_its_input_once_more() -> None:
+    cluster, shape = load_cluster("8xa100"), named_shape("llama-3-8b")
+    config = TrainingConfig(tp=8, micro_batch=1, global_batch=1, seq=2048)
+    value = load_efficiency("a100")
+    once, again = (tensor_work(shape, replace(config, separate_gate=gate), cluster, value) for gate in (False, True))
+    for kind in (Kind.TENSOR, Kind.TENSOR_LATENCY):
+        assert again.backward[kind] == pytest.approx(1.5 * once.backward[kind])
+        assert again.forward[kind] == once.forward[kind] > 0
 
 
 def test_constants_outside_their_range_are_refused_and_those_shipped_are_inside() -> None:
@@ -222,6 +279,9 @@ def test_what_does_not_fit_is_refused() -> None:
         TrainingConfig(dp=3, **base)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="no peak flop/s for fp8"):
         simulated(shape, TrainingConfig(dp=8, precision="fp8", **base), load_cluster("8xa100"))  # type: ignore[arg-type]
+    for field, zero in (("deepspeed_zero3", 3), ("whole_gradients", 1)):
+        with pytest.raises(ArgumentError, match=f"{field} is for zero {zero}, but zero is 2"):
+            TrainingConfig(zero=2, **{**base, field: True})  # type: ignore[arg-type]
     for field, value in (
         ("recompute", "some"),
         ("schedule", "x"),

@@ -2,6 +2,7 @@
 
 import csv
 import statistics
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,27 +14,29 @@ from benchmarks.fidelity import (
     layout_rows,
     leave_one_out,
     memory_rows,
+    misses,
     oom_rows,
     step_time_rows,
 )
 from benchmarks.fidelity_fit import STARTS, case_work, predicted_seconds
 from benchmarks.reference_rows import Case, Reading, read_folder
+from benchmarks.repeats import repeat_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "references"
 # As docs/cost_models.md prints them, rounded up: (leave one source out, with one multiplier a stack)
 SEEN = {
-    "BLOOM": (0.07, 0.06),
-    "LLaMA layouts": (0.075, 0.055),
-    "SC'21": (0.08, 0.03),
-    "SC'21, DeepSpeed": (0.11, 0.12),
-    "Korthikanti": (0.06, 0.04),
+    "BLOOM": (0.06, 0.046),
+    "LLaMA layouts": (0.062, 0.05),
+    "SC'21": (0.07, 0.03),
+    "SC'21, DeepSpeed": (0.08, 0.08),
+    "Korthikanti": (0.05, 0.04),
     "Megatron-LM README A100": (0.05, 0.01),
-    "MegaScale": (0.06, 0.05),
-    "Zero-bubble": (0.06, 0.05),
-    "torchtitan A100 performance": (0.07, 0.03),
+    "MegaScale": (0.065, 0.05),
+    "Zero-bubble": (0.055, 0.04),
+    "torchtitan A100 performance": (0.05, 0.03),
     "Megatron-LM README": (0.12, 0.06),
-    "torchtitan H100 llama3": (0.11, 0.08),
-    "torchtitan H100 asyncTP": (0.11, 0.08),
+    "torchtitan H100 llama3": (0.09, 0.07),
+    "torchtitan H100 asyncTP": (0.09, 0.07),
     "torchtitan H200 llama3-8b": (0.06, 0.02),
     "torchtitan H100 performance": (0.13, 0.02),
 }
@@ -102,8 +105,37 @@ def test_the_fastest_layout_is_found() -> None:
     for key in ("regret", "by_time_alone"):
         assert statistics.mean(r[key] for r in searches) <= 1.03
     regrets = sorted(r["regret"] for r in searches)
-    assert regrets[-2] <= 1.15
-    assert regrets[-1] <= 1.22, "one run: the same layout takes as long at a batch a third larger"
+    assert regrets[-3] <= 1.15
+    # one run that takes as long as its layout does at a batch a third larger; one group whose fastest layout is said
+    # to need 2% too much memory, and whose next runs slower the larger the micro-batch, which no other kernel shows
+    assert regrets[-2] <= 1.22
+    assert regrets[-1] <= 1.25
+
+
+def test_how_far_sources_are_from_themselves() -> None:
+    rows = {row["source"]: row for row in repeat_rows(reading().cases)}
+    bloom, llama = rows["BLOOM"], rows["LLaMA layouts"]
+    assert bloom["runs"] > 2 * bloom["layouts"] > 0
+    assert 0 < bloom["within_a_stack"] < bloom["deviation"], "the machine was changed between the days"
+    assert llama["contradictions"] > 5
+    assert llama["worst"] > 1.6, "flash attention 2 takes 1.6 times as long as 1 in the same layout"
+    one, other = (replace(case("kort-t5-175B-present"), seconds=seconds) for seconds in (10.0, 30.0))
+    [row] = repeat_rows([one, other, replace(other, id="the same run in another table")])
+    assert (row["layouts"], row["runs"], row["deviation"], row["largest_ratio"]) == (1, 2, 0.5, 3.0)
+
+
+def test_what_does_not_hold_is_named() -> None:
+    scored, _ = outcome()
+    report = {
+        "step_time": step_time_rows(scored),
+        "layouts": layout_rows(scored),
+        "memory": memory_rows(reading().cases),
+        "oom": oom_rows(reading().cases),
+    }
+    names = [text.split(":")[0] for text in misses(report)]
+    assert names == ["SC'21, DeepSpeed", "layout choice"]
+    worse = {**report, "oom": [{"right": 1, "rows": 9}], "memory": [{"rows": 1, "error": 0.09}]}
+    assert [text.split(":")[0] for text in misses(worse)] == [*names, "out of memory", "peak memory"]
 
 
 def test_memory() -> None:

@@ -85,8 +85,7 @@ class Pricer:
             if forms is None:
                 forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
                 self._forms[kind, axes] = forms
-            seconds, name = least(forms, nbytes)
-            found = self._sent[key] = seconds / self.rates.link(parameter), name
+            found = self._sent[key] = least(forms, nbytes, self.rates.link(parameter))
         return found
 
     def slowest_level(self, axes: tuple[int, ...]) -> str:

@@ -31,14 +31,15 @@ def transformer_gradients(
             raise ArgumentError(
                 f"exchange systems are compared for data and tensor parallel steps: {name} is {value}, make it {needed}"
             )
-    total = step_work(shape, config, cluster, efficiency.num_sms)  # checks the degrees
+    total = step_work(shape, config, cluster, efficiency)  # checks the degrees
     device, price = cluster.device, efficiency.seconds_per_unit()
 
     def seconds(work: PassWork) -> tuple[float, float]:
         forward = float(work.forward @ price)
         return forward, float((work.backward + work.weight + work.recompute) @ price)
 
-    layer = seconds(layer_work(shape, config, device, efficiency.num_sms) + tensor_work(shape, config, cluster))
+    tensor = tensor_work(shape, config, cluster, efficiency)
+    layer = seconds(layer_work(shape, config, device, efficiency.num_sms) + tensor)
     head = seconds(head_work(shape, config, device, efficiency.num_sms))
     embedding = seconds(embedding_work(shape, config, device))
     size = grad_nbytes(config) / config.tp
