@@ -64,7 +64,7 @@ def _send(kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[di
         ) from error
 
 
-@local
+@local("gather")
 def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -80,7 +80,7 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     return out if size is None else out.narrow(dim, 0, size)
 
 
-@local
+@local("scatter_sum")
 def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -94,7 +94,7 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     return out
 
 
-@local
+@local("sum")
 def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     if groups.size(axis) == 1:
         return x.view_as(x)
@@ -104,7 +104,7 @@ def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     return out
 
 
-@local
+@local("maximum")
 def _maximum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     if groups.size(axis) == 1:
         return x.view_as(x)
@@ -114,12 +114,12 @@ def _maximum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     return out
 
 
-@local
+@local("share")
 def _share(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     return x / groups.size(axis)
 
 
-@local
+@local("exchange")
 def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
     n = groups.size(axis)
     if n == 1:
@@ -135,7 +135,7 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
     return out if size is None else out.narrow(concat_dim, 0, size)
 
 
-@local
+@local("slice")
 def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
     chunk = chunk_size(x.shape[dim], n)
@@ -143,7 +143,7 @@ def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
 
 
-@local
+@local("place")
 def _place(x: Tensor, dim: int, axis: Axis, size: int, groups: Groups) -> Tensor:
     """Zeros of `size` along `dim`, with this rank's chunk in its place (padding cut off)."""
     start = min(groups.index(axis) * x.shape[dim], size)

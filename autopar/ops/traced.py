@@ -32,10 +32,14 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 """Kinds of local functions and their numbers in the order that a description has them."""
 
 
-def local(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function(x, ..., groups)` of autopar.ops.collectives is known to `autopar::exchange` by its name."""
-    _locals[function.__name__.lstrip("_")] = function
-    return function
+def local(kind: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A decorator: what `autopar::exchange` runs as `kind` is this `function(x, ..., axis, groups)`."""
+
+    def known(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _locals[kind] = function
+        return function
+
+    return known
 
 
 def traceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

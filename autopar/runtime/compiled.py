@@ -59,7 +59,8 @@ class Compiler:
             with bound(groups, draw, draws.exact):
                 if part in self._runs:
                     return self._runs[part](*values)
-                self._runs[part] = torch.compile(part, fullgraph=True, dynamic=False, backend=self._backend)
+                # Not the module: fx's report of a call that failed would be traced, and refused.
+                self._runs[part] = torch.compile(part.forward, fullgraph=True, dynamic=False, backend=self._backend)
                 with warnings.catch_warnings():
                     for message in OF_TRACING:
                         warnings.filterwarnings("ignore", message)
