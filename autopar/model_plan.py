@@ -144,7 +144,7 @@ class ModelPlan(Plan):
         machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
         own = {f.name: getattr(self, f.name) for f in fields(ModelPlan) if not f.compare}
-        return tuple(model_plan(plan, **own) for plan in found)
+        return tuple(model_plan(plan, **own) for plan in found if isinstance(plan, Plan))
 
     @property
     def graph(self) -> CapturedModel:

@@ -17,6 +17,7 @@ from autopar.calls import Call, call_from_json, call_of
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import MeshError, PlanMismatchError
 from autopar.graph import CapturedModel
+from autopar.model_plan import ModelPlan, model_plan
 from autopar.passes.split_stages import split_stages
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 
@@ -119,6 +120,36 @@ class StagedModelPlan(StagedPlan):
         from autopar.export.stages import export_stages
 
         export_stages(Path(folder), self.graph, self.parts, self, self.to_json(), self.values)
+
+    def alternatives(
+        self,
+        count: int = 5,
+        *,
+        cluster: Cluster | None = None,
+        seconds: float = 60.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> "tuple[ModelPlan | StagedModelPlan, ...]":
+        """The search's next best plans, with other stages or none, cheapest first, each as runnable as this one.
+
+        Args:
+            count: how many at most.
+            cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
+            seconds: of searching.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ClusterError: if the cluster is not known.
+        """
+        from autopar.search.next_best import next_best
+        from autopar.search.program import make_program
+
+        machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
+        found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
+        own = {f.name: getattr(self, f.name) for f in fields(StagedModelPlan) if not f.compare}
+        return tuple(
+            staged_model_plan(plan, **own) if isinstance(plan, StagedPlan) else model_plan(plan, **own)
+            for plan in found
+        )
 
     def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.

@@ -18,6 +18,7 @@ from autopar.search.evaluate import evaluate
 from autopar.search.next_best import ranked
 from autopar.search.plan_timeline import plan_timeline
 from autopar.search.random_plan import random_plan
+from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
 
 
@@ -64,6 +65,25 @@ def test_the_next_best_plans_differ_run_and_cost_more() -> None:
     searched = replace(plan, estimate=replace(plan.estimate, solver={"search": {}}))
     fewer = searched.alternatives(len(others) + 1)
     assert {other.mesh.shape for other in fewer} == {(4,), (2, 2)}, "over all meshes if the plan was searched so"
+
+
+def test_plans_in_stages_have_other_stages_and_none_beside_them() -> None:
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(32, 64)
+    plan = autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="auto", pipeline=2, microbatches=4)
+    assert isinstance(plan, StagedModelPlan)
+    others = plan.alternatives(20)
+    assert {other.pipeline for other in others if isinstance(other, StagedModelPlan)} == {2}, "three blocks"
+    assert {other.schedule for other in others if isinstance(other, StagedModelPlan)} >= {"gpipe"}
+    assert any(isinstance(other, ModelPlan) for other in others)
+    assert [o.estimate.step_seconds for o in others] == sorted(o.estimate.step_seconds for o in others)
+    for other in others:
+        assert other.captured is plan.captured is not None
+        other.check(plan.captured)
+        seconds = other.timeline().seconds
+        assert seconds == pytest.approx(other.estimate.step_seconds, rel=1e-9), other.estimate.solver["instead"]
+    best = ranked(plan, others, plan.captured, machine(4, 1e9), autopar.Overlap())
+    assert best.estimate.bound == plan.estimate.bound
 
 
 def test_the_timeline_picks_the_shortest_and_keeps_the_bound() -> None:

@@ -5,6 +5,8 @@ Candidates, for the plan's own graph (its number of micro-batches) and memory li
     named baselines       ddp, fsdp, megatron, ulysses on the plan's mesh
     other meshes          the best plan on each that follows the cluster's levels, if the plan was searched over them
     without one thing     the best plan without a technique, or without one decision, of the plan (`alternatives`)
+    pipelines             for a plan with stages: other schedules, meshes of a stage, numbers of pipeline ranks, one
+                          among them; those of as many ranks and of the same mesh first
 
 Each is the best of its part of the space, so that no two differ in trifles alone; plans that decide alike count once.
 `ranked` lets the timeline pick: the additive cost is its linear shadow, and the proved bound stays that of the shadow.
@@ -15,38 +17,44 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan
 from autopar.search.alternatives import Space
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
-from autopar.search.meshes import meshes
+from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.plan_timeline import plan_timeline
 from autopar.search.planner import plan_program
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.stages import best_staged, block_starts
 from autopar.search.weave import Overlap
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import StagedPlan, check_microbatches
 
 DECISIONS = 6
 """How many of the dearest decisions are forbidden, one at a time."""
 GAP = 5e-3
 SECONDS = 60.0
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2))
+"""And stages a pipeline rank."""
 SHARE, LEAST = 0.25, 0.05
 """What one question may take of the time given; the share of that below which none is asked."""
 
 
+Some = Plan | StagedPlan
+
+
 def next_best(
-    plan: Plan,
+    plan: Some,
     program: Program,
     cluster: Cluster,
     count: int,
     *,
     seconds: float = SECONDS,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Plan, ...]:
+) -> tuple[Some, ...]:
     """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
 
     Each fits the memory limit; its `estimate.solver["instead"]` says what it is.
@@ -58,19 +66,27 @@ def next_best(
         rest = min(deadline - time.monotonic(), share)
         return rest if rest > LEAST * share else 0.0
 
-    found: list[Plan] = []
+    found: list[Some] = []
     seen = {_decisions(plan)}
-    for other, what in _candidates(plan, program, cluster, left, tell):
+    candidates: Iterator[tuple[Some, str]]
+    if isinstance(plan, StagedPlan):
+        candidates = _pipelines(plan, program, cluster, left, tell)
+    else:
+        candidates = _candidates(plan, program, cluster, left, tell)
+    for other, what in candidates:
         key = _decisions(other)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
-            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={"instead": what})
+            told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute")}
+            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": what})
             found.append(other.with_estimate(estimate))
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
 
-def _decisions(plan: Plan) -> tuple[object, ...]:
+def _decisions(plan: Some) -> tuple[object, ...]:
     """What makes two plans one: `origin` and the rest say where they come from."""
+    if isinstance(plan, StagedPlan):
+        return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage) for stage in plan.stages)
     return (
         plan.mesh,
         tuple(sorted(plan.choices.items())),
@@ -84,7 +100,7 @@ def _decisions(plan: Plan) -> tuple[object, ...]:
 
 def _candidates(
     plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
-) -> Iterator[tuple[Plan, str]]:
+) -> Iterator[tuple[Some, str]]:
     """Plans as they are found, with words for each."""
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     limit = memory_limit(cluster, plan.config)
@@ -102,12 +118,9 @@ def _candidates(
             tell(f"planning mesh {mesh}")
             own = Pricer(mesh=mesh, cluster=cluster, config=plan.config)
             try:
-                other = plan_program(
-                    program, own, relative_gap=GAP, seconds=left(), with_baselines=False, fold=True, say_least=False
-                )
+                yield _planned(program, own, left()), f"mesh {mesh}"
             except (InfeasibleError, SearchTimeoutError):
                 continue
-            yield other, f"mesh {mesh}"
     if plan.mesh.num_axes > SEARCHED_AXES:
         return
     space = Space(plan=plan, program=program, pricer=pricer, limit=limit, relative_gap=GAP)
@@ -120,13 +133,67 @@ def _candidates(
                 yield answered, f"{words}{asked}"
 
 
+def _pipelines(
+    plan: StagedPlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[Some, str]]:
+    """The best plans of other arrangements, and without stages."""
+    num_blocks = len(block_starts(program.captured)) + 1
+    near = sorted(
+        arrangements(cluster, tuple(parts(cluster))),
+        key=lambda a: (a.pipeline != plan.pipeline, a.mesh.shape != plan.mesh.shape),
+    )
+    for arrangement in near:
+        p = arrangement.pipeline
+        solved: dict[float | None, Plan] = {}
+
+        def whole(pricer: Pricer, solved: dict[float | None, Plan] = solved) -> Plan:
+            room = pricer.config.memory_nbytes
+            if room not in solved:
+                solved[room] = _planned(program, pricer, left())
+            return solved[room]
+
+        for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
+            if p * chunks > num_blocks or not _runs(schedule, p, plan.microbatches) or not left():
+                continue
+            words = f"{arrangement}, {schedule}" if p > 1 else f"no stages, mesh {arrangement}"
+            tell(f"planning {words}")
+            pricer = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=plan.config)
+            try:
+                if p == 1:
+                    yield _planned(program, pricer, left()), words
+                elif (made := best_staged(program, pricer, cluster, p, schedule, chunks, whole)[0]) is not None:
+                    yield made, words
+            except (InfeasibleError, SearchTimeoutError):
+                continue
+
+
+def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
+    return plan_program(
+        program,
+        pricer,
+        relative_gap=GAP,
+        seconds=max(seconds, LEAST),
+        with_baselines=False,
+        fold=True,
+        say_least=False,
+    )
+
+
+def _runs(schedule: str, pipeline: int, microbatches: int) -> bool:
+    try:
+        check_microbatches(schedule, pipeline, microbatches)
+    except ArgumentError:
+        return False
+    return True
+
+
 def ranked(
-    plan: Plan | StagedPlan,
-    others: Sequence[Plan],
+    plan: Some,
+    others: Sequence[Some],
     captured: CapturedModel,
     cluster: Cluster,
     overlap: Overlap,
-) -> Plan | StagedPlan:
+) -> Some:
     """Of `plan` and `others` the one whose overlapped step is shortest; its bound, baselines and search are `plan`'s.
 
     `captured`: their graph; that of one micro-batch of the whole model. `estimate.solver["timeline"]` says what each
@@ -157,7 +224,7 @@ def ranked(
 
 
 def best_overlapped(
-    plan: Plan | StagedPlan,
+    plan: Some,
     captured: CapturedModel,
     cluster: Cluster,
     overlap: Overlap,
@@ -165,10 +232,10 @@ def best_overlapped(
     *,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Plan | StagedPlan:
-    """`ranked` among a plan and its `count` next best; a plan with stages stands alone."""
-    others: tuple[Plan, ...] = ()
-    if isinstance(plan, Plan) and count:
+) -> Some:
+    """`ranked` among a plan and its `count` next best."""
+    others: tuple[Some, ...] = ()
+    if count:
         own = SECONDS if seconds is None else seconds
         others = next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell)
     tell("simulating the best plans")
