@@ -2,28 +2,31 @@
 
 In an ordinary process the class (or the one instance given) gains `plan(example_inputs)` and nothing else changes. In a
 process that torchrun started, the first call of a model plans for the processes there are (rank 0 captures and plans,
-the others receive both), and from then on calls, parameters and state are those of the distributed module.
+the others receive both), and from then on calls, parameters and state are those of the distributed module. A plan of
+several micro-batches or with stages trains by `model.train_step(batch)`, as every distributed module does.
 """
 
 import gc
 import hashlib
+import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api import check_choice, plan, values_of
 from autopar.calls import Call, call_of
 from autopar.cluster import Cluster, load_cluster, resized
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
-from autopar.mesh import Mesh
-from autopar.model_plan import ModelPlan, model_plan, plan_from_text
+from autopar.model_plan import ModelPlan, plan_from_text
+from autopar.staged_model_plan import StagedModelPlan, staged_plan_from_text
+from autopar.staged_plan import is_staged
 
 Model = TypeVar("Model")
 
@@ -33,69 +36,51 @@ DELEGATED = (
 )
 """Methods that are the distributed module's, once there is one."""
 
+METHODS = {
+    "plan": "autopar.plan(model, ...)",
+    "distribute": "autopar.distribute(model, plan)",
+    "train_step": "autopar.distribute(model, plan).train_step(batch)",
+    "clip_grad_norm_": "autopar.distribute(model, plan).clip_grad_norm_(max_norm)",
+}
+"""Methods that a decorated model gains, and what to use where it has one of that name."""
+
 _MODULE = "_autopar_module"
+
+
+OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
+"""Keywords that the decorator takes: those of `autopar.plan` beside the model and a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What the decorator was told."""
 
-    cluster: Any
-    mesh: str | tuple[int, ...] | Mesh | None
-    global_batch: int | None
-    optimizer: str
-    precision: str | None
-    loss_fn: Callable[..., Any] | None
-    memory_gb: float | None
+    options: Mapping[str, Any]
 
-    def plan(self, model: nn.Module, call: Call, **more: Any) -> ModelPlan:
-        made = plan(
-            model,
-            call,
-            cluster=self.cluster,
-            mesh=self.mesh,
-            pipeline=1,
-            global_batch=self.global_batch,
-            optimizer=self.optimizer,
-            precision=self.precision,
-            loss_fn=self.loss_fn,
-            memory_gb=self.memory_gb,
-            **more,
-        )
-        assert isinstance(made, ModelPlan)
-        return made
+    @property
+    def global_batch(self) -> int | None:
+        return self.options.get("global_batch")
+
+    def plan(self, model: nn.Module, call: Call, **more: Any) -> ModelPlan | StagedModelPlan:
+        return plan(model, call, **{**self.options, **more})
 
 
-def auto_parallel(
-    target: Any = None,
-    *,
-    cluster: Any,
-    mesh: str | tuple[int, ...] | Mesh | None = None,
-    global_batch: int | None = None,
-    optimizer: str = "adamw",
-    precision: str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    memory_gb: float | None = None,
-) -> Any:
-    """Decorate a class, or a model: `auto_parallel(model, cluster="4xcpu")`. Arguments are those of `autopar.plan`.
+def auto_parallel(target: Any = None, *, cluster: Any, **options: Any) -> Any:
+    """Decorate a class, or a model: `auto_parallel(model, cluster="4xcpu")`. Keywords are those of `autopar.plan`.
 
-    The model gains `plan(example_inputs)` and `distribute(example_inputs)`. Under torchrun it plans for as many devices
-    of the cluster's kind as there are processes. Make optimizers after the first call, or after
-    `model.distribute(example_inputs)`.
+    The model gains `plan(example_inputs)`, `distribute(example_inputs)`, `train_step(batch)` and
+    `clip_grad_norm_(max_norm)`. Under torchrun it plans for as many devices of the cluster's kind as there are
+    processes; a plan in micro-batches or stages is trained by `train_step`, any other also by calling the model and
+    `loss.backward()`. Make optimizers after the first call, or after `model.distribute(example_inputs)`.
 
     Raises:
-        ArgumentError: if the target is neither a module class nor a module, or has methods of these names.
+        ArgumentError: for a keyword that `autopar.plan` lacks, or if the target is neither a module class nor a module,
+            or has methods of these names.
     """
-    check_choice("optimizer", optimizer, NUM_STATES)
-    settings = Settings(
-        cluster=cluster,
-        mesh=mesh,
-        global_batch=global_batch,
-        optimizer=optimizer,
-        precision=precision,
-        loss_fn=loss_fn,
-        memory_gb=memory_gb,
-    )
+    for name in options:
+        check_choice("keyword", name, OPTIONS)
+    check_choice("optimizer", options.get("optimizer", "adamw"), NUM_STATES)
+    settings = Settings(options={**options, "cluster": cluster})
     return (lambda it: _decorated(it, settings)) if target is None else _decorated(target, settings)
 
 
@@ -115,12 +100,14 @@ def _decorated(target: Any, settings: Settings) -> Any:
 
 
 def _equip(cls: Any, settings: Settings) -> None:
-    """Give a class its two methods, and let calls and state go to the distributed module once there is one."""
-    for name in ("plan", "distribute"):
+    """Give a class its methods, and let calls and state go to the distributed module once there is one."""
+    for name, instead in METHODS.items():
         if hasattr(cls, name):
-            raise ArgumentError(f"{cls.__name__} has a {name} of its own; use autopar.{name}(model, ...) instead")
+            raise ArgumentError(f"{cls.__name__} has a {name} of its own; use {instead} instead")
 
-    def plan_method(self: nn.Module, example_inputs: Any = None, *args: Any, **kwargs: Any) -> ModelPlan:
+    def plan_method(
+        self: nn.Module, example_inputs: Any = None, *args: Any, **kwargs: Any
+    ) -> ModelPlan | StagedModelPlan:
         """Plan for the cluster that the decorator named."""
         positions = (example_inputs, *args) if args else ()
         return settings.plan(self, call_of(None if args or kwargs else example_inputs, positions, kwargs))
@@ -131,6 +118,22 @@ def _equip(cls: Any, settings: Settings) -> None:
             raise ArgumentError("distribute works in processes that torchrun started; call plan(example_inputs) here")
         _distribute(self, call_of(example_inputs), settings)
         return self
+
+    def train_step_method(self: nn.Module, batch: Any) -> Tensor:
+        """Forward and backward of the global batch; its loss."""
+        if not _is_launched():
+            raise ArgumentError(
+                "train_step works in processes that torchrun started; here call the model and loss.backward()"
+            )
+        module = self.__dict__.get(_MODULE) or _distribute(self, call_of(batch), settings)
+        loss: Tensor = module.train_step(batch)  # type: ignore[operator]
+        return loss
+
+    def clip_method(self: nn.Module, max_norm: float) -> Tensor:
+        """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`; the norm before."""
+        own = getattr(self.__dict__.get(_MODULE), "clip_grad_norm_", None)
+        norm: Tensor = own(max_norm) if own is not None else nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+        return norm
 
     call = cls.__call__
 
@@ -144,6 +147,7 @@ def _equip(cls: Any, settings: Settings) -> None:
         return module(*args, **kwargs)
 
     cls.plan, cls.distribute, cls.__call__ = plan_method, distribute_method, call_method
+    cls.train_step, cls.clip_grad_norm_ = train_step_method, clip_method
     for name in DELEGATED:
         setattr(cls, name, _delegating(getattr(cls, name), name))
 
@@ -181,7 +185,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     import torch.distributed as dist
 
     from autopar.passes.insert_collectives import insert_collectives
-    from autopar.runtime import DistributedModule, init
+    from autopar.runtime import DistributedModule, PipelinedModule, init
     from autopar.runtime.agreement import agree, failing_together
 
     init()
@@ -194,10 +198,13 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
             )
         agree(_facts(model, call))
     planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
-    assert planned.captured is not None
-    local = insert_collectives(planned.captured, planned)
-    values = values_of(planned.captured, model)
-    module = DistributedModule(local, values, bare=planned.call is not None and planned.call.bare)
+    values = values_of(planned.graph, model)
+    bare = planned.call is not None and planned.call.bare
+    module: nn.Module
+    if isinstance(planned, StagedModelPlan):
+        module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare)
+    else:
+        module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare)
     module.train(model.training)
     nn.Module.to(model, "meta")  # the distributed module holds its part; the whole is no longer needed
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
@@ -213,17 +220,16 @@ def _plan_on_first_rank(model: nn.Module, call: Call, settings: Settings) -> byt
     if dist.get_rank() != 0:
         return b""
     try:
-        machine = settings.cluster if isinstance(settings.cluster, Cluster) else load_cluster(settings.cluster)
+        named = settings.options["cluster"]
+        machine = named if isinstance(named, Cluster) else load_cluster(named)
         nodes, per_node = _launched()
-        settings = replace(settings, cluster=resized(machine, nodes, per_node))
-        planned = settings.plan(model, call, with_baselines=False)
-        assert planned.captured is not None
-        return pickle.dumps((planned.to_json(), dump(planned.captured)))
+        planned = settings.plan(model, call, cluster=resized(machine, nodes, per_node), with_baselines=False)
+        return pickle.dumps((planned.to_json(), dump(planned.graph)))
     except AutoparError as error:
         return pickle.dumps(error)
 
 
-def _received(made: bytes, rank: int) -> ModelPlan:
+def _received(made: bytes, rank: int) -> ModelPlan | StagedModelPlan:
     """Rank 0's plan on every rank.
 
     Raises:
@@ -242,8 +248,8 @@ def _received(made: bytes, rank: int) -> ModelPlan:
     if isinstance(answer, AutoparError):
         raise answer
     text, graph = answer
-    planned = plan_from_text(text)
-    return model_plan(planned, captured=load(graph), call=planned.call, source=planned.source)
+    read = staged_plan_from_text if is_staged(text) else plan_from_text
+    return replace(read(text), captured=load(graph))
 
 
 def _facts(model: nn.Module, call: Call) -> dict[str, str]:
