@@ -1,11 +1,11 @@
 """Which rates explain the measured operations? Peak, its reachable part, memory bandwidth, launch: the roofline's own.
 
-    seconds = 3 max(flops / (peak efficiency), nbytes / bandwidth) + 2 launch
+    seconds = sum over the passes of max(flops / (peak efficiency), nbytes / bandwidth) + launch
 
-forward once and backward twice, as planning counts them. Constants minimise a robust sum of log errors (SciPy, soft
-L1), so that being twice too fast is as bad as being twice too slow. The peak of the first dtype is that of its fastest
-product; the efficiency, which all dtypes share, is the part of it that products reach on the whole, and other dtypes'
-peaks are set so that peak times efficiency is what theirs reach.
+forward and backward, flops and bytes as planning counts them. Constants minimise a robust sum of log errors (SciPy,
+soft L1), so that being twice too fast is as bad as being twice too slow. The peak of the first dtype is that of its
+fastest product; the efficiency, which all dtypes share, is the part of it that products reach on the whole, and other
+dtypes' peaks are set so that peak times efficiency is what theirs reach.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,19 @@ def fit_device(samples: Sequence[WorkSample], origin: Origin) -> tuple[Device, t
     if not dtypes or all(sample.flops for sample in samples):
         raise ClusterError("a device is fitted to matrix products and memory-bound operations; measure some of both")
     seconds = np.array([sample.seconds for sample in samples])
-    flops = np.array([3 * sample.flops for sample in samples])
-    nbytes = np.array([3 * sample.nbytes for sample in samples])
+    flops = np.array([[sample.flops, 2 * sample.flops] for sample in samples])
+    nbytes = np.array([[sample.nbytes, sample.backward_nbytes] for sample in samples])
     product = np.array([dtypes.index(sample.dtype) if sample.flops else -1 for sample in samples])
 
     def predicted(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         launch, bandwidth, *rates = np.exp(logs)
         rate = np.where(product >= 0, np.array([*rates, 1.0])[product], 1.0)
-        result: npt.NDArray[np.float64] = np.maximum(flops / rate, nbytes / bandwidth) + 2 * launch
+        passes = np.maximum(flops / rate[:, None], nbytes / bandwidth) + launch
+        result: npt.NDArray[np.float64] = passes.sum(axis=1)
         return result
 
-    fastest = [float((flops / seconds)[product == k].max()) for k in range(len(dtypes))]
-    bandwidth = float((nbytes / seconds)[product < 0].max())
+    fastest = [float((flops.sum(axis=1) / seconds)[product == k].max()) for k in range(len(dtypes))]
+    bandwidth = float((nbytes.sum(axis=1) / seconds)[product < 0].max())
     start = np.log([float(seconds.min()) / 2, bandwidth / 2, *(rate / 2 for rate in fastest)])
     answer = least_squares(lambda logs: np.log(predicted(logs) / seconds), start, loss="soft_l1", f_scale=SOFT)
     launch, bandwidth, *rates = np.exp(answer.x).tolist()

@@ -35,8 +35,9 @@ ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_
 class Work(NamedTuple):
     name: str
     dtype: str
-    flops: float
+    product: tuple[int, ...]
     nbytes: float
+    backward_nbytes: float
     call: Callable[[], object]
 
 
@@ -55,7 +56,14 @@ class WorkRounds:
 
     def samples(self) -> tuple[WorkSample, ...]:
         return tuple(
-            WorkSample(name=work.name, dtype=work.dtype, flops=work.flops, nbytes=work.nbytes, seconds=seconds)
+            WorkSample(
+                name=work.name,
+                dtype=work.dtype,
+                product=work.product,
+                nbytes=work.nbytes,
+                backward_nbytes=work.backward_nbytes,
+                seconds=seconds,
+            )
             for work, seconds in zip(self.works, self.rounds.typical(), strict=True)
         )
 
@@ -67,22 +75,28 @@ def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> W
     elements = rows * inner + inner * columns + rows * columns
     call = _both_ways(lambda: F.linear(x, weight), (x, weight))
     name = f"{rows} x {inner} x {columns}"
-    return Work(name, dtype, 2.0 * rows * inner * columns, elements * x.element_size(), call)
+    nbytes = elements * x.element_size()
+    return Work(name, dtype, (rows, columns, inner), nbytes, 2 * nbytes, call)
 
 
 def _silu(count: int, device: torch.device) -> Work:
     x = torch.ones(count, device=device, requires_grad=True)
-    return Work(f"silu of {count}", "fp32", 0.0, 2.0 * 4 * count, _both_ways(lambda: F.silu(x), (x,)))
+    return _memory_bound(f"silu of {count}", count, (2, 3), _both_ways(lambda: F.silu(x), (x,)))
 
 
 def _product_of_two(count: int, device: torch.device) -> Work:
     x, y = (torch.ones(count, device=device, requires_grad=True) for _ in range(2))
-    return Work(f"mul of {count}", "fp32", 0.0, 3.0 * 4 * count, _both_ways(lambda: x * y, (x, y)))
+    return _memory_bound(f"mul of {count}", count, (3, 5), _both_ways(lambda: x * y, (x, y)))
 
 
 def _softmax(count: int, device: torch.device) -> Work:
     x = torch.ones(max(1, count // 128), min(128, count), device=device, requires_grad=True)
-    return Work(f"softmax of {count}", "fp32", 0.0, 2.0 * 4 * count, _both_ways(lambda: x.softmax(-1), (x,)))
+    return _memory_bound(f"softmax of {count}", count, (2, 3), _both_ways(lambda: x.softmax(-1), (x,)))
+
+
+def _memory_bound(name: str, count: int, times: tuple[int, int], call: Callable[[], object]) -> Work:
+    """`times` that planning counts an element as read or written, forward and backward."""
+    return Work(name, "fp32", (), 4.0 * times[0] * count, 4.0 * times[1] * count, call)
 
 
 def _both_ways(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:

@@ -6,7 +6,7 @@ from autopar.calibration.measure_collectives import measuring_mesh
 from autopar.calibration.samples import CollectiveSample, WorkSample
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import collective_seconds
-from autopar.cost_models.compute import compute_seconds
+from autopar.cost_models.compute import rates_of
 from autopar.cost_models.links import Links, axis_links
 
 
@@ -24,10 +24,15 @@ def _links(cluster: Cluster, level: int | None, group_size: int) -> Links:
 
 
 def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
-    """Seconds of the operation, forward and backward.
+    """Seconds of the operation, forward and backward, as a plan prices it: by fitted constants where the file names a
+    device that has them and keeps its nominal figures, else by the roofline of the file's own.
 
     Raises:
         ArgumentError: if the device has no peak for the operation's dtype.
     """
-    forward = compute_seconds(sample.flops, sample.nbytes, sample.dtype, cluster.device)
-    return forward + compute_seconds(2 * sample.flops, 2 * sample.nbytes, sample.dtype, cluster.device)
+    rates, nbytes, dtype = rates_of(cluster.device), sample.nbytes, sample.dtype
+    if sample.product:
+        m, n, k = sample.product
+        forward = rates.products([(1, m, n, k)], nbytes, dtype)
+        return forward + rates.products([(1, m, k, n), (1, k, n, m)], nbytes, dtype)
+    return rates.other(0.0, nbytes, dtype) + rates.other(0.0, sample.backward_nbytes, dtype)

@@ -1,5 +1,6 @@
 """What did a calibration see? Values only: seconds of collectives and of operations, and where they were measured."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -22,14 +23,21 @@ class CollectiveSample:
 class WorkSample:
     """`seconds` of one operation, forward and backward, while all ranks run it.
 
-    flops, nbytes: of its forward; backward has twice of both, as planning counts it.
+    product: (rows, columns, inner) of a matrix product, whose backward is two of as many flops and bytes; () of a
+    memory-bound operation, with the bytes that planning counts for each pass.
     """
 
     name: str
     dtype: str
-    flops: float
+    product: tuple[int, ...] = ()
     nbytes: float
+    backward_nbytes: float
     seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass."""
+        return 2.0 * math.prod(self.product) if self.product else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
