@@ -68,28 +68,27 @@ def check_bounds(timeline: PlanTimeline, most: float) -> None:
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(own)), "one at a time"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[::2])
 def test_without_overlap_it_is_the_estimate_with_it_between_its_bounds(family: str) -> None:
     captured, number = captured_of(family), FAMILIES.index(family)
-    plan = drawn(captured, number % 4)
+    plan = drawn(captured, number // 2)
     estimate = evaluate(plan, captured, machine())
     step = plan_timeline(plan, captured, machine())
     assert step.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
     assert sum(event["dur"] for event in spans(step)) == pytest.approx(estimate.step_seconds * 1e6, rel=1e-9)
     computed = sum(estimate.seconds[kind] for kind in ("forward", "backward", "recompute", "optimizer"))
     assert step.busy["compute"] == pytest.approx(computed, rel=1e-9)
-    check_bounds(plan_timeline(plan, captured, machine(), OVERLAPS[number % 2]), estimate.step_seconds)
+    check_bounds(plan_timeline(plan, captured, machine(), OVERLAPS[number // 2 % 2]), estimate.step_seconds)
 
 
 @pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gpt2", 3), ("resnet", 4)])
 def test_micro_batches_follow_each_other(family: str, count: int) -> None:
     captured = part_of(family, count, 4)
-    for seed in (1, 2):
-        plan = drawn(captured, seed)
-        seconds = evaluate(plan, captured, machine()).step_seconds
-        assert plan_timeline(plan, captured, machine()).seconds == pytest.approx(seconds, rel=1e-9)
-        for overlap in OVERLAPS:
-            check_bounds(plan_timeline(plan, captured, machine(), overlap), seconds)
+    plan = drawn(captured, count)
+    seconds = evaluate(plan, captured, machine()).step_seconds
+    assert plan_timeline(plan, captured, machine()).seconds == pytest.approx(seconds, rel=1e-9)
+    for overlap in OVERLAPS[count % 2 :]:
+        check_bounds(plan_timeline(plan, captured, machine(), overlap), seconds)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2)])
@@ -120,7 +119,7 @@ def runs_of(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Runs:
     return find_runs(plan, program, pricer, itemised(plan, program, pricer)[1], hoisted=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ("mixtral", *FAMILIES[1::2]))
 def test_nothing_starts_before_what_it_reads_is_there(family: str) -> None:
     """Every value that is read is made, and in the overlapped step no task begins before that."""
     captured = captured_of(family)
@@ -195,6 +194,8 @@ def test_buckets_save_the_start_of_messages_and_gathers_ahead_hide() -> None:
     assert threads[0] == "compute" and len(threads) == 2 and threads[1].endswith(": data")
     with pytest.raises(ArgumentError, match="neither can be negative"):
         Overlap(ahead=-1)
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        each.save("/nowhere/step.json")
 
 
 MODEL_FILE = """
@@ -252,7 +253,5 @@ def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFi
     woven = ran("plan", model, "--cluster", "2xcpu", "--overlap", "--no-baselines", "--trace", traces[0])
     facts = woven["estimate"]["solver"]["timeline"]
     assert ends(traces[0]) == pytest.approx(facts["plans"][facts["chosen"]]["timeline_seconds"])
-    failed = ran("plan", model, "--cluster", "2xcpu", "--trace", tmp_path / "none" / "step.json")
-    assert failed["code"] == 2 and "cannot be written" in failed["error"]
     with pytest.raises(PlanMismatchError, match="bind"):
         load_plan(saved).timeline()
