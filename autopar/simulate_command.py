@@ -107,6 +107,7 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
     return {
         "model": shape.name,
         "cluster": cluster.name,
+        "rates": efficiency.title,
         "step_seconds": time.seconds,
         "mfu": time.mfu,
         "tokens_per_second": time.tokens_per_second,
@@ -184,6 +185,7 @@ def _print(answer: dict[str, Any], console: Console) -> None:
         f"{answer['exposed_data_seconds']:.3g} s, optimizer {answer['optimizer_seconds']:.3g} s",
         highlight=False,
     )
+    console.print(f"priced by {answer['rates']}", highlight=False)
     console.print("MFU: attention halved for the causal mask, nothing recomputed, no input embedding, 16-bit peak")
     table = Table("memory, fullest stage", "GB", title_justify="left")
     for name, value in answer["memory_gb"].items():

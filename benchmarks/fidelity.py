@@ -39,6 +39,8 @@ from benchmarks.layer_rows import layer_cases
 from benchmarks.reference_rows import Case, groups, read_folder
 from benchmarks.repeats import repeat_rows
 
+# GPUs without measured steps to fit: the type whose parts of nominal rates they take, and their multiprocessors
+BORROWED = {"v100": ("a100", 80), "rtx2080ti": ("a100", 68), "b200": ("h100", 148)}
 SEARCHES = ("BLOOM", "LLaMA layouts")  # sources that looked for the fastest layout
 SURVEY, COLLECTIVES = "ddl_survey.csv", "nccl.csv"
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +145,11 @@ def fit_all(folder: Path, cases: list[Case]) -> None:
             path = ROOT / "cost_models" / "rates" / f"{gpu}.toml"
             path.write_text(_toml(value, gpu, rows), encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
+        for gpu, (kind, num_sms) in BORROWED.items():
+            if kind == gpu_type:
+                path = ROOT / "cost_models" / "rates" / f"{gpu}.toml"
+                path.write_text(_borrowed_toml(value, gpu, kind, num_sms), encoding="utf-8")
+                print(f"wrote {path.relative_to(ROOT)}")
 
 
 def _material(
@@ -163,6 +170,19 @@ def _toml(value: Efficiency, gpu: str, rows: str) -> str:
         source = f"{FITTED}{rows}" if moved else "assumed: no measured step shows it"
         source = MEASURED[TYPES[gpu]].get(key, source)
         lines.append(f'{key} = {{ value = {getattr(value, key):.4g}, source = "{source}" }}')
+    return "\n".join(lines) + "\n"
+
+
+def _borrowed_toml(value: Efficiency, gpu: str, kind: str, num_sms: int) -> str:
+    lines = [
+        f"# {gpu}: parts of nominal rates, those of {kind}: not fitted to this GPU.",
+        "# Written by benchmarks/fidelity.py --fit",
+        "",
+        f'borrowed = "{kind}"',
+        f'num_sms = {{ value = {num_sms}, source = "NVIDIA architecture white paper" }}',
+    ]
+    source = f"borrowed from {kind}, not fitted to a step of {gpu}"
+    lines += [f'{key} = {{ value = {getattr(value, key):.4g}, source = "{source}" }}' for key in RANGES]
     return "\n".join(lines) + "\n"
 
 

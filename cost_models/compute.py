@@ -56,7 +56,9 @@ class Rates:
     @property
     def name(self) -> str:
         """Which formulas these are, in words for a plan's file."""
-        return f"roofline of {self.device.name}" if self.fitted is None else f"fitted constants of {self.fitted.name}"
+        if self.fitted is None:
+            return f"roofline of {self.device.name}"
+        return self.fitted.title
 
     def products(self, sizes: Sequence[tuple[int, int, int, int]], nbytes: float, dtype: str) -> float:
         """Of the matrix products (batch, m, n, k) of one pass of an op, each of which moves `nbytes`."""

@@ -42,7 +42,8 @@ class Efficiency:
     forward. scores: of the peak, the batched products of attention with scores in memory. memory: of the memory
     bandwidth, elementwise kernels. *_link: of the collective model's bandwidth under a training step's contention, by
     what the traffic is for. *_overlap: of communication that can be hidden, the part that is. kernel_seconds: a launch
-    that compute does not hide. num_sms: streaming multiprocessors.
+    that compute does not hide. num_sms: streaming multiprocessors. borrowed: the GPU type whose parts of nominal rates
+    these are, where no measured step of this one is at hand; "" if they are its own.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Efficiency:
     data_overlap: float
     tensor_overlap: float
     kernel_seconds: float
+    borrowed: str = ""
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -69,6 +71,12 @@ class Efficiency:
                     f"efficiency {self.name}: {key} {getattr(self, key)} is outside its physical range, "
                     f"{least} to {most}"
                 )
+
+    @property
+    def title(self) -> str:
+        """Whose constants these are, in words."""
+        whose = f"constants borrowed from {self.borrowed} for" if self.borrowed else "fitted constants of"
+        return f"{whose} {self.name}"
 
     def seconds_per_unit(self) -> npt.NDArray[np.float64]:
         """What one unit of each `Kind` of work costs, in its order."""
@@ -91,7 +99,7 @@ def load_efficiency(device: str) -> Efficiency:
     """The constants of a device: of its own file, or of the longest file name that its name begins with.
 
     Raises:
-        ClusterError: if there is none; a fraction of another GPU's peak would be a guess.
+        ClusterError: if there is none.
     """
     candidates = [name for name in known_efficiencies() if device == name or device.startswith(name + "-")]
     if not candidates:
@@ -123,11 +131,12 @@ def efficiency_from_table(table: Mapping[str, Any], name: str) -> Efficiency:
     Raises:
         ClusterError: if a constant is missing, unknown, or outside its range.
     """
-    keys = [f.name for f in fields(Efficiency) if f.name not in ("name", "sources")]
-    if set(table) != set(keys):
-        raise ClusterError(f"efficiency {name}: keys are {sorted(table)} but must be {sorted(keys)}")
+    keys = [f.name for f in fields(Efficiency) if f.name not in ("name", "borrowed", "sources")]
+    if set(table) - {"borrowed"} != set(keys):
+        raise ClusterError(f"efficiency {name}: keys are {sorted(table)} but must be {sorted(keys)}, borrowed optional")
     values = {key: table[key]["value"] for key in keys}
-    return Efficiency(name=name, sources=tuple((key, table[key]["source"]) for key in keys), **values)
+    sources = tuple((key, table[key]["source"]) for key in keys)
+    return Efficiency(name=name, borrowed=table.get("borrowed", ""), sources=sources, **values)
 
 
 def _folder() -> Any:

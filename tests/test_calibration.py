@@ -5,17 +5,14 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from process_group import ranks
-from torch.nn import functional as F
 
 from autopar.api import plan
-from autopar.calibration import measure_work
 from autopar.calibration.check import check_ranks, compared, median_errors
 from autopar.calibration.command import Request, run
 from autopar.calibration.file import calibration_toml, check_writable
@@ -28,17 +25,12 @@ from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin, WorkSample
 from autopar.calibration.timing import interquartile_mean
-from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError, MeshError, RankError
 from autopar.link import Line, LinkLevel
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
 
 SIZES = sizes_between(1 << 10, 64 << 20, 13)
 
@@ -97,43 +89,6 @@ def work_of(truth: Device, rng: random.Random, noise: float) -> tuple[WorkSample
         sample = WorkSample(name="", dtype=dtype, product=product, nbytes=nbytes, backward_nbytes=backward, seconds=1.0)
         samples.append(replace(sample, seconds=predicted_work(machine, sample) * math.exp(rng.gauss(0, noise))))
     return tuple(samples)
-
-
-def test_what_is_measured_is_what_planning_prices() -> None:
-    """The bytes of each measured operation are its rule's, and a file's seconds are a plan's: by fitted constants on a
-    device that has them, by the roofline on a calibrated one."""
-    cases = {
-        "silu": (measure_work._silu(4096, torch.device("cpu")), lambda p: F.silu(p[0]), [(4096,)]),
-        "mul": (measure_work._product_of_two(4096, torch.device("cpu")), lambda p: p[0] * p[1], [(4096,)] * 2),
-        "softmax": (measure_work._softmax(4096, torch.device("cpu")), lambda p: p[0].softmax(-1), [(32, 128)]),
-        "linear": (
-            measure_work._product((64, 128, 32), "fp32", torch.device("cpu")),
-            lambda p: F.linear(p[0], p[1]),
-            [(64, 128), (32, 128)],
-        ),
-    }
-    mine = replace(load_cluster("1xa100"), device=device({"fp32": 5e10}, 8e9, 2e-5))
-    for name, (work, function, shapes) in cases.items():
-
-        class Loss(torch.nn.Module):
-            def __init__(self, shapes: list[tuple[int, ...]] = shapes) -> None:
-                super().__init__()
-                self.p = torch.nn.ParameterList(torch.ones(shape) for shape in shapes)
-
-            def forward(self, x: torch.Tensor, function: Callable[..., torch.Tensor] = function) -> torch.Tensor:
-                return function(self.p).sum() + x.sum()
-
-        program = make_program(capture(Loss(), (torch.ones(2),), {}))
-        [op] = [op for op in program.ops if name in op.name]
-        sample = WorkSample(
-            name=name, dtype="fp32", product=work.product, nbytes=work.nbytes, backward_nbytes=work.backward_nbytes,
-            seconds=1.0,
-        )  # fmt: skip
-        for cluster, rates in ((load_cluster("1xa100"), "fitted constants of a100"), (mine, "roofline of")):
-            pricer = Pricer(mesh=make_mesh((1,)), cluster=cluster, config=TrainConfig(precision="fp32"))
-            assert pricer.rates.name.startswith(rates)
-            price = pricer.op(op, next((way,) for way in op.choices if pricer.is_allowed(op, (way,))))
-            assert predicted_work(cluster, sample) == pytest.approx(price.forward + price.backward, rel=1e-9), name
 
 
 def test_the_middle_half_forgets_outliers_and_adds_up() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from autopar.cluster import load_cluster
 from autopar.cost_models.compute import compute_seconds, rates_of
+from autopar.cost_models.efficiency import RANGES, load_efficiency
 from autopar.errors import ArgumentError
 
 DEVICE = load_cluster("8xh100").device
@@ -36,7 +37,7 @@ def test_flops_in_a_dtype_without_peak_are_refused_bytes_are_not() -> None:
         compute_seconds(1, 0, "int64", DEVICE)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "a100", "h200", "v100", "rtx2080ti"])
+@pytest.mark.parametrize("gpu", ["h100", "a100", "h200", "v100", "rtx2080ti", "b200"])
 def test_no_price_is_below_flops_at_the_peak_or_bytes_at_the_bandwidth(gpu: str) -> None:
     device = load_cluster(f"1x{gpu}").device
     rates, rng = rates_of(device), random.Random(0)
@@ -61,4 +62,13 @@ def test_a_device_is_priced_by_fitted_constants_unless_it_was_calibrated_or_nobo
     assert rates_of(load_cluster("8xa100-40gb").device).name == "fitted constants of a100"
     calibrated = replace(DEVICE, efficiency=0.9, sources=(("efficiency", "measured"),))
     assert rates_of(calibrated).name == "roofline of h100"
-    assert rates_of(load_cluster("1xv100").device).name == "roofline of v100"
+    assert rates_of(load_cluster("1xcpu").device).name == "roofline of cpu"
+
+
+@pytest.mark.parametrize(("gpu", "lender"), [("v100", "a100"), ("rtx2080ti", "a100"), ("b200", "h100")])
+def test_a_gpu_of_which_no_step_was_measured_borrows_parts_and_says_so(gpu: str, lender: str) -> None:
+    own, lent = load_efficiency(gpu), load_efficiency(lender)
+    assert (own.borrowed, lent.borrowed) == (lender, "")
+    assert rates_of(load_cluster(f"1x{gpu}").device).name == f"constants borrowed from {lender} for {gpu}"
+    assert all(getattr(own, key) == getattr(lent, key) for key in RANGES)
+    assert all("borrowed" in source for key, source in own.sources if key != "num_sms")

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cluster import load_cluster
 from autopar.cost_models.efficiency import RANGES, Efficiency, load_efficiency
+from autopar.cost_models.step_time import simulate_step
+from autopar.cost_models.training_config import TrainingConfig
+from autopar.cost_models.transformer import TransformerShape
 from benchmarks.fidelity import (
     Scored,
     layout_rows,
@@ -21,6 +25,7 @@ from benchmarks.fidelity import (
 from benchmarks.fidelity_fit import STARTS, case_work, predicted_seconds
 from benchmarks.reference_rows import Case, Reading, read_folder
 from benchmarks.repeats import repeat_rows
+from benchmarks.survey_fit import read_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "references"
 # As docs/cost_models.md prints them, rounded up: (leave one source out, with one multiplier a stack)
@@ -152,6 +157,23 @@ def test_shipped_constants_are_those_of_a_fit_on_every_source() -> None:
             case_work(one, STARTS["a100" if one.gpu == "a100" else "h100"]), load_efficiency(one.gpu)
         )
         assert seconds == pytest.approx(one.seconds, rel=0.12)
+
+
+def test_borrowed_constants_are_near_the_one_step_of_such_a_gpu() -> None:
+    """BERT-Base on one RTX 2080 Ti, float32: the survey's base of all its speedups."""
+    if not FOLDER.is_dir():
+        pytest.skip("no references beside the repository")
+    row = next(r for r in read_rows(FOLDER) if r.model == "BERT-Base")
+    shape = TransformerShape(
+        name="bert-base", layers=12, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=30528,
+        positions=512, linear_bias=True, qkv_bias=True, norm_vectors=2, dropout=True, tied=True,
+    )  # fmt: skip
+    config = TrainingConfig(
+        micro_batch=64, global_batch=64, seq=64, precision="fp32", attention="unfused", fusion="norm",
+        master_copies=False, in_place_loss=False,
+    )  # fmt: skip
+    step = simulate_step(shape, config, load_cluster("1xrtx2080ti"), load_efficiency("rtx2080ti"))
+    assert step.seconds == pytest.approx(row.single_seconds, rel=0.2)
 
 
 def test_a_folder_of_other_sources_is_predicted_with_the_shipped_constants(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_machine_is_named_by_device_and_number(tmp_path: Path, capsys: pytest.
 
 BAD = [
     (ROW.replace("8xh100", "8xh1000"), "ClusterError", "line 3: cluster '8xh1000' is neither a preset nor"),
-    (ROW.replace("8xh100", "8xv100"), "ClusterError", "line 3: no training constants are known for device 'v100'"),
+    (ROW.replace("8xh100", "8xcpu"), "ClusterError", "line 3: no training constants are known for device 'cpu'"),
     (
         ROW.replace(",2,1,4,", ",2,2,4,"),
         "MeshError",
