@@ -7,11 +7,13 @@ Hosts are network namespaces of this machine (`benchmarks.race_hosts`; needs roo
 each rate and number of ranks the cluster is calibrated first, as `autopar calibrate` does, and planning reads what that
 found. Contenders of a model: the chosen plan, the search's next best, ddp, fsdp and megatron as plans of ours, and
 torch's DistributedDataParallel, fully_shard and (Llama) parallelize_module. They take turns, every round begins with
-another one, of each step the slowest rank counts, and medians over rounds are compared.
+another one, and of each step the slowest rank counts. What is compared are medians over rounds of a step's seconds over
+those of that round's median contender, so that a machine that is slow for a while is so for all.
 
 A row: chosen / fastest of all; best of torch's / chosen; Spearman's rank correlation of predicted and measured seconds
-of our plans; the quartiles of the chosen plan's steps around their median; bytes counted on the link / payload
-predicted by plan and algorithm, least and most over our plans. What is counted has headers: 66 bytes (Ethernet 14, IP
+of our plans, once as they are and once with predictions within 3% of each other as ties (the next plans are near the
+chosen one); the quartiles of the chosen plan's steps around their median; bytes counted on the link / payload predicted
+by plan and algorithm, least and most over our plans. What is counted has headers: 66 bytes (Ethernet 14, IP
 20, TCP 32) a packet of at most 1448 bytes of payload, 4.6%, and one such packet of acknowledgement for about two that
 come, up to 2.3%. Small messages fill no packets.
 """
@@ -49,7 +51,7 @@ FOUR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 CALIBRATION = Effort(kinds=FOUR, least_nbytes=1 << 10, most_nbytes=4 << 20, num_sizes=6, num_rounds=3, dtypes=("fp32",))
 NAMED = ("ddp", "fsdp", "megatron")
 RATES, RANKS, ROUNDS, NEXT = "100mbit,1gbit", "4,8", 9, 5
-START_SECONDS = 180.0
+TIE = 0.03
 
 
 class Ranks:
@@ -135,17 +137,23 @@ def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry]
 
 
 def row_of(setting: str, entries: Sequence[Entry], ran: dict[str, Ran]) -> dict[str, Any]:
-    seconds = {label: statistics.median(one.seconds) for label, one in ran.items()}
+    rounds = [statistics.median(together) for together in zip(*(one.seconds for one in ran.values()), strict=True)]
+    seconds = {
+        label: statistics.median(own / common for own, common in zip(one.seconds, rounds, strict=True))
+        for label, one in ran.items()
+    }
     ours = [entry for entry in entries if entry.predicted is not None]
-    low, _, high = statistics.quantiles(ran["chosen"].seconds, n=4, method="inclusive")
+    low, middle, high = statistics.quantiles(ran["chosen"].seconds, n=4, method="inclusive")
+    predicted, measured = [e.predicted or 0.0 for e in ours], [seconds[e.label] for e in ours]
     ratios = [ran[e.label].crossed / e.payload for e in ours if e.payload]
     return {
         "setting": setting,
         "chosen_over_fastest": seconds["chosen"] / min(seconds.values()),
         "fastest": min(seconds, key=seconds.__getitem__),
         "torch_over_chosen": min(s for label, s in seconds.items() if label.startswith("torch")) / seconds["chosen"],
-        "spearman": spearman([e.predicted or 0.0 for e in ours], [seconds[e.label] for e in ours]),
-        "spread": [low / seconds["chosen"], high / seconds["chosen"]],
+        "spearman": spearman(predicted, measured),
+        "spearman_of_ties": spearman(tied(predicted), measured),
+        "spread": [low / middle, high / middle],
         "traffic": [min(ratios), max(ratios)],
         "contenders": [
             {**dataclasses.asdict(ran[e.label]), "label": e.label, "predicted": e.predicted, "payload": e.payload}
@@ -163,12 +171,23 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     return statistics.correlation(ranks(xs), ranks(ys))
 
 
+def tied(values: Sequence[float]) -> list[float]:
+    """Each value as the least of those that it is within `TIE` of, going up from the least of all."""
+    out: dict[float, float] = {}
+    least = 0.0
+    for value in sorted(values):
+        least = least if least and value <= least * (1 + TIE) else value
+        out[value] = least
+    return [out[value] for value in values]
+
+
 def print_row(row: dict[str, Any], console: Console) -> None:
     low, high = row["spread"]
     console.print(
-        f"{row['setting']:20} chosen/fastest {row['chosen_over_fastest']:.2f} ({row['fastest']})  torch/chosen "
-        f"{row['torch_over_chosen']:.2f}  Spearman {row['spearman']:.2f}  chosen {low:.2f}-{high:.2f}  traffic "
-        f"{row['traffic'][0]:.3f}-{row['traffic'][1]:.3f}"
+        f"{row['setting']:20} chosen/fastest {row['chosen_over_fastest']:.2f} ({row['fastest']})  "
+        f"torch/chosen {row['torch_over_chosen']:.2f}  "
+        f"Spearman {row['spearman']:.2f}, {row['spearman_of_ties']:.2f}  "
+        f"chosen {low:.2f}-{high:.2f}  traffic {row['traffic'][0]:.3f}-{row['traffic'][1]:.3f}"
     )
     for one in row["contenders"]:
         predicted = "" if one["predicted"] is None else f"predicted {one['predicted'] * 1e3:8.1f} ms  "
@@ -238,7 +257,9 @@ def summary(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(
         f"{len(rows)} settings: chosen/fastest at most {max(r['chosen_over_fastest'] for r in rows):.2f}, torch/chosen "
         f"{statistics.geometric_mean(r['torch_over_chosen'] for r in rows):.2f} in the (geometric) mean, Spearman at "
-        f"least {min(r['spearman'] for r in rows):.2f}, mean {statistics.fmean(r['spearman'] for r in rows):.2f}"
+        f"least {min(r['spearman'] for r in rows):.2f}, mean {statistics.fmean(r['spearman'] for r in rows):.2f}, with "
+        f"ties at least {min(r['spearman_of_ties'] for r in rows):.2f}, "
+        f"mean {statistics.fmean(r['spearman_of_ties'] for r in rows):.2f}"
     )
 
 

@@ -57,6 +57,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model in training mode with seeded weights, and the keywords of a call with the global batch."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it remarks on words and losses that these small models do without
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     return model.train(), batch

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,7 @@ def _numel(blocks: nn.ModuleList) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view that nobody writes to
     init(backend="gloo", timeout_seconds=300.0)
     print(DONE, "started", flush=True)
     for line in sys.stdin:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from autopar.mesh import make_mesh
-from benchmarks.race import spearman
+from benchmarks.race import spearman, tied
 from benchmarks.race_hosts import Hosts, HostsError
 from benchmarks.race_traffic import crossing, groups_along
 
@@ -52,6 +52,7 @@ def test_spearman() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 2], [5, 5, 6]) == pytest.approx(1)
+    assert tied([1.04, 1.0, 1.02, 1.03, 1.06]) == [1.04, 1.0, 1.0, 1.0, 1.04]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"), reason="needs root, ip, tc")
