@@ -8,7 +8,7 @@ holds more than its limit, again for less memory of the whole model.
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import ArgumentError, InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
@@ -71,4 +71,7 @@ def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, 
 def _cut(said: NamedConfiguration, plan: Plan, program: Program, pricer: Pricer, cluster: Cluster) -> StagedPlan:
     cuts = choose_cuts(plan, program, pricer, said.num_stages)
     made, stages = staged(plan, program, pricer, said.pp, said.pipeline_schedule, cuts)
-    return replace(priced(made, stages, cluster, pricer.cluster), origin=str(said))
+    try:
+        return replace(priced(made, stages, cluster, pricer.cluster), origin=str(said))
+    except ArgumentError as error:
+        raise ArgumentError(f"{said} has no price: {error}; choose another schedule or number of them") from error
