@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.calibration.measure import Effort, measure
@@ -30,9 +31,18 @@ from autopar.runtime.data import local_samples
 from autopar.serialize import load
 from benchmarks.race_hosts import sent_nbytes
 from benchmarks.race_models import make
-from benchmarks.runtime_contenders import tensor_parallel
 
 DONE = "@done"
+LLAMA = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    "output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    **{f"layers.*.attention.w{name}": ColwiseParallel() for name in "qkv"},
+    "layers.*.attention.wo": RowwiseParallel(),
+    **{f"layers.*.feed_forward.w{number}": ColwiseParallel() for number in (1, 3)},
+    "layers.*.feed_forward.w2": RowwiseParallel(),
+}
+"""Megatron's tensor parallelism in torch's styles."""
+
 COUNTED_STEPS = 3
 
 
@@ -130,7 +140,7 @@ def contender(job: Race, text: str) -> Contender:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     run_model: nn.Module = model
     if text == "tp":
-        tensor_parallel(model, mesh, split_sequence=False)
+        parallelize_module(model, mesh, LLAMA)
     else:
         rows = len(next(v for v in batch.values() if isinstance(v, Tensor))) // mesh.size()
         first = rows * mesh.get_local_rank()
