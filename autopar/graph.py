@@ -105,6 +105,11 @@ class CapturedModel:
         return (self.loss,) if self.loss else self.sends
 
     @property
+    def is_stage(self) -> bool:
+        """Whether this is a stage of a pipeline."""
+        return bool(self.received or self.sends)
+
+    @property
     def microbatches(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.microbatches
 

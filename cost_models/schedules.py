@@ -133,12 +133,15 @@ def _gpipe(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
     yield from (Action(rank, "B", k) for k in range(m))
 
 
-def _loop(rank: int, p: int, m: int, v: int, warmup: int, late_weights: int | None) -> Iterator[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards left; v stages in rounds of p.
+def _loop(
+    rank: int, p: int, m: int, v: int, warmup: int, late_weights: int | None, each: int | None = None
+) -> Iterator[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards left; v stages in rounds of `each` (p).
 
     `late_weights`: backwards are split, and the weights' part lags by that many; None: backwards are whole.
     """
-    if v > 1 and m % p:
+    each = p if each is None else each
+    if v > 1 and m % each:
         raise ArgumentError(
             f"an interleaved schedule needs micro-batches in rounds of {p} ranks: {m} is no multiple of {p}; use "
             f"{max(m - m % p, p)} or {m - m % p + p} micro-batches"
@@ -147,9 +150,9 @@ def _loop(rank: int, p: int, m: int, v: int, warmup: int, late_weights: int | No
 
     def nth(step: int, *, forward: bool) -> tuple[int, int]:
         """Stage and micro-batch of a rank's `step`-th forward or backward."""
-        rounds, place = divmod(step, p)
+        rounds, place = divmod(step, each)
         chunk = rounds % v if forward else v - 1 - rounds % v
-        return chunk * p + rank, rounds // v * p + place
+        return chunk * p + rank, rounds // v * each + place
 
     def backward(step: int) -> Iterator[Action]:
         stage, microbatch = nth(step, forward=False)
@@ -178,7 +181,15 @@ def _one_forward_one_backward(rank: int, p: int, m: int, v: int) -> Iterator[Act
 
 
 def _interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
-    return _loop(rank, p, m, v, (v - 1) * p + 2 * (p - 1 - rank), None)
+    """As torch runs it: micro-batches in rounds of about p, all equal."""
+    each, rest = divmod(m, max(1, m // p))
+    if rest:
+        low = m // p * p
+        raise ArgumentError(
+            f"interleaved-1f1b on {p} ranks runs micro-batches in {m // p} equal rounds, which {m} are not; use {low} "
+            f"or {low + p} micro-batches"
+        )
+    return _loop(rank, p, m, v, (v - 1) * each + 2 * (p - 1 - rank), None, each)
 
 
 def _zero_bubble_h1(rank: int, p: int, m: int, v: int) -> Iterator[Action]:

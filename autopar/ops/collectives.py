@@ -116,7 +116,8 @@ def _maximum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
 
 @local("share")
 def _share(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
-    return x / groups.size(axis)
+    n = groups.size(axis)
+    return x.view_as(x) if n == 1 else x / n
 
 
 @local("exchange")
@@ -138,6 +139,8 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
 @local("slice")
 def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     n = groups.size(axis)
+    if n == 1:
+        return x.view_as(x)
     chunk = chunk_size(x.shape[dim], n)
     part = pad_dim(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk)
     return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
@@ -146,6 +149,8 @@ def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
 @local("place")
 def _place(x: Tensor, dim: int, axis: Axis, size: int, groups: Groups) -> Tensor:
     """Zeros of `size` along `dim`, with this rank's chunk in its place (padding cut off)."""
+    if groups.size(axis) == 1:
+        return x.view_as(x)
     start = min(groups.index(axis) * x.shape[dim], size)
     length = min(x.shape[dim], size - start)
     out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))

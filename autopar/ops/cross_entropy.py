@@ -1,6 +1,7 @@
 """Cross entropy over the last dim of the logits, whole or split over mesh axes."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,31 @@ def cross_entropy(
     return rows.sum() / counted
 
 
+class _Sums(torch.autograd.Function):
+    """Of each row: the sum of exp, the label's own value if it is here, and the sum of the first `num_summed` if any.
+
+    Autograd would keep the values beside their exp, and hold three more such tensors at once in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, inside: Tensor, num_summed: int) -> Tensor:
+        exp = values.exp()
+        ctx.save_for_backward(exp, index, inside)
+        ctx.num_summed = num_summed
+        sums = [exp.sum(-1), torch.where(inside, values.gather(-1, index).squeeze(-1), 0.0)]
+        return torch.stack([*sums, values[..., :num_summed].sum(-1)] if num_summed else sums)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exp, index, inside = ctx.saved_tensors
+        of_sum, of_label, *of_all = gradients[0].unsqueeze(-1).unbind()
+        gradient = exp * of_sum
+        gradient.scatter_add_(-1, index, torch.where(inside.unsqueeze(-1), of_label, 0.0))
+        if of_all:
+            gradient[..., : ctx.num_summed] += of_all[0]
+        return gradient, None, None, None
+
+
 def count_labels(target: Tensor, *, ignore_index: int = -100) -> Tensor:
     """How many labels are not ignored; a float, so that ranks may hold summands of it like of any other sum."""
     return (target != ignore_index).sum(dtype=torch.float64)
@@ -84,11 +110,9 @@ def _split_rows(
     shifted = shifted - all_reduce_maximum(shifted.detach().amax(-1), axis=axis).unsqueeze(-1)
     local = target - start
     inside = (local >= 0) & (local < length) & (target != ignore_index)
-    picked = shifted.gather(-1, torch.where(inside, local, 0).unsqueeze(-1)).squeeze(-1)
-    sums = [shifted.exp().sum(-1), torch.where(inside, picked, 0.0)]
-    if label_smoothing:
-        sums.append(shifted[..., :length].sum(-1))
-    normaliser, *terms = all_reduce(torch.stack(sums), axis=axis).unbind()
+    index = torch.where(inside, local, 0).unsqueeze(-1)
+    sums: Tensor = _Sums.apply(shifted, index, inside, length if label_smoothing else 0)  # type: ignore[no-untyped-call]
+    normaliser, *terms = all_reduce(sums, axis=axis).unbind()
     loss = normaliser.log() - terms[0]
     if label_smoothing:
         smooth = normaliser.log() - terms[1] / num_classes

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.module import DistributedModule
+from autopar.runtime.trainable import Trainable
 from autopar.runtime.private_torch import local_tensor
 
 
@@ -78,12 +78,14 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._references[key]
 
 
-def watch(module: DistributedModule, inputs: Mapping[str, Tensor]) -> PeakMemory:
+def watch(module: Trainable, inputs: Mapping[str, Tensor]) -> PeakMemory:
     """A count that begins with what a module holds, and with this rank's part of the inputs of a step."""
     memory = PeakMemory()
     memory.hold("parameters", module.parameters())
     memory.hold("gradients", (p.grad for p in module.parameters() if p.grad is not None))
-    memory.hold("inputs", [*module.buffers(), *module.state.constants.values(), *inputs.values()])
+    constants = (value for state in module.states for value in state.constants.values())
+    memory.hold("inputs", [*module.buffers(), *constants, *inputs.values()])
+    memory.hold("received", module.receive_buffers())
     return memory
 
 

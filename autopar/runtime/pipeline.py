@@ -172,6 +172,10 @@ class PipelinedModule(Trainable):
             self._state_of(placeholder).add_gradient(placeholder, gradient)
         return loss
 
+    def receive_buffers(self) -> Iterable[Tensor]:
+        """Buffers of what this rank's stages receive; none before the first step."""
+        return self._schedule.buffers()
+
     def local_gradient(self, placeholder: str) -> Tensor | None:
         """This rank's part of the gradient of a parameter that its stages have, None if there is none yet."""
         return self._state_of(placeholder).gradient(placeholder)

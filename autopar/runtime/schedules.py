@@ -60,13 +60,19 @@ class Schedule:
         group: dist.ProcessGroup,
     ) -> None:
         self.plan, self.captured, self.stages, self.group = plan, captured, stages, group
-        described = [self._described(stage) for stage in stages]
+        described = self._described_stages = [self._described(stage) for stage in stages]
         self._schedule = schedule_class(plan.schedule)(
             described[0] if plan.schedule in SINGLE else described,
             plan.microbatches,
             loss_fn=lambda loss, index: loss,
             scale_grads=False,
         )
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What the library receives into, or put there: of every micro-batch, forward and back."""
+        for stage in self._described_stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                yield from (info.buffer for info in infos if info.buffer is not None)
 
     def train(self) -> None:
         """All passes of a step, forward and back."""

@@ -54,6 +54,10 @@ class Trainable(nn.Module):
         """Names of the original model that other ranks have alone."""
         return ()
 
+    def receive_buffers(self) -> Iterable[Tensor]:
+        """Buffers kept from step to step for what other stages send."""
+        return ()
+
     def train_step(self, batch: Any) -> Tensor:
         """Forward and backward of the global batch, in the plan's micro-batches; its loss, without a graph.
 

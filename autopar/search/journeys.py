@@ -5,7 +5,7 @@ The same order as `passes.insert_collectives`: consumers in graph order, a layou
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from autopar.mesh import Mesh
@@ -88,5 +88,12 @@ def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
     tensor = journey.tensor
     for path in plan.routes.get(tensor.name, ()):
         if path[-1] == wanted:
-            return tuple(step_between(a, b) for a, b in itertools.pairwise(path))
-    return route(journey.source, wanted, tensor.shape, tensor.element_size, plan.mesh, tensor.requires_grad)
+            return tuple(_done(step_between(a, b), plan.mesh) for a, b in itertools.pairwise(path))
+    steps = route(journey.source, wanted, tensor.shape, tensor.element_size, plan.mesh, tensor.requires_grad)
+    return tuple(_done(step, plan.mesh) for step in steps)
+
+
+def _done(step: Step, mesh: Mesh) -> Step:
+    """The step with what it computes: nothing among one rank."""
+    is_alone = all(mesh.shape[axis] == 1 for axis in step.axes)
+    return replace(step, forward="", backward="") if is_alone else step

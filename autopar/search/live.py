@@ -17,6 +17,7 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +25,9 @@ import numpy as np
 from autopar.placement import Layout, Shard
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
-from autopar.rules.spare import handed_on
 from autopar.search.calls import Call, make_calls
-from autopar.search.journeys import Journey
+from autopar.search.gradients import Gradients
+from autopar.search.journeys import SINK, Journey
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program
 from autopar.search.replays import Replays, Value, root_of
@@ -36,29 +37,25 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes that an op or a tensor holds from moment `first` to moment `last`."""
+    """Bytes that an op or a tensor holds from moment `first` to moment `last`.
+
+    role: `fixed`: there through all micro-batches; `gradient`: of a value, `leaf`: of a parameter, which is then added
+    to what is there, `given`: of what a stage received.
+    """
 
     kind: str
     name: str
     nbytes: float
     first: int
     last: int
-
-
-@dataclass(slots=True, eq=False)
-class _Gradient:
-    """A gradient's storage: since when, and how many values' gradients it is."""
-
-    name: str
-    nbytes: int
-    since: int
-    last: int
-    owners: int = 1
+    role: str = ""
 
 
 class Live:
     """`bytes[kind]` at every moment; `at[p]` is the number of the call that op p is, its moment forward too;
-    `backward` and `replay` are the moments of a call's backward pass and of its replay, `end` that of the optimizer."""
+    `backward` and `replay` are the moments of a call's backward pass and of its replay, `end` that of the optimizer.
+    Of a pipeline's stage: what is sent is held from its making to the end of backward, gradients of what was received
+    too; `ends` are bytes of each sent storage."""
 
     def __init__(
         self, plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
@@ -66,7 +63,9 @@ class Live:
         self.plan, self.program, self.pricer = plan, program, pricer
         self.journeys, self.replays = journeys, replays
         self.calls = make_calls(program, plan, pricer, journeys)
-        self.several = plan.microbatches > 1
+        self.several = plan.microbatches > 1 or program.captured.is_stage
+        self.ends: dict[Value, int] = {}
+        self.held: set[Value] = set()
         self.at = {call.op.position: i for i, call in enumerate(self.calls) if call.op is not None}
         self.backward: dict[int, int] = {}
         self.replay: dict[int, int] = {}
@@ -96,10 +95,13 @@ class Live:
             moment += 1
         self.end = moment
 
-    def _add(self, kind: str, name: str, nbytes: float, first: int, last: int) -> None:
-        if nbytes:
-            self.bytes[kind][first : last + 1] += nbytes
-            self.holdings.append(Holding(kind, name, nbytes, first, last))
+    def _add(self, kind: str, name: str, nbytes: float, first: int, last: int, role: str = "") -> None:
+        self._hold(Holding(kind, name, nbytes, first, last, role))
+
+    def _hold(self, holding: Holding) -> None:
+        if holding.nbytes:
+            self.bytes[holding.kind][holding.first : holding.last + 1] += holding.nbytes
+            self.holdings.append(holding)
 
     def moment(self, number: int) -> tuple[str, Call | None]:
         """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
@@ -127,6 +129,8 @@ class Live:
             for value in call.results:
                 if value is not None and self._root(*value) == value:
                     made[value] = last[value] = number
+        for name in self.program.captured.sends:
+            self._sends(name, made)
         for value, number in made.items():
             self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
@@ -134,7 +138,20 @@ class Live:
                 self._cast(journey, uses)
             elif journey.tensor.kind != "op":
                 times = self.plan.microbatches if journey.tensor.kind == "input" else 1
-                self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end)
+                self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end, "fixed")
+
+    def _sends(self, name: str, made: Container[Value]) -> None:
+        """What a stage sends is held, and where it is no contiguous tensor a copy that is."""
+        journey = self.journeys[name]
+        for layout in (layout for position, _, layout in journey.wanted if position == SINK):
+            if (root := self._root(name, layout)) in made:
+                self.held.add(root)
+            is_view = journey.tensor.kind == "op" and not journey.is_copied(layout)
+            if is_view and not self.program.captured.nodes[name].meta["val"].is_contiguous():
+                nbytes = self.ends[name, layout] = self._nbytes((name, layout))
+                self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1)
+            elif root in made:
+                self.ends[root] = self._nbytes(root)
 
     def _cast(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
         """Of a parameter: the rank's part as it is computed on, which what is gathered again is made of too."""
@@ -145,7 +162,8 @@ class Live:
             again = regathered(path) if self.plan.lifetimes.get(name) == "use" else []
             if len(again) == sum(bool(step.forward) for step in path):
                 last = max({last} | uses.get((name, layout), set()))
-        self._add("gathered", name, self.pricer.cast_nbytes(journey.tensor, journey.source), 0, last)
+        nbytes = self.pricer.cast_nbytes(journey.tensor, journey.source)
+        self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
 
     def _root(self, name: str, layout: Layout) -> Value:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
@@ -160,7 +178,11 @@ class Live:
         kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
         nbytes = self._nbytes(value)
         if self._is_once_a_step(value[0]):
-            self._add(kind, value[0], nbytes, 0, self.end - 1)
+            self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
+        elif value in self.held:
+            self._add("activations", value[0], nbytes, made, self.end - 1)
+            if value in self.replays.first:
+                self._add(kind, value[0], nbytes, self.replay[made], max(uses))
         elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
             self._add(kind, value[0], nbytes, made, last)
             for moment in uses:
@@ -181,80 +203,52 @@ class Live:
             if tensor.kind != "parameter":
                 continue
             stored = self.pricer.stored_nbytes(tensor, journey.source)
-            self._add("parameters", tensor.name, stored, 0, end)
+            self._add("parameters", tensor.name, stored, 0, end, "fixed")
             readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
             if not (tensor.requires_grad and readers):
                 continue
-            self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end)
+            self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end, "fixed")
             if self._is_once_a_step(tensor.name):
                 for layout in readers:
-                    self._add("gradients", tensor.name, self.pricer.stored_nbytes(tensor, layout), 0, end - 1)
-                self._add("gradients", tensor.name, stored, end, end)
+                    nbytes = self.pricer.stored_nbytes(tensor, layout)
+                    self._add("gradients", tensor.name, nbytes, 0, end - 1, "fixed")
+                self._add("gradients", tensor.name, stored, end, end, "fixed")
             elif self.several:
-                self._add("gradients", tensor.name, stored, 0, end)
+                self._add("gradients", tensor.name, stored, 0, end, "fixed")
+
+    def gradients(self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True) -> Gradients:
+        """The backward pass, or the part of it for `wanted` values, which may begin at further calls."""
+        ends = self.program.captured.ends
+        first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
+        begin = frozenset({*first, *begins})
+        return Gradients(self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted)
 
     def _gradients(self) -> None:
-        """Backward, call by call: what each makes, hands on, adds up and lets go."""
-        held: dict[Value, _Gradient] = {}
-        for number in reversed(range(len(self.calls))):
-            call, now = self.calls[number], self.backward[number]
-            if call.step is not None and self._is_once_a_step(call.operands[0][0]):
-                continue
-            given = [held.pop(value, None) for value in call.results if value is not None]
-            arrived = next((g for g in given if g is not None), None)
-            is_end = any(value is not None and value[0] in self.program.captured.ends for value in call.results)
-            if any(call.gradients) and (arrived is not None or is_end):
-                for slot, (value, wanted) in enumerate(zip(call.operands, call.gradients, strict=True)):
-                    if wanted:
-                        self._arrive(held, value, self._given(call, slot, value, arrived, now), now)
-            for gradient in given:
-                if gradient is not None:
-                    self._release(gradient, now)
-        for (
-            name,
-            layout,
-        ), gradient in held.items():  # of parameters; with several micro-batches added to what is there
+        """Backward, call by call."""
+        found = self.gradients()
+        for holding in self.holdings_of(found):
+            self._hold(holding)
+        for (name, layout), gradient in found.held.items():
             tensor = self.journeys[name].tensor
-            if self.several:
-                self._add("working", name, gradient.nbytes, gradient.since, gradient.last)
-                continue
-            is_cast = tensor.stored_size != tensor.element_size
-            self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
-            if is_cast:  # autograd casts back what it cast first when all else is done
-                self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
+            if tensor.kind == "parameter" and not self.several:
+                is_cast = tensor.stored_size != tensor.element_size
+                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
+                if is_cast:  # autograd casts back what it cast first when all else is done
+                    self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
+
+    def holdings_of(self, found: Gradients) -> Iterator[Holding]:
+        """What of a backward pass is live for a while, or is added to what there is."""
+        for released in found.released:
+            yield Holding("working", *released, "gradient")
+        for (name, _), gradient in found.held.items():
+            if self.journeys[name].tensor.kind != "parameter":
+                yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
+            elif self.several:
+                yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, "leaf")
 
     def _is_once_a_step(self, name: str) -> bool:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
         return self.several and self.plan.lifetimes.get(name) in ONCE_A_STEP
-
-    def _given(self, call: Call, slot: int, value: Value, arrived: _Gradient | None, now: int) -> _Gradient:
-        """The gradient that a call's backward gives one operand."""
-        if call.op is not None:
-            handed = slot in handed_on(call.op.node, call.op.rule)
-        else:
-            handed = call.step is not None and not call.step.backward
-        if handed and arrived is not None:
-            arrived.owners += 1
-            return arrived
-        return _Gradient(value[0], self._nbytes(value), now, now)
-
-    def _arrive(self, held: dict[Value, _Gradient], value: Value, new: _Gradient, now: int) -> None:
-        """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
-        old = held.get(value)
-        if old is None:
-            held[value] = new
-        elif old.owners == 1:
-            old.last = now
-            self._release(new, now)
-        else:
-            held[value] = _Gradient(value[0], old.nbytes, now, now)
-            self._release(old, now)
-            self._release(new, now)
-
-    def _release(self, gradient: _Gradient, now: int) -> None:
-        gradient.owners -= 1
-        if not gradient.owners:
-            self._add("working", gradient.name, gradient.nbytes, gradient.since, now)
 
     def _beside(self, number: int, call: Call) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
