@@ -24,6 +24,7 @@ from autopar.search.baselines import make_baseline
 from autopar.search.evaluate import evaluate
 from autopar.search.random_plan import random_plan, random_recompute
 from autopar.serialize import dump, load
+from autopar.verification import Check
 from tests.search_cases import machine
 from tests.zoo import zoo
 
@@ -53,6 +54,22 @@ def test_what_autograd_keeps_counts_until_backward() -> None:
         loss.backward()
         assert memory.live == 2 * 400 + 4
     assert memory.peak > 3 * 400 + 4
+
+
+@pytest.mark.parametrize(("measured", "wrong"), [(95, "peak memory"), (97, ""), (104, ""), (107, "peak memory")])
+def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> None:
+    check = Check(
+        plan="p",
+        loss=1.0,
+        loss_error=0.0,
+        gradient_error=0.0,
+        worst_gradient="",
+        predicted={},
+        counted={},
+        predicted_peak=100.0,
+        measured_peak=measured,
+    )
+    assert check.wrong(0.0, 0.0) == ((wrong,) if wrong else ())
 
 
 @cache

@@ -26,7 +26,7 @@ from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
 from autopar.search.program import make_program
-from autopar.search.stages import balanced, block_starts, choose_cuts, in_flight, priced, staged
+from autopar.search.stages import balanced, block_starts, choose_cuts, priced, staged
 from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
 from tests.zoo import zoo
@@ -74,12 +74,6 @@ def test_balanced_is_brute_force() -> None:
         found = balanced(seconds, stages)
         assert len(found) == stages - 1
         assert worst(found) == pytest.approx(min(map(worst, combinations(range(1, count), stages - 1))))
-
-
-def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
-    assert in_flight(make_order("1f1b", 4, 8)) == [4, 3, 2, 1]
-    assert in_flight(make_order("1f1b", 4, 2)) == [2, 2, 2, 1]
-    assert in_flight(make_order("gpipe", 3, 5)) == [5, 5, 5]
 
 
 @cache

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.collectives import all_reduce
-from autopar.ops.groups import Axis
+from autopar.ops.groups import Axis, active_groups
 
 
 def batch_norm(
@@ -24,7 +24,7 @@ def batch_norm(
     Where batch or spatial dims are split over `axis`, mean and variance are those of the whole batch, `count` elements
     a channel: sums over all ranks, whose gradients are summed too.
     """
-    if axis:
+    if axis and active_groups().size(axis) > 1:
         assert count is not None
         return _split_batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, axis, count)
     if torch.compiler.is_compiling() and x.dim() == 3:

@@ -2,7 +2,7 @@
 
 A *storage* counts from the call that makes it until nothing refers to it, views and aliases included; what exists
 before is named by `hold`. Not seen: what a kernel or a library allocates inside one call, the rounding and the
-fragments of an allocator, and buffers of the backend that sends.
+fragments of an allocator, and buffers of the backend that sends (views of storage that no call made are not counted).
 """
 
 import weakref
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.trainable import Trainable
 from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.trainable import Trainable
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,8 +57,9 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again, for local tensors
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._count(tensor, "working", str(func))
+        if not any(returned.alias_info for returned in func._schema.returns):
+            for tensor in _tensors(result):
+                self._count(tensor, "working", str(func))
         return result
 
     def _count(self, tensor: Tensor, kind: str, made_by: str) -> None:

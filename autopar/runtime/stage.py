@@ -214,6 +214,8 @@ class _Pass(torch.autograd.Function):
         if ctx.stage.returns_away:
             ctx.stage.count(wanted)  # zeros are sent where there is no gradient
         found = [None if x.grad is None else x.grad.contiguous() for x in ctx.leaves]
+        for leaf in ctx.leaves:
+            leaf.grad = None  # where backward has a second part, leaves live until then
         del ctx.leaves, ctx.ends
         return (None, None, None, *found)
 

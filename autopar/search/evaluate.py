@@ -39,9 +39,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     return replace(plan.estimate, seconds=seconds, memory=memory, rates=pricer.rates.name)
 
 
-def find_live(
-    plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
-) -> Live:
+def find_live(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})) -> Live:
     """Bytes at every moment, by kind; of a pipeline's stage `sent` says how the next takes what it sends."""
     journeys = make_journeys(program, plan, pricer, sent)
     return Live(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))

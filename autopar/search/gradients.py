@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.rules.spare import handed_on
+from autopar.rules.spare import handed_on, short_name
 from autopar.search.calls import Call
 from autopar.search.replays import Value
 
@@ -26,6 +26,10 @@ class Gradient:
 
 OUTSIDE = 2
 """Owners of a gradient that comes from outside, where somebody holds it."""
+
+
+PERMUTING = ("permute", "transpose", "t")
+RESHAPING = ("view", "reshape", "_unsafe_view")
 
 
 class Released(NamedTuple):
@@ -56,6 +60,7 @@ class Gradients:
         wanted: Callable[[Value], bool] = lambda _: True,
     ) -> None:
         self.nbytes = nbytes
+        self.permuted: set[Value | None] = set()
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
         self.held: dict[Value, Gradient] = {}
@@ -83,14 +88,25 @@ class Gradients:
     def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
-            handed = slot in handed_on(call.op.node, call.op.rule)
+            handed = slot in handed_on(call.op.node, call.op.rule) and not self._is_strided(call, value, arrived)
             is_copied = call.op.rule.alias is None and value not in self.made and arrived.owners > 1
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False
+            if call.results[0] in self.permuted:
+                self.permuted.add(value)
         if handed and not is_copied:
             arrived.owners += 1
             return arrived
         return Gradient(value[0], self.nbytes(value), now, now)
+
+    def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
+        """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""
+        assert call.op is not None
+        name = short_name(call.op.node)
+        before = call.results[0] in self.permuted
+        if not arrived.name and (before != (name in PERMUTING)):
+            self.permuted.add(value)
+        return not arrived.name and before and name in RESHAPING
 
     def _arrive(self, value: Value, new: Gradient, now: int) -> None:
         """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""

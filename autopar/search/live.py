@@ -122,12 +122,12 @@ class Live:
             uses[kept].update(self.backward[self.at[p]] for p in savers)
         for number, call in enumerate(self.calls):
             for name, layout in call.operands:
-                root = self._root(name, layout)
+                root = self.root(name, layout)
                 last[root] = number
                 if number in self.replay:
                     uses[root].add(self.replay[number])
             for value in call.results:
-                if value is not None and self._root(*value) == value:
+                if value is not None and self.root(*value) == value:
                     made[value] = last[value] = number
         for name in self.program.captured.sends:
             self._sends(name, made)
@@ -144,7 +144,7 @@ class Live:
         """What a stage sends is held, and where it is no contiguous tensor a copy that is."""
         journey = self.journeys[name]
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
-            if (root := self._root(name, layout)) in made:
+            if (root := self.root(name, layout)) in made:
                 self.held.add(root)
             is_view = journey.tensor.kind == "op" and not journey.is_copied(layout)
             if is_view and not self.program.captured.nodes[name].meta["val"].is_contiguous():
@@ -165,7 +165,7 @@ class Live:
         nbytes = self.pricer.cast_nbytes(journey.tensor, journey.source)
         self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
 
-    def _root(self, name: str, layout: Layout) -> Value:
+    def root(self, name: str, layout: Layout) -> Value:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
 
     def _nbytes(self, value: Value) -> int:

@@ -28,25 +28,64 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     way = _on_the_way(live)
     later, heads = _later(live, way)
     number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
+    awaited = _replayed_later(live, later)
     beside: tuple[list[Holding], list[Holding]] = [], []
     for holding in back:
         if holding.first >= turn and not holding.role:
             call = live.calls[number_at[holding.first]]
             is_first = any(value in way for value in call.results) or not any(value in later for value in call.results)
-            beside[not is_first].append(holding)
-    replayed = [replace(h, last=end - 1) for h in beside[0] if h.kind == "activations"]
+            beside[not is_first or (holding.name, holding.first) in awaited].append(holding)
+    replayed = [h for h in beside[0] if h.kind == "activations"]
     first = live.gradients(wanted=lambda value: value not in later)
     second = live.gradients(heads, wanted=lambda value: value in later)
     given = {id(g) for (name, _), g in first.held.items() if live.journeys[name].tensor.kind != "parameter"}
-    noted = {id(g): g for number in heads if (g := first.arrived.get(number)) is not None and id(g) not in given}
-    keeps = [replace(h, last=end - 1) for h in kept] if way else kept
-    left = [*keeps, *replayed, *(Holding("working", g.name, g.nbytes, g.since, end - 1) for g in noted.values())]
+    noted = {id(g): g for number in heads if (g := first.arrived.get(number)) is not None}
+    # What is noted and sent back too is copied when it is sent.
+    noting = [
+        Holding("working", g.name, g.nbytes, end - 1 if i in given else g.since, end - 1) for i, g in noted.items()
+    ]
     passing = [h for h in beside[0] if h.kind != "activations"]
+    whole = [replace(h, last=end - 1) for h in (*kept, *replayed)]
+    below = _below(live, heads)
+    left = [h for h in kept if h.last == end - 1]  # what was sent
+    if later:
+        stay = [h for h in (*kept, *replayed) if not way or number_at[min(h.last, end - 1)] in below]
+        left = [*(replace(h, last=end - 1) for h in {*left, *stay}), *noting]
     return Parts(
-        first=(*left, *passing, *live.holdings_of(first)),
-        second=(*(replace(h, first=0) for h in left), *beside[1], *live.holdings_of(second)),
+        first=(*whole, *noting, *passing, *live.holdings_of(first)),
+        second=(*(replace(h, first=0) for h in (left if way else kept)), *beside[1], *live.holdings_of(second)),
         left=tuple(left),
     )
+
+
+def _replayed_later(live: Live, later: set[Value]) -> set[tuple[str, int]]:
+    """Replayed tensors, with their moments, that only gradients of weights wait for: a product's left operand."""
+    left: dict[int, Value] = {}
+    for call in live.calls:
+        product = None if call.op is None else call.op.rule.product
+        if call.op is not None and product is not None and call.operands[product.right] in later:
+            left[call.op.position] = live.root(*call.operands[product.left])
+    found = set()
+    for number, call in enumerate(live.calls):
+        for value in call.results:
+            if value is not None and value in live.replays.first:
+                savers = live.replays.savers.get(value, ())
+                uses = live.replays.uses[value]
+                if all(p in left and (left[p] == value or p not in savers) for p in uses):
+                    found.add((value[0], live.replay[number]))
+    return found
+
+
+def _below(live: Live, heads: set[int]) -> set[int]:
+    """Calls that autograd's graph holds below heads: those whose results they read, and so on."""
+    maker = {value: number for number, call in enumerate(live.calls) for value in call.results if value is not None}
+    found = set(heads)
+    for number in reversed(range(len(live.calls))):
+        if number in found:
+            call = live.calls[number]
+            sources = (v for v, wanted in zip(call.operands, call.gradients, strict=True) if wanted)
+            found.update(maker[value] for value in sources if value in maker)
+    return found
 
 
 def _on_the_way(live: Live) -> set[Value]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.cost_models.schedules import Action, make_order
+from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
 from autopar.search.evaluate import find_live
 from autopar.search.live import MEMORY_KINDS, Holding, Live
@@ -29,7 +29,7 @@ from autopar.search.pricing import Pricer
 from autopar.search.program import make_program
 from autopar.search.split_passes import split_passes
 from autopar.search.strategy_graph import Floats
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import SPLITTING, StagedPlan
 
 STAGED_KINDS = (*MEMORY_KINDS, "received", "sent")
 WAITS_AT_END = ("gpipe", "interleaved-1f1b", "zbv")
@@ -41,8 +41,9 @@ class StageMemory:
     """Bytes of one stage on one rank by kind (`STAGED_KINDS`).
 
     passes: at the peak of an action, what its micro-batch keeps included; first: of the first, which makes gradients
-    instead of adding to them. update: all that is there when the optimizer runs. ends: sent of one micro-batch; given:
-    gradients sent back.
+    instead of adding to them. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
+    `given` sent back, `copied` where backward has two parts, for then what passes through is a copy; `taken` and
+    `answered` are received, forward and back.
     """
 
     always: Floats
@@ -54,11 +55,14 @@ class StageMemory:
     left: Floats
     ends: float
     given: float
+    copied: float
+    taken: float
+    answered: float
 
     @property
     def state(self) -> Floats:
         """The optimizer's."""
-        return self.update * (np.array(STAGED_KINDS) == "optimizer")
+        return _vector("optimizer", float(self.update[STAGED_KINDS.index("optimizer")]))
 
 
 def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
@@ -72,19 +76,20 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     parts = split_passes(live, kept, back)
     received = [live.journeys[name] for name in stage.received]
     taken = [live.pricer.local_nbytes(j.tensor, j.source) for j in received]
-    returned = [n for n, j in zip(taken, received, strict=True) if j.tensor.requires_grad]
-    buffers = _vector("received", live.plan.microbatches * (sum(taken) + sum(_answered(live, stage))))
     passes = {"B": back, "I": parts.first, "W": parts.second}
     return StageMemory(
-        always=_summed(h for h in fixed if h.kind not in ("gradients", "optimizer")) + buffers,
+        always=_summed(h for h in fixed if h.kind not in ("gradients", "optimizer")),
         gradients=_summed(h for h in fixed if h.kind == "gradients" and h.first == 0),
-        update=_summed(h for h in fixed if h.last == end) + buffers,
+        update=_summed(h for h in fixed if h.last == end),
         passes={"F": _peak(forward, 0, turn)} | {kind: _peak(part, turn, end) for kind, part in passes.items()},
         first={kind: _peak(_staying(live, part), turn, end) for kind, part in passes.items()},
         kept=_summed(kept),
         left=_summed(parts.left),
         ends=float(sum(live.ends.values())),
-        given=float(sum(returned)),
+        given=float(_returned(live, stage)),
+        copied=float(sum(n for n, j in zip(taken, received, strict=True) if j.tensor.requires_grad)),
+        taken=float(sum(taken)),
+        answered=float(sum(_answered(live, stage))),
     )
 
 
@@ -100,7 +105,11 @@ def rank_memory(
 
     batch_nbytes: of the global batch. with_optimizer: with the optimizer's state, which is there from the second step.
     """
-    batch = _vector("inputs", batch_nbytes)
+    count = 1 + max(action.microbatch for action in actions)
+    received = [stages[n - 1].ends if n - 1 in stages else s.taken for n, s in stages.items()]
+    given = {n: s.copied if schedule in SPLITTING else s.given for n, s in stages.items()}
+    received += [given[n + 1] if n + 1 in stages else s.answered for n, s in stages.items()]
+    batch = _vector("inputs", batch_nbytes) + _vector("received", count * sum(received))
     best = batch + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
     live = batch + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
     waits, begun = schedule in WAITS_AT_END, set[tuple[int, str]]()
@@ -126,16 +135,22 @@ def rank_memory(
         if schedule == "1f1b" and 0 <= started < over and microbatch in (started, over):
             live = live + _vector("sent", own.ends if microbatch == started else -own.ends)
         if kind != "W" and number - 1 not in stages and (waits or is_first):
-            live = live + _vector("sent", own.given)
+            live = live + _vector("sent", given[number])
     return dict(zip(STAGED_KINDS, best.tolist(), strict=True))
 
 
 def rank_memories(
-    plan: StagedPlan, stages: Sequence[CapturedModel], memories: Sequence[StageMemory], *, with_optimizer: bool = True
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    order: PipelineOrder,
+    memories: Sequence[StageMemory],
+    *,
+    with_optimizer: bool = True,
 ) -> list[dict[str, float]]:
     """`rank_memory` of every pipeline rank, for the memory of each stage."""
-    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
-    inputs = {spec.placeholder: spec for stage in stages for spec in stage.inputs if spec.placeholder not in stage.received}
+    inputs = {
+        spec.placeholder: spec for stage in stages for spec in stage.inputs if spec.placeholder not in stage.received
+    }
     batch = sum(
         math.prod(spec.shape) * spec.dtype.itemsize * (plan.microbatches if spec.shape else 1)
         for spec in inputs.values()
@@ -152,15 +167,19 @@ def rank_memories(
     ]
 
 
-def stage_memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[StageMemory]:
-    """Memory of every stage; `cluster`: what one has."""
-    out = []
+def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[float]:
+    """Most bytes at once of every pipeline rank in a step before which the optimizer has no state.
+
+    cluster: what a stage has.
+    """
+    memories = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
         pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         sent = {name: after[name] for name in stage.sends}
-        out.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
-    return out
+        memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
+    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+    return [sum(kinds.values()) for kinds in rank_memories(plan, stages, order, memories, with_optimizer=False)]
 
 
 def _copied_inputs(live: Live, stage: CapturedModel) -> Iterator[Holding]:
@@ -179,6 +198,15 @@ def _answered(live: Live, stage: CapturedModel) -> Iterator[int]:
         journey = live.journeys[name]
         if journey.tensor.requires_grad:
             yield from (live.pricer.local_nbytes(journey.tensor, layout) for p, _, layout in journey.wanted if p < 0)
+
+
+def _returned(live: Live, stage: CapturedModel) -> int:
+    """Bytes of gradients that a micro-batch makes a stage send back: zeros where there is none."""
+    found = {name: gradient for (name, _), gradient in live.gradients().held.items()}
+    wanted = [live.journeys[name] for name in stage.received if live.journeys[name].tensor.requires_grad]
+    zeros = [live.pricer.local_nbytes(j.tensor, j.source) for j in wanted if j.tensor.name not in found]
+    made = {id(found[j.tensor.name]): found[j.tensor.name].nbytes for j in wanted if j.tensor.name in found}
+    return sum(zeros) + sum(made.values())
 
 
 def _staying(live: Live, holdings: Iterable[Holding]) -> list[Holding]:

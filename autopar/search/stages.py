@@ -7,8 +7,7 @@ Layers a stage: those for which the slowest stage is fastest (`balanced`, exact 
     seconds    the order of `cost_models.schedules` simulated with each stage's own forward and backward of a
                micro-batch and its messages to the next; then the slowest rank's share of what is paid once a step
     bubble     the step less what its busiest rank works
-    memory     of a rank: its stages' peaks, and what k - 1 further micro-batches in flight keep from forward to
-               backward, k by the order
+    memory     of the fullest rank, counted along its order (`search.staged_memory`)
 """
 
 import math
@@ -22,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
-from autopar.cost_models.schedules import PipelineOrder, make_order
+from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, requires_grad
@@ -31,22 +30,20 @@ from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.baselines import memory_limit
 from autopar.search.evaluate import itemised
-from autopar.search.live import MEMORY_KINDS
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
+from autopar.search.staged_memory import StageMemory, rank_memories, stage_memory
 from autopar.staged_plan import StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """Seconds of one micro-batch and once a step; bytes by kind at the peak of one micro-batch, and those that each
-    further one in flight adds. `sent`: seconds of its message to the next stage."""
+    """Seconds of one micro-batch and once a step. `sent`: seconds of its message to the next stage."""
 
     forward: float
     backward: float
     once: float
-    memory: dict[str, float]
-    in_flight: float
+    memory: StageMemory
     sent: float = 0.0
 
     @property
@@ -162,22 +159,9 @@ def price_stage(
             passes["once"] += charge.seconds
         else:
             passes["backward" if charge.backward else "forward"] += charge.seconds / plan.microbatches
-    turn, in_flight, received = len(live.calls), 0.0, 0.0
-    for holding in live.holdings:
-        kept = holding.kind == "activations" or (
-            holding.kind in ("gathered", "inputs") and plan.lifetimes.get(holding.name) not in ONCE_A_STEP
-        )
-        if holding.name in stage.received and (holding.first, holding.last) == (0, live.end):
-            received += holding.nbytes / plan.microbatches
-        elif kept and holding.first < turn <= holding.last < live.end:
-            in_flight += holding.nbytes
-    peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
-    memory = {kind: float(live.bytes[kind][peak]) for kind in MEMORY_KINDS}
-    memory["inputs"] -= received * (plan.microbatches - 1)  # only those in flight are there
     return StagePrice(
         **passes,
-        memory=memory,
-        in_flight=in_flight + received,
+        memory=stage_memory(live, stage),
         sent=sent_seconds(program, pricer, sent, send),
     )
 
@@ -203,7 +187,7 @@ def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, 
     shared = shared_seconds(plan, stages, reduce)
     once = [sum(prices[s].once for s in own) + shared for own in ranks]
     slowest = int(np.argmax(once))
-    held = [_rank_memory([prices[s] for s in own], [in_flight(order)[s] for s in own]) for own in ranks]
+    held = rank_memories(plan, stages, order, [price.memory for price in prices])
     memory = max(held, key=lambda kinds: sum(kinds.values()))
     busy = [plan.microbatches * sum(prices[s].passing for s in own) for own in ranks]
     forward = [plan.microbatches * sum(prices[s].forward for s in own) for own in ranks]
@@ -240,23 +224,6 @@ def shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tu
                 shape = local_shape(spec.shape, plan.stages[sharing[0]].layouts[name], plan.mesh)
                 seconds += least(reduce, math.prod(shape) * spec.storage.itemsize)[0]
     return seconds
-
-
-def in_flight(order: PipelineOrder) -> list[int]:
-    """The most micro-batches of each stage between their forward and their backward."""
-    now, most = [0] * order.num_stages, [0] * order.num_stages
-    for actions in order.ranks:
-        for action in actions:
-            now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
-
-
-def _rank_memory(prices: Sequence[StagePrice], flying: Sequence[int]) -> dict[str, float]:
-    """Bytes by kind. Of several stages all peaks are added, though one runs at a time: never too little."""
-    memory = {kind: sum(price.memory[kind] for price in prices) for kind in MEMORY_KINDS}
-    memory["activations"] += sum(price.in_flight * (k - 1) for price, k in zip(prices, flying, strict=True))
-    return memory
 
 
 ATTEMPTS = 4
