@@ -136,8 +136,6 @@ def step_parts(plan: StagedPlan, prices: Sequence[StagePrice]) -> dict[str, floa
         forward=sum(p.forward for p in prices) / len(prices),
         backward=sum(p.backward for p in prices) / len(prices),
         once=0.0,
-        memory={},
-        in_flight=0.0,
     )
     work = plan.microbatches * sum(p.passing for p in prices) / plan.pipeline
     equal = _makespan(order, [even] * len(prices))
@@ -230,11 +228,12 @@ class _Asker:
                 backward=price.backward,
                 sent=price.sent,
                 once=price.once,
-                memory=price.memory,
+                memory=price.memory.alone(plan.microbatches),
                 flying=flying[number],
-                in_flight=price.in_flight * (flying[number] - 1),
+                in_flight=price.memory.in_flight * (flying[number] - 1),
             )
             for number, (stage, price) in enumerate(zip(parts, prices, strict=True))
+            if price.memory is not None
         )
 
     def _asks(self, what: str, unanswered: list[str]) -> bool:

@@ -59,6 +59,17 @@ class StageMemory:
     taken: float
     answered: float
 
+    def alone(self, microbatches: int) -> dict[str, float]:
+        """Bytes by kind at the peak of a step that has one micro-batch in flight at a time."""
+        buffers = _vector("received", microbatches * (self.taken + self.answered))
+        fullest = self.always + self.state + buffers + self.gradients + _larger(self.passes["F"], self.passes["B"])
+        return dict(zip(STAGED_KINDS, _larger(fullest, self.update + buffers).tolist(), strict=True))
+
+    @property
+    def in_flight(self) -> float:
+        """What each further micro-batch in flight adds."""
+        return float(self.kept.sum())
+
     @property
     def state(self) -> Floats:
         """The optimizer's."""

@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
-from autopar.cost_models.schedules import make_order
+from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, requires_grad
@@ -43,7 +43,7 @@ class StagePrice:
     forward: float
     backward: float
     once: float
-    memory: StageMemory
+    memory: StageMemory | None = None
     sent: float = 0.0
 
     @property
@@ -187,7 +187,7 @@ def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, 
     shared = shared_seconds(plan, stages, reduce)
     once = [sum(prices[s].once for s in own) + shared for own in ranks]
     slowest = int(np.argmax(once))
-    held = rank_memories(plan, stages, order, [price.memory for price in prices])
+    held = rank_memories(plan, stages, order, [price.memory for price in prices if price.memory is not None])
     memory = max(held, key=lambda kinds: sum(kinds.values()))
     busy = [plan.microbatches * sum(prices[s].passing for s in own) for own in ranks]
     forward = [plan.microbatches * sum(prices[s].forward for s in own) for own in ranks]
@@ -224,6 +224,16 @@ def shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tu
                 shape = local_shape(spec.shape, plan.stages[sharing[0]].layouts[name], plan.mesh)
                 seconds += least(reduce, math.prod(shape) * spec.storage.itemsize)[0]
     return seconds
+
+
+def in_flight(order: PipelineOrder) -> list[int]:
+    """The most micro-batches of each stage between their forward and their backward."""
+    now, most = [0] * order.num_stages, [0] * order.num_stages
+    for actions in order.ranks:
+        for action in actions:
+            now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
 
 
 ATTEMPTS = 4
