@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
 
 from autopar.search.strategy_graph import Group
 
@@ -45,16 +47,17 @@ class Metric:
 
 
 def metric(group: Group) -> Metric:
-    """Floyd and Warshall over the group's arcs."""
+    """Dijkstra from every vertex over the group's arcs."""
     finite = group.arc_seconds[np.isfinite(group.arc_seconds)]
     tie = TIE * (float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
     price = group.arc_seconds + tie
-    distance = np.full((group.num_vertices, group.num_vertices), np.inf)
-    np.fill_diagonal(distance, 0.0)
-    np.minimum.at(distance, (group.arc_source, group.arc_target), price)
-    np.fill_diagonal(distance, 0.0)
-    for k in np.unique(np.concatenate([group.arc_source, group.arc_target])):
-        np.minimum(distance, distance[:, k, None] + distance[None, k, :], out=distance)
+    cheapest = np.lexsort((price, group.arc_target, group.arc_source))
+    cheapest = cheapest[np.isfinite(price[cheapest])]
+    place = group.arc_source[cheapest] * group.num_vertices + group.arc_target[cheapest]
+    cheapest = cheapest[np.unique(place, return_index=True)[1]]  # of parallel arcs: csr_array would add them up
+    ends = group.arc_source[cheapest], group.arc_target[cheapest]
+    arcs = csr_array((price[cheapest], ends), shape=(group.num_vertices, group.num_vertices))
+    distance: Floats = dijkstra(arcs)
     order = np.argsort(group.arc_source, kind="stable")
     first = np.searchsorted(group.arc_source[order], np.arange(group.num_vertices + 1))
     leaving = tuple(order[first[v] : first[v + 1]] for v in range(group.num_vertices))
