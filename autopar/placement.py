@@ -12,42 +12,78 @@ innermost. A dim whose size does not divide is cut into equal chunks of ceil(siz
 computes on equal local shapes, and what lies beyond the true size is garbage that no redistribution lets through.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Self
 
 from autopar.mesh import Mesh
 
+_made: dict[tuple[type, tuple[int, ...]], Any] = {}
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+
+class _Single:
+    """Equal values are one object: a search compares placements by the million, and so compares addresses.
+
+    Hashes are the same in every process, as the order of sets follows from them.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *values: int) -> Self:
+        key = cls, values
+        if key not in _made:
+            _made[key] = object.__new__(cls)
+        made: Self = _made[key]
+        return made
+
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        values: tuple[int, ...] = dataclasses.astuple(self)  # type: ignore[call-overload]
+        return type(self), values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard(_Single):
     """Each rank holds its slice along tensor dim `dim` (never negative)."""
 
     dim: int
+
+    def __hash__(self) -> int:
+        return 3 + self.dim
 
     def __str__(self) -> str:
         return f"S{self.dim}"
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicate(_Single):
     """Each rank holds the whole; the gradient is a sum over ranks."""
+
+    def __hash__(self) -> int:
+        return 0
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
-class Invariant:
+@dataclass(frozen=True, slots=True, eq=False)
+class Invariant(_Single):
     """Each rank holds the whole, and the whole gradient."""
+
+    def __hash__(self) -> int:
+        return 1
 
     def __str__(self) -> str:
         return "I"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial(_Single):
     """Each rank holds one summand of the whole."""
+
+    def __hash__(self) -> int:
+        return 2
 
     def __str__(self) -> str:
         return "P"

@@ -1,5 +1,7 @@
 """Layouts: nesting, local shapes and ranges, against slicing a real tensor."""
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -86,3 +88,12 @@ def test_without_gradient_invariant_is_replicate() -> None:
 def test_not_a_layout(text: str) -> None:
     with pytest.raises(ValueError, match="none of"):
         parse_layout(text)
+
+
+def test_equal_placements_are_one_object() -> None:
+    """Also out of pickles and copies; the order of a set of them is the same in every process."""
+    for placement in (REPLICATE, INVARIANT, PARTIAL, *map(Shard, range(5))):
+        assert pickle.loads(pickle.dumps(placement)) is placement
+        assert copy.deepcopy(placement) is placement
+        assert [p for p in (REPLICATE, INVARIANT, PARTIAL, *map(Shard, range(5))) if p == placement] == [placement]
+    assert len({hash(p) for p in (REPLICATE, INVARIANT, PARTIAL, *map(Shard, range(5)))}) == 8

@@ -56,7 +56,10 @@ class Drawn:
     def bound(self, key: int) -> float:
         return self.second[key] if key in self.sharp else self.first[key]
 
-    def sharpen(self, key: int) -> bool:
+    def effort(self, key: int) -> float:
+        return key % 2
+
+    def sharpen(self, key: int, cutoff: float) -> bool:
         """Now and then it takes two goes."""
         done = key % 3 > 0 or key in self.begun
         self.begun.add(key)

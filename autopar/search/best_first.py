@@ -23,7 +23,11 @@ Asked = TypeVar("Asked", contravariant=True)
 Given = TypeVar("Given", covariant=True)
 
 EARLY = 5
-"""Bounds after which the most promising problem is solved, though others are open: an answer excludes many."""
+"""Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
+PROMISING = 1.5
+"""How far above the least open bound one may be that is solved for a first answer."""
+ALIKE = 1.03
+"""Of the promising, those whose bounds are so near the least are as good: the one of least effort is taken."""
 
 INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
 
@@ -34,8 +38,12 @@ class Problems(Protocol[Asked, Given]):
     def bound(self, key: Asked) -> float:
         """What every answer costs at least, as far as is known without work."""
 
-    def sharpen(self, key: Asked) -> bool:
-        """Work for a better bound; afterwards `bound` gives it. True where no further work would better it.
+    def effort(self, key: Asked) -> float:
+        """How hard it is to solve, beside others."""
+
+    def sharpen(self, key: Asked, cutoff: float) -> bool:
+        """Work for a better bound; afterwards `bound` gives it. True where no further work would better it, or it is
+        at the cutoff, from which on an answer is of no use.
 
         Raises InfeasibleError if there is no answer.
         """
@@ -113,7 +121,7 @@ def best_first(
             tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
             if key not in sharpened:
                 try:
-                    if problems.sharpen(key):
+                    if problems.sharpen(key, outcome.cost * (1 - relative_gap)):
                         sharpened.add(key)
                 except InfeasibleError as error:
                     outcome.solved[key], outcome.failures[key] = None, error
@@ -137,9 +145,13 @@ def best_first(
 def _promising(
     problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], among: set[Key]
 ) -> tuple[float, int, Key] | None:
-    """The entry whose bound is least, as it stands now."""
-    entries = (entry for entry in heap if entry[2] in among)
-    return min(entries, default=None, key=lambda entry: (problems.bound(entry[2]), entry[1]))
+    """The entry that is solved with least effort, of those whose bounds, as they stand now, are least or nearly so."""
+    entries = [(problems.bound(entry[2]), entry) for entry in heap if entry[2] in among]
+    least = min((bound for bound, _ in entries), default=math.inf)
+    if least > PROMISING * heap[0][0]:
+        return None
+    alike = [(problems.effort(entry[2]), bound, entry[1], entry) for bound, entry in entries if bound <= ALIKE * least]
+    return min(alike, default=(0.0, 0.0, 0, None))[3]
 
 
 def _solve(

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
-from ortools.math_opt.python import mathopt
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.completion import Completed, complete, within
 from autopar.search.formulation import Formulation, formulate
 from autopar.search.highs_log import Progress, progress_of
+from autopar.search.least_peak import least_peak
+from autopar.search.memory_prices import ascend, plane
+from autopar.search.priced_memory import priced
 from autopar.search.reduction import reduce
 from autopar.search.steiner import Metric, metric
 from autopar.search.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
@@ -26,9 +28,6 @@ from autopar.search.strategy_graph import Floats, Ints, Solution, StrategyGraph,
 GIGA = 1e9
 TOLERANCE = 1e-7
 """The relative gap below which HiGHS's own tolerances forbid to look."""
-PEAK_SECONDS = 60.0
-"""Bound on the time spent to say how much memory would do, once it is proved that the limit does not."""
-
 FIRST_SLACK = 0.01
 """How much reduced cost, as a part of the relaxation's optimum, the first program admits."""
 ROUNDS = 30
@@ -140,36 +139,100 @@ class _Run:
         small = reduced.graph
         metrics = [metric(group) for group in small.groups]
         started = self._passed(phase, "reduction", started)
-        linear = formulate(small)
+        starts = [lowered for hint in hints if (lowered := reduced.lower(hint)) is not None]
+        search = self._free if small.memory is None else self._limited
+        best, bound = search(small, metrics, starts, phase, started)
+        if best is None and bound == np.inf:
+            return _Outcome(best=None, bound=np.inf, infeasible=True)
+        if best is not None:
+            choice, arcs = reduced.lift(best.choice, best.arcs)
+            best = replace(best, choice=choice, arcs=arcs)
+        return _Outcome(best=best, bound=bound)
+
+    def _free(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
+    ) -> tuple[Completed | None, float]:
+        """Without a limit: (best, bound), and bound inf where no choice is compatible."""
+        linear = formulate(graph)
         answer = linear.model.solve(relaxed=True, seconds=self.left())
         started = self._passed(phase, "relaxation", started)
         if answer.infeasible:
-            return _Outcome(best=None, bound=np.inf, infeasible=True)
-        best: Completed | None = None
-        starts = [lowered for hint in hints if (lowered := reduced.lower(hint)) is not None]
+            return None, np.inf
         if answer.values is not None:
-            starts.append(linear.choice(answer.values))
+            starts = [*starts, linear.choice(answer.values)]
+        best: Completed | None = None
         for start in starts:
-            best = better(best, complete(small, metrics, start))
+            best = better(best, complete(graph, metrics, start))
         started = self._passed(phase, "rounding", started)
-        bound = answer.bound / linear.scale if answer.optimal else _floor(small)
+        bound = answer.bound / linear.scale if answer.optimal else _floor(graph)
         if bound >= self.cutoff:
             raise CutoffError(bound)
         self._stands(phase, best, bound)
         if not self.proved(best, bound) and not self.over():
             if answer.reduced_costs is None or not answer.optimal:
-                found, proved = self._program(small, metrics, phase=phase)
+                found, proved = self._program(graph, metrics, phase=phase)
                 best, bound = better(best, found), max(bound, proved)
             else:
                 extra = linear.least_extra(answer.reduced_costs)
-                best, bound = self._widen(small, bound, extra, best, phase=phase)
+                best, bound = self._widen(graph, bound, extra, best, phase=phase)
             self._passed(phase, "program", started)
-            if best is None and bound == np.inf:
-                return _Outcome(best=None, bound=np.inf, infeasible=True)
-        if best is not None:
-            choice, arcs = reduced.lift(best.choice, best.arcs)
-            best = replace(best, choice=choice, arcs=arcs)
-        return _Outcome(best=best, bound=bound)
+        return best, bound
+
+    def _limited(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
+    ) -> tuple[Completed | None, float]:
+        """Within the limit: by prices of memory, then the mixed program of what these do not rule out."""
+        assert graph.memory is not None
+        best: Completed | None = None
+        bound = _floor(graph)
+
+        def met(choice: Ints) -> float:
+            nonlocal best
+            best = better(best, complete(graph, metrics, choice))
+            self._stands(phase, best, bound)
+            return np.inf if best is None else best.seconds
+
+        own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={})
+
+        def solved(cheap: StrategyGraph) -> tuple[Ints | None, tuple[Ints, ...], float]:
+            found = own.optimise(cheap, [], phase="priced")
+            return (None, (), found.bound) if found.best is None else (found.best.choice, found.best.arcs, found.bound)
+
+        planes = []
+        for start in starts:
+            met(start)
+            if (whole := complete(replace(graph, memory=None), metrics, start)) is not None:
+                planes.append(plane(graph, whole.choice, whole.arcs))
+        ascent = ascend(
+            graph,
+            solved,
+            met,
+            planes=planes,
+            relative_gap=self.relative_gap,
+            cutoff=self.cutoff,
+            over=self.over,
+        )
+        started = self._passed(phase, "prices", started)
+        bound = max(bound, ascent.bound)
+        if bound == np.inf:
+            return None, np.inf
+        if bound >= self.cutoff:
+            raise CutoffError(bound)
+        self._stands(phase, best, bound)
+        if not self.proved(best, bound) and not self.over():
+            linear = formulate(priced(graph, ascent.prices))
+            answer = linear.model.solve(relaxed=True, seconds=self.left())
+            if answer.reduced_costs is None or not answer.optimal:
+                found, proved = self._program(graph, metrics, phase=phase)
+                best, bound = better(best, found), max(bound, proved)
+            else:
+                options, arcs = linear.least_extra(answer.reduced_costs)
+                arcs = [part[: len(group.arc_seconds)] for part, group in zip(arcs, graph.groups, strict=True)]
+                relaxed = answer.bound / linear.scale + float(ascent.prices @ (graph.memory.base - graph.memory.limit))
+                best, proved = self._widen(graph, relaxed, (options, arcs), best, phase=phase)
+                bound = max(bound, proved)
+            self._passed(phase, "program", started)
+        return best, bound
 
     def _widen(
         self,
@@ -305,34 +368,6 @@ def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, fo
             if exact > paid + 1e-7 * abs(found.seconds):
                 loose.add(i)
     return loose
-
-
-def least_peak(graph: StrategyGraph, *, seconds: float | None = None) -> float | None:
-    """The least memory limit, in bytes, that some choice meets; None when none was found in `seconds`.
-
-    Raises InfeasibleError when no choice is compatible at all.
-    """
-    assert graph.memory is not None
-    reduced = reduce(graph, by_seconds=False)
-    small = reduced.graph
-    program = formulate(small, minimise_peak=True, integral_groups={term.group for term in graph.memory.arcs})
-    # SCIP, not HiGHS: on BERT's graph for 2x2x2 it took 5 s to prove what HiGHS took 233 s for, past its time limit.
-    answer = program.model.solve(
-        relative_gap=1e-6,
-        seconds=PEAK_SECONDS if seconds is None else min(seconds, PEAK_SECONDS),
-        solver=mathopt.SolverType.GSCIP,
-    )
-    if answer.values is None:
-        return None
-    metrics = [metric(group) for group in small.groups]
-    proposed = [np.flatnonzero(answer.values[columns] > 0.5) for columns in program.arcs]
-    choice = program.choice(answer.values)
-    peaks = []
-    tight = replace(small, memory=replace(graph.memory if small.memory is None else small.memory, limit=-np.inf))
-    for arcs in (None, proposed):
-        if (found := complete(tight, metrics, choice, arcs)) is not None:
-            peaks.append(float(usage(small, found.choice, found.arcs).max()))
-    return min(peaks) if peaks else None
 
 
 def _incompatible() -> InfeasibleError:

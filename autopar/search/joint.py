@@ -154,8 +154,7 @@ class Joint:
         p = key.arrangement.pipeline
         if p not in self._work:
             self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
-        passing, update = self._work[p]
-        known = [(passing * key.rounds / key.microbatches + update) / p, self._own.get(key, 0.0)]
+        known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
         least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
         return max([*known, max(least) + self._more_rounds(key, key.microbatches)])
 
@@ -164,10 +163,16 @@ class Joint:
         p = key.arrangement.pipeline
         return (key.rounds - rounds) * self._work[p][0] / key.microbatches / p
 
-    def sharpen(self, key: Candidate) -> bool:
-        """First what the fewest micro-batches take, which holds for all, then the candidate's own rounds."""
-        first = min(self.counts)
-        if (key.arrangement, first) not in self._least and key.microbatches % first == 0:
+    def effort(self, key: Candidate) -> float:
+        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
+        return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
+
+    def sharpen(self, key: Candidate, cutoff: float) -> bool:
+        """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
+        the candidate's own rounds."""
+        shared = [n for n in divisors(key.microbatches) if n in self.counts]
+        first = next(n for n in shared if self._work_bound(key, n) < cutoff)
+        if (key.arrangement, first) not in self._least:
             self._least[key.arrangement, first] = self._relax(key.arrangement, first, first)
             return key.microbatches == first and key.rounds == first
         m = key.microbatches
@@ -178,6 +183,12 @@ class Joint:
         place = key.arrangement, m
         self._least[place] = max(self._least.get(place, 0.0), found * m / times)
         return True
+
+    def _work_bound(self, key: Candidate, microbatches: int) -> float:
+        """What the candidate's work alone takes with so many micro-batches."""
+        p = key.arrangement.pipeline
+        passing, update = self._work[p]
+        return (passing * rounds(key.schedule, p, microbatches) / microbatches + update) / p
 
     def _relax(self, arrangement: Arrangement, microbatches: int, times: int) -> float:
         """The least that `times` micro-batches and what is paid once take, a stage's share, if memory has no limit."""
@@ -201,7 +212,7 @@ class Joint:
             return plan_program(
                 program,
                 pricer,
-                relative_gap=self.relative_gap / 2,
+                relative_gap=self.relative_gap / 4,  # a better plan leaves fewer bounds to be found
                 seconds=PLAN_SECONDS if seconds is None else min(seconds, PLAN_SECONDS),
                 with_baselines=False,
                 fold=self.fold,

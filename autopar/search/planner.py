@@ -33,12 +33,14 @@ from autopar.search.program import Program, make_program
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.strategy_graph import Solution
+from autopar.search.strategy_graph import Ints, Solution
 from autopar.search.work_bound import work_bound
 
 GB = 1e9
 TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
+LATER = 4
+"""Part of the time, one in so many, that is left at least for a search after the first."""
 SOLVERS = ("auto", "ilp", "double-recursive")
 
 
@@ -111,12 +113,14 @@ def plan_program(
     limit = memory_limit(pricer.cluster, pricer.config)
     few_axes = pricer.mesh.num_axes <= SEARCHED_AXES
     bounds: list[float] = []
+    began = time.monotonic()
 
     def search(aim: float, folded: bool = fold) -> Found:
+        left = None if seconds is None else max(seconds - (time.monotonic() - began), seconds / LATER)
         if solver == "double-recursive" or (solver == "auto" and not few_axes):
             plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
         else:
-            plan, bound, facts = _exact(program, pricer, aim, relative_gap, seconds, folded, tell, cutoff, say_least)
+            plan, bound, facts = _exact(program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least)
         bounds.append(bound)
         return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
 
@@ -183,8 +187,11 @@ def _exact(
     def show(state: Progress) -> None:
         tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
 
-    def solved(problem: Problem, least: bool, binds: bool = True) -> Solution:
-        return _solve(problem, limit, relative_gap, seconds, show, cutoff, least, binds)
+    def left() -> float | None:
+        return None if seconds is None else max(seconds - (time.perf_counter() - began), seconds / LATER)
+
+    def solved(problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None) -> Solution:
+        return _solve(problem, limit, relative_gap, left(), show, cutoff, least, binds, hint)
 
     tell("building the strategy graph")
     problem = build(program, pricer, limit=limit, fold=fold)
@@ -196,7 +203,7 @@ def _exact(
         solution = free
     else:
         # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
-        kept = _attempt(lambda: solved(problem, False))
+        kept = _attempt(lambda: solved(problem, False, hint=free.choice))
         if kept is None or kept.seconds - free.bound > relative_gap * kept.seconds:
             tell("the memory limit binds: adding recompute to the strategy graph")
             again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder)
@@ -287,12 +294,14 @@ def _solve(
     cutoff: float,
     say_least: bool,
     binds: bool,
+    hint: Ints | None,
 ) -> Solution:
     try:
         return solve(
             problem.graph,
             relative_gap=relative_gap,
             seconds=seconds,
+            hint=hint,
             on_progress=show,
             cutoff=cutoff,
             binds=binds,

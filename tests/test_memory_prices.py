@@ -1,0 +1,107 @@
+"""Memory at a price: what the priced graph says is what seconds and bytes cost, and its bound is one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.search import brute_force
+from autopar.search.completion import complete
+from autopar.search.memory_prices import Plane, ascend, plane
+from autopar.search.priced_memory import original_arcs, priced
+from autopar.search.steiner import metric
+from autopar.search.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
+from tests.strategy_graphs import random_graph
+
+BLOCK = 20
+
+
+def with_memory(first: int) -> list[tuple[int, StrategyGraph]]:
+    return [(seed, g) for seed in range(first, first + BLOCK) if (g := random_graph(seed)).memory is not None]
+
+
+def all_choices(graph: StrategyGraph) -> list[Ints]:
+    return [np.array(c, np.int64) for c in itertools.product(*(range(len(node.seconds)) for node in graph.nodes))]
+
+
+@pytest.mark.parametrize("first", range(0, 100, BLOCK))
+def test_bytes_cost_what_they_are_priced_at(first: int) -> None:
+    """The cheapest of the priced graph costs its seconds and its bytes' price, and no choice costs less."""
+    for seed, graph in with_memory(first):
+        assert graph.memory is not None
+        prices = np.random.default_rng(seed).random(len(graph.memory.base)) * 2e-10
+        cheap = priced(graph, prices)
+        assert cheap.memory is None
+        try:
+            found = brute_force.solve(cheap)
+        except InfeasibleError:
+            with pytest.raises(InfeasibleError):
+                brute_force.solve(StrategyGraph(nodes=graph.nodes, groups=graph.groups, edges=graph.edges))
+            continue
+        arcs = original_arcs(graph, found.arcs)
+        offset = float(prices @ graph.memory.base)
+
+        def cost(choice: Ints, arcs: tuple[Ints, ...], graph: StrategyGraph = graph, prices: Floats = prices) -> float:
+            return evaluate(graph, choice, arcs) + float(prices @ usage(graph, choice, arcs))
+
+        assert found.seconds + offset == pytest.approx(cost(found.choice, arcs), rel=1e-9, abs=1e-9), seed
+        metrics = [metric(group) for group in graph.groups]
+        for choice in all_choices(graph):
+            whole = complete(graph, metrics, choice)
+            if whole is not None:
+                assert found.seconds + offset <= cost(whole.choice, whole.arcs) + 1e-9, seed
+
+
+@pytest.mark.parametrize("first", range(0, 200, BLOCK))
+def test_prices_bound_every_choice_that_fits(first: int) -> None:
+    """`bound` is at most the optimum, is what its prices give, and is infinite only where nothing fits."""
+    for seed, graph in with_memory(first):
+        memory = graph.memory
+        assert memory is not None
+        best = math.inf
+        metrics = [metric(group) for group in graph.groups]
+
+        def solve(cheap: StrategyGraph) -> tuple[Ints | None, tuple[Ints, ...], float]:
+            found = brute_force.solve(cheap)
+            return found.choice, found.arcs, found.seconds
+
+        def met(choice: Ints, graph: StrategyGraph = graph, metrics: list = metrics) -> float:  # type: ignore[type-arg]
+            nonlocal best
+            whole = complete(graph, metrics, choice)
+            if whole is not None and whole.fits:
+                best = min(best, whole.seconds)
+            return best
+
+        planes: list[Plane] = []
+        try:
+            ascent = ascend(graph, solve, met, planes=planes, relative_gap=1e-6, cutoff=math.inf, over=lambda: False)
+        except InfeasibleError:  # no choice is compatible, whatever it takes
+            continue
+        try:
+            optimum = brute_force.solve(graph).seconds
+        except InfeasibleError:
+            assert math.isinf(best), seed
+            continue
+        assert ascent.bound <= optimum * (1 + 1e-9) + 1e-9, seed
+        assert best >= optimum - 1e-9, seed
+        least = brute_force.solve(priced(graph, ascent.prices)).seconds
+        assert ascent.bound == pytest.approx(
+            least + float(ascent.prices @ (memory.base - memory.limit)), rel=1e-9, abs=1e-9
+        ), seed
+        promise = min(s + float(ascent.prices @ e) * (abs(memory.limit) or 1.0) for s, e in planes)
+        assert ascent.bound <= promise + 1e-9, seed
+
+
+def test_a_plane_holds_seconds_and_what_is_beyond_the_limit() -> None:
+    seen = 0
+    for seed, graph in with_memory(0):
+        metrics = [metric(group) for group in graph.groups]
+        for choice in all_choices(graph):
+            if (whole := complete(graph, metrics, choice)) is not None:
+                seconds, excess = plane(graph, whole.choice, whole.arcs)
+                assert seconds == pytest.approx(whole.seconds), seed
+                assert bool((excess <= 0).all()) == whole.fits, seed
+                seen += 1
+    assert seen > 100
