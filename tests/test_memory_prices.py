@@ -54,7 +54,7 @@ def test_bytes_cost_what_they_are_priced_at(first: int) -> None:
                 assert found.seconds + offset <= cost(whole.choice, whole.arcs) + 1e-9, seed
 
 
-@pytest.mark.parametrize("first", range(0, 200, BLOCK))
+@pytest.mark.parametrize("first", range(0, 80, BLOCK))
 def test_prices_bound_every_choice_that_fits(first: int) -> None:
     """`bound` is at most the optimum, is what its prices give, and is infinite only where nothing fits."""
     for seed, graph in with_memory(first):

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -58,6 +58,9 @@ class Drawn:
 
     def effort(self, key: int) -> float:
         return key % 2
+
+    def foresee(self, keys: Sequence[int], cutoff: float) -> None:
+        assert not self.sharp & set(keys)
 
     def sharpen(self, key: int, cutoff: float) -> bool:
         """Now and then it takes two goes."""

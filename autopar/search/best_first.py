@@ -10,7 +10,7 @@ can be from the optimum.
 import heapq
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ EARLY = 5
 """Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
 PROMISING = 1.5
 """How far above the least open bound one may be that is solved for a first answer."""
+AHEAD = 5
+"""How many of the next are foreseen."""
 ALIKE = 1.03
 """Of the promising, those whose bounds are so near the least are as good: the one of least effort is taken."""
 
@@ -40,6 +42,9 @@ class Problems(Protocol[Asked, Given]):
 
     def effort(self, key: Asked) -> float:
         """How hard it is to solve, beside others."""
+
+    def foresee(self, keys: Sequence[Asked], cutoff: float) -> None:
+        """These are the next to be sharpened, as things stand: what can be done beside may begin."""
 
     def sharpen(self, key: Asked, cutoff: float) -> bool:
         """Work for a better bound; afterwards `bound` gives it. True where no further work would better it, or it is
@@ -94,11 +99,12 @@ def best_first(
     sharpened: set[Key] = set()
     tried: set[Key] = set()
     try:
-        while heap and heap[0][0] < outcome.cost * (1 - relative_gap):
+        while heap and heap[0][0] < (cutoff := outcome.cost * (1 - relative_gap)):
             left = None if seconds is None else seconds - (time.monotonic() - began)
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
+            problems.foresee(_next_bounds(heap, sharpened, cutoff), cutoff)
             if (
                 outcome.answer is None
                 and len(sharpened) >= EARLY
@@ -121,7 +127,7 @@ def best_first(
             tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
             if key not in sharpened:
                 try:
-                    if problems.sharpen(key, outcome.cost * (1 - relative_gap)):
+                    if problems.sharpen(key, cutoff):
                         sharpened.add(key)
                 except InfeasibleError as error:
                     outcome.solved[key], outcome.failures[key] = None, error
@@ -140,6 +146,12 @@ def best_first(
             f"no plan was found in {seconds:g} s (lower bound {outcome.bound:.4g} s); give more time"
         )
     return outcome
+
+
+def _next_bounds(heap: list[tuple[float, int, Key]], sharpened: set[Key], cutoff: float) -> list[Key]:
+    """Those that will be bounded next, but for the one whose turn it is."""
+    ahead = heapq.nsmallest(AHEAD, heap)[1:]
+    return [key for bound, _, key in ahead if bound < cutoff and key not in sharpened]
 
 
 def _promising(

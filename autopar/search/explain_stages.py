@@ -266,7 +266,7 @@ class _Asker:
         left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
         try:
             joint.bound(key)
-            while not joint.sharpen(key):
+            while not joint.sharpen(key, math.inf):
                 pass
             found, seconds, bound = joint.solve(key, math.inf if same is None else same, left)
         except CutoffError as error:

@@ -13,8 +13,10 @@ on the mesh of one of p stages, m the number of micro-batches:
 `best_first` solves no more than it must. Equal blocks are split alike in all stages.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,21 +28,21 @@ from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.best_first import PROVED, Outcome, best_first
-from autopar.search.build import build
-from autopar.search.ilp import CutoffError, solve
+from autopar.search.ilp import CutoffError
 from autopar.search.meshes import Arrangement, arrangements, divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
+from autopar.search.relaxing import Asked, Relaxations
 from autopar.search.stages import best_staged, block_starts
 from autopar.search.work_bound import work_seconds
 from autopar.staged_plan import StagedPlan, check_microbatches
 
-BOUND_GAP = 2e-3
-"""How exactly the relaxed graphs are solved."""
 SEARCHED = ("gpipe", "1f1b", "interleaved-1f1b")
 CHUNKS = (2, 4, 8)
 """Stages a rank of interleaved schedules."""
+MANY = 32
+"""Problems from which on a second process is worth its start, a few seconds of imports."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
 NEAR = 8
@@ -126,8 +128,16 @@ class Joint:
     _pricers: dict[Arrangement, Pricer] = field(default_factory=dict)
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
-    _relaxed: dict[tuple[Arrangement, int, int], float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
+    _relaxations: Relaxations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._relaxations = Relaxations(program=self.program, pricer=self._prices, fold=self.fold)
+
+    def beside(self, number: int) -> Relaxations:
+        """A context in which a second process finds bounds ahead, where so many problems and two cores are worth it."""
+        self._relaxations.beside = number >= MANY and (os.cpu_count() or 1) > 1
+        return self._relaxations
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -145,7 +155,9 @@ class Joint:
 
     def pricer(self, key: Candidate) -> Pricer:
         """Fresh prices of the candidate's program; those of links are shared."""
-        arrangement = key.arrangement
+        return self._prices(key.arrangement)
+
+    def _prices(self, arrangement: Arrangement) -> Pricer:
         if arrangement not in self._pricers:
             self._pricers[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
         return self._pricers[arrangement].for_another()
@@ -167,42 +179,36 @@ class Joint:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
         return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
 
+    def foresee(self, keys: Sequence[Candidate], cutoff: float) -> None:
+        with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
+            self._relaxations.foresee(self._wanted(key, cutoff) for key in keys)
+
     def sharpen(self, key: Candidate, cutoff: float) -> bool:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
         the candidate's own rounds."""
-        shared = [n for n in divisors(key.microbatches) if n in self.counts]
-        first = next(n for n in shared if self._work_bound(key, n) < cutoff)
-        if (key.arrangement, first) not in self._least:
-            self._least[key.arrangement, first] = self._relax(key.arrangement, first, first)
-            return key.microbatches == first and key.rounds == first
-        m = key.microbatches
-        times = int(key.rounds) if m > 1 else 1
-        found = self._relax(key.arrangement, m, times)
+        arrangement, m, times = wanted = self._wanted(key, cutoff)
+        found = self._relaxations.of(wanted) / arrangement.pipeline
+        if times == m:
+            self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found)
+            return key.microbatches == m and key.rounds == m
         self._own[key] = found + self._more_rounds(key, times)
         # r t + o is concave in r: of fewer rounds at least their share
-        place = key.arrangement, m
-        self._least[place] = max(self._least.get(place, 0.0), found * m / times)
+        self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * m / times)
         return True
+
+    def _wanted(self, key: Candidate, cutoff: float) -> Asked:
+        """The relaxation that comes next for this candidate."""
+        shared = [n for n in divisors(key.microbatches) if n in self.counts]
+        first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
+        if (key.arrangement, first) not in self._least:
+            return key.arrangement, first, first
+        return key.arrangement, key.microbatches, int(key.rounds) if key.microbatches > 1 else 1
 
     def _work_bound(self, key: Candidate, microbatches: int) -> float:
         """What the candidate's work alone takes with so many micro-batches."""
         p = key.arrangement.pipeline
         passing, update = self._work[p]
         return (passing * rounds(key.schedule, p, microbatches) / microbatches + update) / p
-
-    def _relax(self, arrangement: Arrangement, microbatches: int, times: int) -> float:
-        """The least that `times` micro-batches and what is paid once take, a stage's share, if memory has no limit."""
-        if (arrangement, microbatches, times) not in self._relaxed:
-            program = self.program(microbatches)
-            accumulation = program.captured.accumulation
-            if accumulation is not None and times != microbatches:
-                again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
-                program = replace(program, captured=again)
-            pricer = self.pricer(Candidate(arrangement=arrangement, microbatches=microbatches))
-            problem = build(program, pricer, limit=None, fold=self.fold)
-            found = solve(problem.graph, relative_gap=BOUND_GAP).bound / arrangement.pipeline
-            self._relaxed[arrangement, microbatches, times] = found
-        return self._relaxed[arrangement, microbatches, times]
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         p = key.arrangement.pipeline
@@ -296,7 +302,8 @@ def search_meshes(
                 f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
                 "choose another number of them, gpipe or auto"
             )
-        outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
+        with joint.beside(len(keys)):
+            outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
         if outcome.answer is None or outcome.key is None:
             raise _nothing_fits(joint, outcome)
         count = outcome.key.microbatches

@@ -1,0 +1,103 @@
+"""What do plans become as memory shrinks? The limit is lowered from what everything fits in until nothing does.
+
+    python -m benchmarks.memory_sweep [--cluster 4x8xa100_80gb] [--layers 8] [--batch 32] [--steps 12] [--gap 0.01]
+
+The model is Llama-3-8B's block in a few layers. A row says how a plan lives: what part of the parameters' bytes a rank
+stores, which lifetimes gathered copies have, how many operations run again, how many stages there are. Predicted seconds
+must not fall beyond the gap asked for as the limit does, or a plan was missed: exit code 1.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.models import load_model
+from autopar.staged_plan import StagedPlan
+
+SEQ = 4096
+
+
+def planned(loaded: Any, arguments: argparse.Namespace, memory_gb: float | None) -> Any:
+    return autopar.plan(
+        loaded.model,
+        args=loaded.args,
+        kwargs=loaded.kwargs,
+        cluster=arguments.cluster,
+        mesh="auto",
+        pipeline=None if arguments.pipeline == "auto" else int(arguments.pipeline),
+        precision="bf16",
+        memory_gb=memory_gb,
+        relative_gap=arguments.gap,
+        seconds=arguments.seconds,
+        with_baselines=False,
+    )
+
+
+def character(made: Any) -> list[str]:
+    """Stages, mesh and micro-batches, lifetimes, and how many calls are run again."""
+    plans = made.stages if isinstance(made, StagedPlan) else (made.plan,)
+    lives = Counter(lifetime for plan in plans for lifetime in plan.lifetimes.values())
+    again = sum(len(plan.recompute) for plan in plans)
+    stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
+    kinds = ", ".join(f"{name} {count}" for name, count in sorted(lives.items()))
+    return [f"{stages}{made.mesh}, {made.microbatches}", kinds, str(again)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", default="4x8xa100_80gb")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--gap", type=float, default=0.01)
+    parser.add_argument("--pipeline", default="auto")
+    parser.add_argument("--seconds", type=float, default=None, help="of search, for each row")
+    arguments = parser.parse_args()
+    loaded = load_model(
+        spec="hf:examples/llama3_8b/config.json",
+        batch=arguments.batch,
+        seq=SEQ,
+        overrides={"num_hidden_layers": str(arguments.layers)},
+        precision="bf16",
+        device="meta",
+    )
+    table = Table("limit GB", "peak GB", "step ms", "gap", "mesh, micro-batches", "lifetimes", "recomputed", "wall s")
+    first = planned(loaded, arguments, None)
+    limit, least, falls, before = first.estimate.peak_nbytes / 1e9, 0.0, 0, 0.0
+    factor = None
+    for _ in range(arguments.steps):
+        began = time.monotonic()
+        try:
+            made = planned(loaded, arguments, limit)
+        except InfeasibleError as error:
+            table.add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
+            least = (error.least_nbytes or 0.0) / 1e9
+            break
+        except AutoparError as error:
+            table.add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
+            continue
+        estimate = made.estimate
+        seconds = estimate.step_seconds
+        falls += seconds < before * (1 - arguments.gap)
+        before = max(before, seconds)
+        row = [f"{limit:.3g}", f"{estimate.peak_nbytes / 1e9:.3g}", f"{seconds * 1e3:.1f}", f"{estimate.gap:.2%}"]
+        table.add_row(*row, *character(made), f"{time.monotonic() - began:.0f}")
+        factor = factor or 0.8
+        limit = min(limit, estimate.peak_nbytes / 1e9) * factor
+    console = Console(width=160)
+    console.print(table)
+    if least:
+        console.print(f"the least that would do is {least:.4g} GB")
+    console.print(f"{falls} of the plans under a lower limit are faster than one before, beyond the gap")
+    return 1 if falls else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
