@@ -3,8 +3,8 @@
     python -m benchmarks.memory_sweep [--cluster 4x8xa100_80gb] [--layers 8] [--batch 32] [--steps 12] [--gap 0.01]
 
 The model is Llama-3-8B's block in a few layers. A row says how a plan lives: what part of the parameters' bytes a rank
-stores, which lifetimes gathered copies have, how many operations run again, how many stages there are. Predicted seconds
-must not fall beyond the gap asked for as the limit does, or a plan was missed: exit code 1.
+stores, which lifetimes gathered copies have, how many operations run again, how many stages there are. Predicted
+seconds must not fall beyond the gap asked for as the limit does, or a plan was missed: exit code 1.
 """
 
 import argparse
