@@ -90,7 +90,7 @@ class Relaxations:
 
 
 def _answer(future: Future[float]) -> float | None:
-    """What the other process found, None where it failed: the same question, asked here, raises what is to be raised."""
+    """What the other process found, None where it failed: asked here, the question raises what is to be raised."""
     with suppress(Exception):
         return future.result()
     return None
