@@ -50,6 +50,7 @@ def plan(
     relative_gap: float = RELATIVE_GAP,
     seconds: float | None = None,
     fold: bool = True,
+    buckets: bool = True,
     with_baselines: bool = True,
     overlap: "Overlap | None" = None,
     progress: Callable[[str], None] | None = None,
@@ -80,6 +81,7 @@ def plan(
         relative_gap: stop searching when the plan is proved to be within this of the best.
         seconds: stop solving after these, with the best plan so far and its true gap.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
+        buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
         with_baselines: price the named baselines too.
         overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
             runtime does not do yet); by default the one whose seconds add up to least.
@@ -189,6 +191,11 @@ def plan(
 
         others = 0 if baseline is not None else RANKED
         found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
+    if buckets and isinstance(found, Plan):
+        from autopar.search.buckets import with_buckets
+
+        tell("choosing buckets")
+        found = with_buckets(found, captured, machine)
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

@@ -79,6 +79,9 @@ def plan(
     gap: Annotated[float, typer.Option(help="stop when proved to be within this of the best")] = 0.01,
     seconds: Annotated[float | None, typer.Option(help="stop solving after these, with the best plan so far")] = None,
     no_fold: Annotated[bool, typer.Option("--no-fold", help="every layer decides; says what folding costs")] = False,
+    no_buckets: Annotated[
+        bool, typer.Option("--no-buckets", help="every parameter is gathered and reduced alone")
+    ] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
     trace: Trace = None,
@@ -114,6 +117,7 @@ def plan(
             relative_gap=gap,
             seconds=seconds,
             fold=not no_fold,
+            buckets=not no_buckets,
             with_baselines=not no_baselines,
             overlap=beside,
             progress=lambda text: status.update(text),

@@ -42,6 +42,7 @@ class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
+    saved: seconds that buckets save; the search and what it proves know none.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds over the space searched.
@@ -49,6 +50,7 @@ class Estimate:
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
+    saved: float = 0.0
     memory: Mapping[str, float] = field(default_factory=dict)
     rates: str = ""
     bound: float = 0.0
@@ -60,13 +62,18 @@ class Estimate:
         return sum(self.seconds.values())
 
     @property
+    def alone_seconds(self) -> float:
+        """The step if every collective went alone, as the search, its bound and the baselines count."""
+        return self.step_seconds + self.saved
+
+    @property
     def peak_nbytes(self) -> float:
         return sum(self.memory.values())
 
     @property
     def gap(self) -> float:
         """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
-        total = self.step_seconds
+        total = self.alone_seconds
         gap = (total - self.bound) / total if total else 0.0
         return gap if gap > ROUNDING else 0.0
 
@@ -83,6 +90,8 @@ class Plan:
         from the producer's to a wanted one, one step between neighbours.
     recompute: ops that backward runs again instead of keeping what they made.
     remade: layouts of tensors that backward redistributes again instead of keeping them.
+    buckets: parameters that are gathered, and whose gradients are reduced, in one message where they are alike
+        (`passes.fuse_collectives`); none: each alone.
     """
 
     model: str
@@ -97,6 +106,7 @@ class Plan:
     recompute: frozenset[str] = frozenset()
     remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     microbatches: int = 1
+    buckets: tuple[tuple[str, ...], ...] = ()
     origin: str = "ilp"
     estimate: Estimate = field(default_factory=Estimate)
 
@@ -129,6 +139,7 @@ class Plan:
             },
             "recompute": sorted(self.recompute),
             "remade": {name: [tables.index(str(v)) for v in layouts] for name, layouts in self.remade.items()},
+            "buckets": self.buckets,
             "estimate": asdict(self.estimate),
         }
         return json.dumps({**body, "table": tables.texts}, indent=1)
@@ -202,6 +213,7 @@ def plan_from_json(text: str) -> Plan:
         },
         recompute=frozenset(body["recompute"]),
         remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
+        buckets=tuple(tuple(names) for names in body.get("buckets", ())),
         estimate=Estimate(**body["estimate"]),
     )
 

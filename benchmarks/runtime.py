@@ -1,7 +1,7 @@
 """How fast and how large is a step beside torch's own DDP, FSDP2 and tensor parallelism with the same sharding?
 
     python -m benchmarks.runtime [--hidden 64,384,768] [--ranks 2,4] [--recipes ddp,fsdp,tp,tp+sp,fsdp+tp]
-                                 [--seconds 6] [--json] [--quick] [--check]
+                                 [--seconds 6] [--alone] [--json] [--quick] [--check]
 
 A Llama (benchmarks/llama.py) trains on Gloo processes of this machine, one thread a rank, AdamW (fused). Ours runs the
 plan of the named baseline (`ddp`, `fsdp`, `megatron` with and without sp, `megatron:zero=3`), torch's the recipe of
@@ -28,8 +28,10 @@ from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import parse_mesh
-from autopar.plan import TrainConfig
+from autopar.placement import Shard
+from autopar.plan import Plan, TrainConfig
 from autopar.search.baselines import make_baseline
+from autopar.search.buckets import with_buckets
 from autopar.serialize import dump
 from benchmarks.llama import LlamaSize, make_llama
 from benchmarks.runtime_contenders import Outcome, Pair, race
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--recipes", default=",".join(OURS))
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds, a pair; at least 7 rounds")
+    parser.add_argument("--alone", action="store_true", help="our plans without buckets")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the small model on 2 ranks, a second a pair")
     parser.add_argument("--check", action="store_true", help="fail if a ratio is above 1")
@@ -55,7 +58,9 @@ def main() -> int:
     load = [os.getloadavg()[0]]
     for world in map(int, arguments.ranks.split(",")):
         sizes = [size_of(int(hidden)) for hidden in arguments.hidden.split(",")]
-        pairs = [p for s in sizes for p in make_pairs(s, world, arguments.recipes.split(","), console)]
+        pairs = [
+            p for s in sizes for p in make_pairs(s, world, arguments.recipes.split(","), not arguments.alone, console)
+        ]
         with console.status("") as status:
             found = on_processes(
                 race,
@@ -79,10 +84,10 @@ def main() -> int:
 def size_of(hidden: int) -> LlamaSize:
     """Two blocks; the small model has the shortest batch, for its time is overhead anyway."""
     seq = 32 if hidden < 128 else 64
-    return LlamaSize(hidden=hidden, layers=2, heads=max(4, hidden // 64), vocabulary=1024, batch=8, seq=seq)
+    return LlamaSize(hidden=hidden, layers=2, heads=4 * -(-hidden // 256), vocabulary=1024, batch=8, seq=seq)
 
 
-def make_pairs(size: LlamaSize, world: int, recipes: list[str], console: Console) -> list[Pair]:
+def make_pairs(size: LlamaSize, world: int, recipes: list[str], buckets: bool, console: Console) -> list[Pair]:
     """Both sides of every recipe that `world` ranks can run."""
     model, batch = make_llama(size)
     captured = capture(model, (), batch, name=f"llama {size.hidden}")
@@ -103,10 +108,18 @@ def make_pairs(size: LlamaSize, world: int, recipes: list[str], console: Console
                 mesh=tuple(map(int, mesh.split("x"))),
                 size=size,
                 captured=graph,
-                plan=plan.to_json(),
+                **splits(plan),
+                plan=(with_buckets(plan, captured, cluster) if buckets else plan).to_json(),
             )
         )
     return pairs
+
+
+def splits(plan: Plan) -> dict[str, bool]:
+    """What a plan splits by vocabulary over its last axis."""
+    (loss,) = (choice for name, choice in plan.choices.items() if "cross_entropy" in name)
+    words = plan.layouts["p_tok_embeddings_weight"].axes[-1]
+    return {"split_words": isinstance(words, Shard), "split_loss": loss[-1] == "classes"}
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 A pair is measured alone: its rounds alternate who goes first, so that whatever else the machine does hits both.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -39,7 +41,11 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The same sharding twice. plan: ours, as JSON, for the dumped graph `captured`; torch: which recipe of torch's."""
+    """The same sharding twice. plan: ours, as JSON, for the dumped graph `captured`; torch: which recipe of torch's.
+
+    split_words, split_loss: whether our plan splits the embedding's words and the classes of the loss over the tensor-
+    parallel ranks; torch's side does what ours does.
+    """
 
     label: str
     torch: str
@@ -47,6 +53,8 @@ class Pair:
     size: LlamaSize
     captured: bytes
     plan: str
+    split_words: bool
+    split_loss: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +187,18 @@ def make_torch(pair: Pair, mesh: DeviceMesh) -> Contender:
         first = rows * data.get_local_rank()
         batch = {name: value[first : first + rows].clone() for name, value in batch.items()}
     if pair.torch.endswith(("tp", "sp")):
-        tensor_parallel(model, mesh["model"] if mesh.ndim > 1 else mesh, split_sequence=pair.torch == "tp+sp")
+        tensor_parallel(model, mesh["model"] if mesh.ndim > 1 else mesh, pair)
     if pair.torch.startswith("fsdp"):
         for layer in model.layers:
             fully_shard(layer, mesh=data)
         fully_shard(model, mesh=data)
     run_model: nn.Module = model
-    if pair.torch == "ddp":
-        run_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if pair.torch == "ddp":  # buffers are constants here; torch 2.13 renames what keeps them from being sent
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers: dict[str, Any] = {
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+        }
+        run_model = DistributedDataParallel(model, gradient_as_bucket_view=True, **buffers)
 
     def run() -> Tensor:
         loss: Tensor = run_model(**batch)
@@ -198,7 +210,7 @@ def make_torch(pair: Pair, mesh: DeviceMesh) -> Contender:
             loss = run()
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
-    chosen = run_loss_parallel if "tp" in pair.torch else run
+    chosen = run_loss_parallel if "tp" in pair.torch and pair.split_loss else run
 
     def averaged() -> Tensor:
         """The loss of the global batch, as ours gives; the step is timed with it on both sides."""
@@ -212,13 +224,18 @@ def make_torch(pair: Pair, mesh: DeviceMesh) -> Contender:
     return Contender(list(model.parameters()), averaged, [*batch.values(), *model.buffers()])
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, split_sequence: bool) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, pair: Pair) -> None:
     """Megatron's tensor parallelism with torch's styles, sequences split between the regions or not."""
+    split_sequence = pair.torch == "tp+sp"
     between: Any = Shard(1) if split_sequence else Replicate()
+    whole = {} if pair.split_loss else {"output_layouts": Replicate()}
     plan: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(input_layouts=between, use_local_output=not pair.split_loss, **whole)
     }
+    if pair.split_words:
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    elif split_sequence:
+        plan["tok_embeddings"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
     block: dict[str, Any] = {
         **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
         "attention.wo": RowwiseParallel(output_layouts=between),

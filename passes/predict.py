@@ -2,14 +2,16 @@
 
 Redistributions and bodies carry their messages, sent for every micro-batch, those of parameters that are prepared once
 a step only once. A parameter of lifetime `use` is gathered again once for every consumer that saves it for backward,
-views in between included, and for every call replayed in backward that reads it.
+views in between included, and for every call replayed in backward that reads it; in a bucket, with it and once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.graph import LocalModel, operands, requires_grad
+from autopar.passes.fuse_collectives import Group, fused_groups
 from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
 from autopar.passes.recompute import backward_nodes, is_replayed
 from autopar.redistribution import Message
@@ -24,20 +26,62 @@ def predicted_messages(local: LocalModel, *, splits: bool = False) -> Sent:
 
     splits: backward in two parts, both of which read what some calls keep.
     """
-    sent: Sent = {}
-    twice = heads(local) if splits else frozenset[str]()
-    names = local.plan.mesh.names
-    once = hoisted_nodes(local.graph, local.plan.lifetimes)
-    for node in local.graph.nodes:
-        forward, backward = node.meta.get("messages", ((), ()))
-        times = 1 if node in once else local.plan.microbatches
-        replay = (*forward, *_gathered_for(node)) if is_replayed(node) else ()
-        again = (*_gathered_again(node),) * (2 if node.name in twice else 1)
-        for message in (*forward, *backward, *again, *replay):
-            key = (message.kind, tuple(names[a] for a in message.axes))
-            calls, nbytes = sent.get(key, (0, 0))
-            sent[key] = (calls + times, nbytes + times * message.nbytes)
-    return sent
+    return _Count(local, splits).sent
+
+
+class _Count:
+    """Adds up. once: calls that run once a step; group: the calls that go with each in one message."""
+
+    def __init__(self, local: LocalModel, splits: bool) -> None:
+        self.sent: Sent = {}
+        self.names, self.parts = local.plan.mesh.names, local.plan.microbatches
+        self.once = hoisted_nodes(local.graph, local.plan.lifetimes)
+        groups = fused_groups(local.graph, local.captured.parameters, local.plan)
+        groups = [group for group in groups if not splits or group[0] in self.once]
+        self.group = {node: group for group in groups for node in group}
+        self.waited: set[fx.Node] = set()
+        for group in groups:
+            for direction in (0, 1):
+                self._together(group, direction)
+        twice = heads(local) if splits else frozenset[str]()
+        for node in local.graph.nodes:
+            forward, backward = node.meta.get("messages", ((), ()))
+            times = 1 if node in self.once else self.parts
+            for message in () if node in self.group else (*forward, *backward):
+                self._add(message, times)
+            for gather in _gathered_again(node, self.group):
+                self._again(gather, times * (2 if node.name in twice else 1))
+            if is_replayed(node):
+                for message in forward:
+                    self._add(message, times)
+                for operand in operands(node):
+                    for gather in regather_chain(operand, self.group):
+                        self._again(gather, times)
+
+    def _add(self, message: Message, times: int) -> None:
+        key = (message.kind, tuple(self.names[a] for a in message.axes))
+        calls, nbytes = self.sent.get(key, (0, 0))
+        self.sent[key] = (calls + times, nbytes + times * message.nbytes)
+
+    def _together(self, group: Group, direction: int) -> None:
+        """One message for what each call of a group would send, forward (0) or backward (1)."""
+        found = [message for node in group for message in node.meta["messages"][direction]]
+        if found:
+            whole = replace(found[0], nbytes=sum(message.nbytes for message in found))
+            self._add(whole, 1 if group[0] in self.once else self.parts)
+
+    def _again(self, gather: fx.Node, times: int) -> None:
+        """A gather in backward: alone for each that waits for it, or once with its group, and what that reads."""
+        group = self.group.get(gather)
+        if group is None:
+            for message in gather.meta["messages"][0]:
+                self._add(message, times)
+        elif group[0] not in self.waited:
+            self.waited.add(group[0])
+            self._together(group, 0)
+            for node in group:
+                for source in regather_chain(operands(node)[0], self.group):
+                    self._again(source, self.parts)
 
 
 def heads(local: LocalModel) -> frozenset[str]:
@@ -74,7 +118,7 @@ def heads(local: LocalModel) -> frozenset[str]:
     return frozenset(name for names in found.values() if len(names) == 1 for name in names)
 
 
-def _gathered_again(consumer: fx.Node) -> Iterable[Message]:
+def _gathered_again(consumer: fx.Node, alone: Container[fx.Node]) -> Iterable[fx.Node]:
     """Gathers in the backward pass of `consumer`, for the operands that autograd saves as a recipe."""
     origin = consumer.meta.get("origin")
     if consumer.op != "call_function" or "step" in consumer.meta or origin is None or not requires_grad(consumer):
@@ -82,20 +126,16 @@ def _gathered_again(consumer: fx.Node) -> Iterable[Message]:
     saves = rule_of(origin).saves
     for index, operand in enumerate(operands(consumer)):
         if index in saves:
-            yield from regather_chain(operand)
+            yield from regather_chain(operand, alone)
 
 
-def _gathered_for(node: fx.Node) -> Iterable[Message]:
-    """Gathers of what a replay of `node` reads."""
-    for operand in operands(node):
-        yield from regather_chain(operand)
-
-
-def regather_chain(node: fx.Node) -> Iterable[Message]:
-    """The gathers that remake `node`, back to what is kept; nothing if it is kept itself."""
+def regather_chain(node: fx.Node, alone: Container[fx.Node] = ()) -> Iterable[fx.Node]:
+    """The gathers that remake `node`, back to what is kept or one of `alone`; nothing if it is kept itself."""
     while node.op == "call_function":
         if node.kwargs.get("regather"):
-            yield from node.meta["messages"][0]
+            yield node
+            if node in alone:
+                return
         elif "step" in node.meta:
             if node.meta["step"].forward:
                 return

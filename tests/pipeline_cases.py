@@ -96,7 +96,9 @@ def random_plans(
     for seed in seeds:
         rng = random.Random(f"{captured.name} {schedule} {num_stages} {captured.microbatches} {seed}")
         cuts = random_cuts(captured, num_stages, rng)
-        plan = random_staged_plan(captured, make_mesh(mesh), schedule, pipeline, cuts, rng, recompute=recompute)
+        plan = random_staged_plan(
+            captured, make_mesh(mesh), schedule, pipeline, cuts, rng, recompute=recompute, buckets=0.5
+        )
         plans.append(plan.to_json())
     return plans
 

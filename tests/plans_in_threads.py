@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 
 from autopar.graph import CapturedModel
 from autopar.ops import collectives
+from autopar.ops.buckets import use_sink
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
-from autopar.passes.hoist_parameters import hoist_parameters
+from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
@@ -25,7 +26,8 @@ from autopar.placement import local_ranges
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.reference import run_captured
 from autopar.runtime.accumulate import Accumulator
-from tests.ranks_in_threads import run_in_threads
+from autopar.runtime.reductions import Late
+from tests.ranks_in_threads import Done, run_in_threads
 
 FLOOR = 1e-6
 
@@ -34,9 +36,10 @@ def all_gather(out: Tensor, x: Tensor, group: Any = None) -> None:
     out.copy_(torch.stack(group.group.exchange(group.index, x)).reshape(out.shape))
 
 
-def reduce_scatter(out: Tensor, x: Tensor, group: Any = None) -> None:
+def reduce_scatter(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Done:
     everyone = group.group.exchange(group.index, x)
     out.copy_(torch.stack(everyone).sum(0).chunk(len(everyone))[group.index].reshape(out.shape))
+    return Done()
 
 
 def all_to_all_single(out: Tensor, x: Tensor, group: Any = None) -> None:
@@ -78,12 +81,13 @@ def one_process(captured: CapturedModel, model: nn.Module, kwargs: Mapping[str, 
 
 
 def errors_of(
-    reference: Reference, plan: Plan, captured: CapturedModel | None = None, *, exact: bool = True
+    reference: Reference, plan: Plan, captured: CapturedModel | None = None, *, exact: bool = True, late: bool = True
 ) -> tuple[float, float, str]:
     """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers.
 
     captured: the graph of a micro-batch, if the plan is for that; the reference runs the whole batch. Without `exact`,
     less may be sent than predicted: kernels of a CPU that save copies of their own need no replay of what they read.
+    `late`: gradients of buckets are waited for when backward ends.
     """
     if not plan.recompute:
         kept = {n: "step" if v in ONCE_A_STEP else "microbatch" for n, v in plan.lifetimes.items()}
@@ -92,10 +96,9 @@ def errors_of(
     accumulation = local.captured.accumulation
     parts = plan.microbatches
     written = again_graph(local.graph)
-    hoisted = hoist_parameters(written, plan.lifetimes)
-    graph = fx.GraphModule(nn.Module(), written)
+    graph = fx.GraphModule(nn.Module(), fuse_collectives(written, local.captured.parameters, plan))
     # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
-    accumulator = None if accumulation is None else Accumulator(hoisted, accumulation)
+    accumulator = None if accumulation is None else Accumulator(local, written, accumulation)
     whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
@@ -116,7 +119,12 @@ def errors_of(
             for i in range(parts)
         ]
         if accumulation is None or accumulator is None:
-            with use_draws(Draws(seed=1, step=0, exact=True)), regathering():
+
+            def add(name: str, gradient: Tensor) -> None:
+                leaf = arguments[name]
+                leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
+
+            with use_draws(Draws(seed=1, step=0, exact=True)), regathering(), use_sink(Late(add) if late else None):
                 loss, *mutated = graph(*({**arguments, **batches[0]}[n] for n in placeholders))
             loss.backward()
             for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
@@ -146,8 +154,8 @@ def errors_of(
         return float((loss.detach() - reference.loss).abs() / reference.loss.abs()), worst, name
 
     with (
-        mock.patch.object(collectives, "_all_gather", all_gather),
-        mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
+        mock.patch.object(collectives, "run_all_gather", all_gather),
+        mock.patch.object(collectives, "run_reduce_scatter", reduce_scatter),
         mock.patch.object(dist, "all_to_all_single", all_to_all_single),
     ):
         outcomes, groups = run_in_threads(plan.mesh, one_rank)

@@ -60,9 +60,17 @@ class ThreadGroups(Groups):
         return [r for r, c in enumerate(self.mesh.coordinates()) if all(c[i] == mine[i] for i in fixed)]
 
 
-def all_reduce(out: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+class Done:
+    """What an asynchronous collective gives."""
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+def all_reduce(out: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done:
     everyone = torch.stack(group.group.exchange(group.index, out))
     out.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
+    return Done()
 
 
 def run_in_threads(mesh: Mesh, one_rank: Callable[[int], Any]) -> tuple[list[Any], list[Groups]]:

@@ -21,6 +21,7 @@ from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.baselines import make_baseline
+from autopar.search.buckets import with_buckets
 from autopar.search.evaluate import evaluate
 from autopar.search.random_plan import random_plan, random_recompute
 from autopar.serialize import dump, load
@@ -136,3 +137,12 @@ def test_two_axes(family: str) -> None:
 def test_named_plans(name: str) -> None:
     captured = case("llama")[0]
     check("llama", make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig()))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_buckets(name: str) -> None:
+    captured = case("llama")[0]
+    plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
+    fused = with_buckets(plan, captured, machine(2))
+    assert fused.buckets
+    check("llama", fused)

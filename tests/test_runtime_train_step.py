@@ -157,7 +157,7 @@ def exported(folder: str) -> tuple[float, float, bool]:
     from autopar.plan import load_plan
 
     module = cases.distributed(load_plan(Path(folder) / "plan.json"))
-    data = whole_batch(2, 2)
+    data = whole_batch(2, module.plan.microbatches)
     with count_messages(own) as sent:
         loss = float(own.train_step(data))
     expected = float(module.train_step(data))

@@ -22,8 +22,8 @@ from autopar.placement import chunk_size
 Local = Callable[[Tensor], Tensor]
 
 # torch 2.13 renames both and warns of the old names, which 2.11 has alone.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+run_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+run_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Exchange(torch.autograd.Function):
@@ -52,9 +52,18 @@ def pad_dim(x: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
 
 
-def _send(kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[dist.ProcessGroup], Any]) -> None:
-    """Run one collective of the backend, counted."""
-    groups.count(kind, axis, nbytes)
+def send(
+    kind: str,
+    axis: Axis,
+    nbytes: int,
+    groups: Groups,
+    call: Callable[[dist.ProcessGroup], Any],
+    *,
+    counted: bool = True,
+) -> None:
+    """Run one collective of the backend, or (not `counted`) wait for one that was started."""
+    if counted:
+        groups.count(kind, axis, nbytes)
     try:
         call(groups.group(axis))
     except RuntimeError as error:
@@ -62,6 +71,19 @@ def _send(kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[di
             f"rank {groups.rank}: {kind} over axis {','.join(names_of(axis))} (ranks {groups.members(axis)}) failed: "
             f"{error}; a rank of this group died or hangs, its own output says why"
         ) from error
+
+
+def begin(
+    kind: str, axis: Axis, nbytes: int, groups: Groups, call: Callable[[dist.ProcessGroup], Any]
+) -> Callable[[], None]:
+    """Begin a collective that `call` starts; the call that waits for it."""
+    started: list[Any] = []
+    send(kind, axis, nbytes, groups, lambda group: started.append(call(group)))
+
+    def finish() -> None:
+        send(kind, axis, 0, groups, lambda _: started.pop().wait(), counted=False)
+
+    return finish
 
 
 @local("gather")
@@ -74,7 +96,7 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     x = x.contiguous()
     out = x.new_empty((n * x.shape[0], *x.shape[1:]))
     nbytes = out.numel() * out.element_size()
-    _send("all_gather", axis, nbytes, groups, lambda group: _all_gather(out, x, group=group))
+    send("all_gather", axis, nbytes, groups, lambda group: run_all_gather(out, x, group=group))
     if dim:
         out = torch.cat(out.chunk(n), dim)
     return out if size is None else out.narrow(dim, 0, size)
@@ -90,7 +112,7 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     x = (torch.cat(x.chunk(n, dim)) if dim else x).contiguous()
     out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
     nbytes = x.numel() * x.element_size()
-    _send("reduce_scatter", axis, nbytes, groups, lambda group: _reduce_scatter(out, x, group=group))
+    send("reduce_scatter", axis, nbytes, groups, lambda group: run_reduce_scatter(out, x, group=group))
     return out
 
 
@@ -100,7 +122,7 @@ def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
         return x.view_as(x)
     out = x.clone(memory_format=torch.contiguous_format)
     nbytes = out.numel() * out.element_size()
-    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, group=group))
+    send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, group=group))
     return out
 
 
@@ -110,7 +132,7 @@ def _maximum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
         return x.view_as(x)
     out = x.clone(memory_format=torch.contiguous_format)
     nbytes = out.numel() * out.element_size()
-    _send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group))
+    send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group))
     return out
 
 
@@ -131,13 +153,14 @@ def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int 
     sent = torch.stack(x.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
     received = torch.empty_like(sent)
     nbytes = sent.numel() * sent.element_size()
-    _send("all_to_all", axis, nbytes, groups, lambda group: dist.all_to_all_single(received, sent, group=group))
+    send("all_to_all", axis, nbytes, groups, lambda group: dist.all_to_all_single(received, sent, group=group))
     out = torch.cat(received.unbind(), concat_dim)
     return out if size is None else out.narrow(concat_dim, 0, size)
 
 
 @local("slice")
-def _slice(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
+def cut(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
+    """This rank's chunk of `x`, padded."""
     n = groups.size(axis)
     if n == 1:
         return x.view_as(x)
@@ -179,7 +202,7 @@ def all_gather(
     groups = active_groups()
     gradient: Local = {
         "reduce_scatter": lambda g: _scatter_sum(g, dim, axis, groups),
-        "slice": lambda g: _slice(g, dim, axis, groups),
+        "slice": lambda g: cut(g, dim, axis, groups),
     }[backward]
 
     def gather(t: Tensor) -> Tensor:
@@ -204,6 +227,25 @@ def all_reduce(x: Tensor, *, axis: Axis, backward: str = "none") -> Tensor:
     groups = active_groups()
     gradient: Local = {"none": _same, "all_reduce": lambda g: _sum(g, axis, groups)}[backward]
     return _apply(x, lambda t: _sum(t, axis, groups), gradient)
+
+
+def start_sum(x: Tensor, *, axis: Axis) -> Callable[[], Tensor]:
+    """Begin to sum what needs no gradient; the call that waits for the sum."""
+    if torch.compiler.is_compiling():
+        total = all_reduce(x, axis=axis)
+        return lambda: total
+    groups = active_groups()
+    if groups.size(axis) == 1:
+        return lambda: x
+    out = x.clone(memory_format=torch.contiguous_format)
+    nbytes = out.numel() * out.element_size()
+    finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(out, group=g, async_op=True))
+
+    def wait() -> Tensor:
+        finish()
+        return out
+
+    return wait
 
 
 @traceable
@@ -245,14 +287,14 @@ def local_slice(x: Tensor, *, dim: int, axis: Axis, backward: str = "pad") -> Te
         "pad": lambda g: _place(g, dim, axis, size, groups),
         "all_gather": lambda g: _gather(g, dim, axis, size, groups),
     }[backward]
-    return _apply(x, lambda t: _slice(t, dim, axis, groups), gradient)
+    return _apply(x, lambda t: cut(t, dim, axis, groups), gradient)
 
 
 @traceable
 def place_slice(x: Tensor, *, dim: int, axis: Axis, size: int) -> Tensor:
     """Shard(dim) -> Partial: this rank's chunk among zeros; the backward pass slices."""
     groups = active_groups()
-    return _apply(x, lambda t: _place(t, dim, axis, size, groups), lambda g: _slice(g, dim, axis, groups))
+    return _apply(x, lambda t: _place(t, dim, axis, size, groups), lambda g: cut(g, dim, axis, groups))
 
 
 @traceable

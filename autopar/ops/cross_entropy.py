@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ops.collectives import all_reduce, all_reduce_maximum
+from autopar.ops.collectives import all_reduce, all_reduce_maximum, start_sum
 from autopar.ops.groups import Axis, active_groups
 from autopar.ops.shards import in_mesh_order, own_range
 
@@ -30,6 +30,9 @@ def cross_entropy(
     `row_axes` split the rows of a mean: the result is this rank's summand of the mean over all rows. `class_axes`
     (outermost split first) split `num_classes`: the result is the whole loss of these rows, on every rank.
     """
+    counted = None
+    if row_axes and reduction == "mean" and count is None:  # on its way while the rows are computed
+        counted = start_sum((target != ignore_index).sum(), axis=row_axes)
     if class_axes:
         assert num_classes is not None
         rows = _split_rows(logits, target, ignore_index, label_smoothing, class_axes, num_classes)
@@ -50,10 +53,7 @@ def cross_entropy(
         return rows.sum()
     if count is not None:
         return rows.sum() / count
-    counted = (target != ignore_index).sum()
-    if row_axes:
-        counted = all_reduce(counted, axis=row_axes)
-    return rows.sum() / counted
+    return rows.sum() / ((target != ignore_index).sum() if counted is None else counted())
 
 
 class _Sums(torch.autograd.Function):

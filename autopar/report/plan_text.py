@@ -102,6 +102,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(search_text(searched))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
+        if plan.buckets:
+            step += f" ({seconds_text(estimate.alone_seconds)} if every collective went alone, as the search counts)"
         if estimate.bound:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
             step += f", in the space searched none takes less than {bound} (gap {gap})"
@@ -109,10 +111,16 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         if ranked := estimate.solver.get("timeline"):
             lines.append(timeline_text(ranked))
         if (folded := estimate.solver.get("folded_seconds")) is not None:
-            more = percent_text(folded / estimate.step_seconds - 1)
+            more = percent_text(folded / estimate.alone_seconds - 1)
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )
+    if plan.buckets:
+        parameters = sum(len(names) for names in plan.buckets)
+        lines.append(
+            f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} buckets, which saves "
+            f"{seconds_text(estimate.saved)}"
+        )
     lines.append(
         f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
         "whole (gradients of R are summands)"
@@ -231,7 +239,7 @@ def _baseline_table(estimate: Estimate) -> Table:
         if isinstance(result, str):
             table.add_row(name, "", "", result)
         else:
-            ratio = result / estimate.step_seconds if estimate.step_seconds else 0.0
+            ratio = result / estimate.alone_seconds if estimate.alone_seconds else 0.0
             table.add_row(name, seconds_text(result), f"{ratio:.2f}×", "")
     return table
 

@@ -9,7 +9,6 @@ import inspect
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,13 @@ class ExportedModule(DistributedModule):
             raise ArgumentError("exported code compiles as one graph, as its reader left it; leave out by_block=True")
         super().compile(backend=backend)
 
-    @cached_property
-    def _training_graph(self) -> fx.GraphModule:
-        # What runs once a step is inside the call too.
-        whole = self.local.captured.accumulation is None
-        graph = self.local.graph if whole else trace_exported(self.local, keep_again=True)
-        return fx.GraphModule(nn.Module(), graph)
-
-    @cached_property
-    def _evaluation_graph(self) -> fx.GraphModule:
-        # Dropout and batch statistics are inside the call: trace it to take them out.
-        return fx.GraphModule(nn.Module(), evaluation_graph(trace_exported(self.local, keep_again=False)))
+    def _written(self) -> fx.Graph:
+        if not self.training:
+            # Dropout and batch statistics are inside the call: trace it to take them out.
+            return evaluation_graph(trace_exported(self.local, keep_again=False))
+        # What runs once a step, and what goes together, is inside the call too.
+        whole = self.local.captured.accumulation is None and not self.plan.buckets
+        return self.local.graph if whole else trace_exported(self.local, keep_again=True)
 
 
 class Values(Mapping[str, Tensor]):

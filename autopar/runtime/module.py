@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,14 @@ from torch import Tensor, fx, nn
 from autopar.errors import ArgumentError
 from autopar.graph import Accumulation, BufferSpec, InputSpec, LocalModel, ParameterSpec
 from autopar.inputs import bind_inputs
+from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
-from autopar.passes.hoist_parameters import hoist_parameters
+from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
+from autopar.passes.wait_late import wait_late
 from autopar.plan import Estimate, Plan
 from autopar.runtime.accumulate import Accumulator, total_loss
 from autopar.runtime.agreement import agree, shared_number
@@ -36,6 +37,7 @@ from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
+from autopar.runtime.reductions import Late
 from autopar.runtime.state import State
 from autopar.runtime.trainable import Trainable
 
@@ -99,9 +101,11 @@ class DistributedModule(Trainable):
         self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
-        self._accumulators: dict[bool, Accumulator] = {}
+        self._accumulators: dict[tuple[bool, bool], Accumulator] = {}
+        self._graphs: dict[tuple[bool, bool], fx.GraphModule] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
+        self._late = Late(self.state.add_gradient)
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
             self.state.register(self, values, sync)
@@ -142,8 +146,9 @@ class DistributedModule(Trainable):
         """`train_step` for inputs by placeholder."""
         accumulation = self.local.captured.accumulation
         if accumulation is None:
-            loss = self.run(inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._late.telling():
+                loss = self.run(inputs)
+                loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         self.check_initialized()
         parts = self._parts(accumulation, inputs)
@@ -156,9 +161,10 @@ class DistributedModule(Trainable):
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The loss for inputs by placeholder."""
         accumulation = self.local.captured.accumulation
-        graph = self._training_graph if self.training else self._evaluation_graph
+        graph = self._graph
         self.check_initialized()
         if accumulation is None:
+            self._late.begin()
             return self._call(graph, self.state.leaves, inputs)[0]
         if torch.is_grad_enabled():
             raise ArgumentError(
@@ -200,6 +206,8 @@ class DistributedModule(Trainable):
             stack.enter_context(use_groups(self.groups))
             stack.enter_context(use_draws(draws))
             if self._compiler is None:
+                if torch.is_grad_enabled() and self.local.captured.accumulation is None:
+                    stack.enter_context(use_sink(self._late))
                 stack.enter_context(regathering() if remakes else nullcontext())
                 loss, *results = graph(*values)
             else:
@@ -223,20 +231,28 @@ class DistributedModule(Trainable):
         """This rank's part of the gradient of a parameter, None if there is none yet."""
         return self.state.gradient(placeholder)
 
-    @cached_property
-    def _training_graph(self) -> fx.GraphModule:
-        return fx.GraphModule(nn.Module(), again_graph(self.local.graph))
+    def _written(self) -> fx.Graph:
+        """The graph that is run in the mode the module is in, each collective alone."""
+        return again_graph(self.local.graph) if self.training else evaluation_graph(self.local.graph)
+
+    @property
+    def _graph(self) -> fx.GraphModule:
+        """The graph of a call, collectives fused as the plan says; compiled code keeps each alone."""
+        key = self.training, self._compiler is None
+        if key not in self._graphs:
+            graph = self._written()
+            if self._compiler is None:
+                graph = wait_late(fuse_collectives(graph, self.local.captured.parameters, self.plan))
+            self._graphs[key] = fx.GraphModule(nn.Module(), graph)
+        return self._graphs[key]
 
     def _accumulator(self, accumulation: Accumulation) -> Accumulator:
-        if self.training not in self._accumulators:
-            graph = self._training_graph if self.training else self._evaluation_graph
-            hoisted = hoist_parameters(graph.graph, self.plan.lifetimes)
-            self._accumulators[self.training] = Accumulator(hoisted, accumulation, self.state.masters)
-        return self._accumulators[self.training]
-
-    @cached_property
-    def _evaluation_graph(self) -> fx.GraphModule:
-        return fx.GraphModule(nn.Module(), evaluation_graph(self.local.graph))
+        key = self.training, self._compiler is None
+        if key not in self._accumulators:
+            self._accumulators[key] = Accumulator(
+                self.local, self._written(), accumulation, self.state.masters, fuse_body=self._compiler is None
+            )
+        return self._accumulators[key]
 
 
 def _facts(local: LocalModel) -> dict[str, str]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.graph import Accumulation, LocalModel
+from autopar.ops.buckets import use_sink
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
-from autopar.passes.hoist_parameters import hoist_parameters
 from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.recompute import again_graph
 from autopar.plan import Plan
@@ -145,6 +145,7 @@ class Stage(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(use_groups(self.groups))
             stack.enter_context(use_draws(self._draws[index]))
+            stack.enter_context(use_sink(self.prepared.late))
             if self.remakes and torch.is_grad_enabled():
                 stack.enter_context(regathering())
             results: tuple[Tensor, ...] = body(*(arguments[name] for name in names))
@@ -176,8 +177,10 @@ class Stage(nn.Module):
     def _accumulator(self) -> Accumulator:
         training = self.root[0].training
         if training not in self._accumulators:
-            hoisted = hoist_parameters(self.written(self.local, training), self.plan.lifetimes)
-            self._accumulators[training] = Accumulator(hoisted, self.accumulation, self.state.masters)
+            graph = self.written(self.local, training)
+            self._accumulators[training] = Accumulator(
+                self.local, graph, self.accumulation, self.state.masters, fuse_body=not self.splits
+            )
         return self._accumulators[training]
 
 

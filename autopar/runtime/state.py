@@ -19,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.runtime.optimizers import MARK
 from autopar.runtime.parameters import check_storage, has_name, local_part, padded_part, register_under, to_dtensor
-from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.private_torch import dtensor_like, local_tensor
 
 
 class State:
@@ -134,8 +134,8 @@ class State:
         def move(leaf: Tensor) -> None:
             gradient = leaf.grad
             leaf.grad = None
-            assert gradient is not None
-            self._add(spec, gradient)
+            if gradient is not None:  # what comes with a bucket comes later
+                self._add(spec, gradient)
 
         return move
 
@@ -147,7 +147,9 @@ class State:
         parameter = self.parameters[spec.placeholder]
         held = parameter.grad
         if held is None:
-            parameter.grad = self.as_dtensor(spec, gradient.to(parameter.dtype))
+            stored = parameter.data
+            assert isinstance(stored, DTensor)
+            parameter.grad = dtensor_like(gradient.to(parameter.dtype), stored)
         else:
             assert isinstance(held, DTensor)
             local_tensor(held).add_(gradient)

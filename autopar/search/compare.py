@@ -182,8 +182,13 @@ def _facts(left: AnyPlan, right: AnyPlan) -> dict[str, tuple[str, str]]:
         "optimizer": (left.config.optimizer, right.config.optimizer),
         "precision": (left.config.precision, right.config.precision),
         "memory limit": (limit(left), limit(right)),
+        "buckets": (str(_num_buckets(left)), str(_num_buckets(right))),
         "shapes": (left.fingerprint, right.fingerprint) if left.microbatches == right.microbatches else ("", ""),
     }
+
+
+def _num_buckets(plan: Plan | StagedPlan) -> int:
+    return len(plan.buckets) if isinstance(plan, Plan) else sum(len(stage.buckets) for stage in plan.stages)
 
 
 def _pairs(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,6 @@
 """What does a plan cost, exactly, on the whole unfolded graph? Seconds by kind and bytes by kind at the peak moment."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -11,11 +11,12 @@ from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
+from autopar.search.fused import Fused, find_fused, fused_message
 from autopar.search.journeys import Journey, make_journeys
 from autopar.search.live import MEMORY_KINDS, Live, regathered
 from autopar.search.pricing import Pricer, Timed
 from autopar.search.program import Program, Tensor, make_program
-from autopar.search.replays import Replays, find_replays
+from autopar.search.replays import Replays, Value, find_replays
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
@@ -30,13 +31,21 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for charge in _charges(plan, program, pricer, journeys, replays):
-        seconds[charge.kind] += charge.seconds
+    seconds = _summed(_charges(plan, program, pricer, journeys, replays))
+    alone = replace(plan, buckets=())
+    saved = sum(_summed(_charges(alone, program, pricer, journeys, replays)).values()) if plan.buckets else 0.0
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
-    return replace(plan.estimate, seconds=seconds, memory=memory, rates=pricer.rates.name)
+    saved -= sum(seconds.values()) if plan.buckets else 0.0
+    return replace(plan.estimate, seconds=seconds, saved=saved, memory=memory, rates=pricer.rates.name)
+
+
+def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for charge in charges:
+        seconds[charge.kind] += charge.seconds
+    return seconds
 
 
 def find_live(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})) -> Live:
@@ -96,18 +105,74 @@ def _charges(
             yield from sent(op.name, price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
         yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    fused = find_fused(plan, journeys)
+
+    def together(group: Fused, *, backward: bool, again: bool = False) -> Iterator[Charge]:
+        message = fused_message(group, plan, journeys, backward=backward and not again)
+        if message is not None:
+            seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0] / len(group.values)
+            for name, _ in group.values:
+                times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
+                yield Charge(message.kind, name, seconds * times, message.axes, backward)
+
+    for group in dict.fromkeys(fused.values()):
+        yield from together(group, backward=False)
+        yield from together(group, backward=True)
     for name, journey in journeys.items():
         tensor = journey.tensor
         times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
+            if (name, target) in fused:
+                continue
             forward, backward = stepped(tensor, step)
             yield from sent(name, forward, times, backward=False)
             if target in journey.in_backward:
                 yield from sent(name, backward, times)
         if tensor.kind == "parameter" and tensor.requires_grad:
             yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
-    for (name, layout), uses in replays.uses.items():
-        if plan.lifetimes.get(name) == "use":
-            for step in regathered(journeys[name].path(layout)):
-                for _ in uses:
-                    yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    for name, step in _gathered_again(plan, journeys, replays, fused):
+        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    for group in _groups_again(plan, journeys, replays, fused):
+        yield from together(group, backward=True, again=True)
+
+
+def _gathered_again(
+    plan: Plan, journeys: Mapping[str, Journey], replays: Replays, fused: Mapping[Value, Fused]
+) -> Iterator[tuple[str, Step]]:
+    """Gathers that backward makes alone, one for each use, and those that a group gathered again reads."""
+    for value, uses in replays.uses.items():
+        for step in _alone(value, plan, journeys, fused):
+            yield from ((value[0], step) for _ in uses)
+    for group in _groups_again(plan, journeys, replays, fused):
+        for name, layout in group.values:
+            for step in _alone((name, journeys[name].made[layout].source), plan, journeys, fused):
+                yield name, step
+
+
+def _alone(value: Value, plan: Plan, journeys: Mapping[str, Journey], fused: Mapping[Value, Fused]) -> Iterator[Step]:
+    """Steps alone that remake a value, back to one of a group."""
+    if plan.lifetimes.get(value[0]) == "use":
+        for step in regathered(journeys[value[0]].path(value[1])):
+            if (value[0], step.target) in fused:
+                return
+            yield step
+
+
+def _groups_again(
+    plan: Plan, journeys: Mapping[str, Journey], replays: Replays, fused: Mapping[Value, Fused]
+) -> Iterable[Fused]:
+    """Groups that backward gathers again: each once."""
+    found: dict[Fused, None] = {}
+    waiting = [value for value, uses in replays.uses.items() if uses]
+    while waiting:
+        name, layout = waiting.pop()
+        if plan.lifetimes.get(name) != "use":
+            continue
+        for step in regathered(journeys[name].path(layout)):
+            group = fused.get((name, step.target))
+            if group is not None:
+                if group not in found:
+                    found[group] = None
+                    waiting += [(n, journeys[n].made[v].source) for n, v in group.values]
+                break
+    return found

@@ -104,6 +104,7 @@ def explain(
         PlanMismatchError: if the plan is for another model.
     """
     plan.check(captured)
+    plan = replace(plan, buckets=())  # as the search counts, each collective alone
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     priced = evaluate_program(plan, program, pricer)

@@ -6,6 +6,7 @@ storage may be the gradient of several values.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.rules.spare import handed_on, short_name
@@ -45,7 +46,8 @@ class Gradients:
     """Gradients of a backward pass, or of the part of it that gives gradients to `wanted` values.
 
     moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. skipped:
-    tensors whose redistributions have no part in the pass.
+    tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
+    first, whose backward comes last: until then what arrived for them waits.
 
     released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call.
     """
@@ -58,8 +60,11 @@ class Gradients:
         nbytes: Callable[[Value], int],
         skipped: Callable[[str], bool],
         wanted: Callable[[Value], bool] = lambda _: True,
+        buckets: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.nbytes = nbytes
+        self.buckets = buckets
+        self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
@@ -78,12 +83,31 @@ class Gradients:
             arrived = Gradient("", 0, now, now, owners=OUTSIDE)
         if arrived is not None:
             self.arrived[number] = arrived
+        if number in self.buckets:
+            self._together(self.buckets[number], number, call, given, now)
+            return
+        if arrived is not None:
             for slot, (value, differentiable) in enumerate(zip(call.operands, call.gradients, strict=True)):
                 if differentiable and wanted(value):
                     self._arrive(value, self._given(call, slot, value, arrived, now), now)
         for gradient in given:
             if gradient is not None:
                 self._release(gradient, now)
+
+    def _together(self, first: int, number: int, call: Call, given: list[Gradient | None], now: int) -> None:
+        """A call of a bucket; with the last of them all are reduced."""
+        self.waiting.setdefault(first, []).append((call, given))
+        if number != first:
+            return
+        calls = self.waiting.pop(first)
+        for own, arrived in calls:
+            if any(own.gradients) and any(gradient is not None for gradient in arrived):
+                value = own.operands[0]
+                self._arrive(value, Gradient(value[0], self.nbytes(value), now, now), now)
+        for _, arrived in calls:
+            for gradient in arrived:
+                if gradient is not None:
+                    self._release(gradient, now)
 
     def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""

@@ -10,6 +10,8 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
                             backward (`search.replays`); views share storage
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
                             them; the part that is cast to what is computed on: for the step, or as long as it is read
+    buckets                 (`search.fused`) are gathered, or gathered again, when the first of them is used, beside
+                            flat buffers; gradients wait for the last of their bucket
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
                             a call allocates beside (`rules.spare`, buffers of collectives along a dim but the first)
@@ -26,6 +28,7 @@ from autopar.placement import Layout, Shard
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
 from autopar.search.calls import Call, make_calls
+from autopar.search.fused import Fused, find_fused
 from autopar.search.gradients import Gradients
 from autopar.search.journeys import SINK, Journey
 from autopar.search.pricing import Pricer
@@ -66,6 +69,11 @@ class Live:
         self.several = plan.microbatches > 1 or program.captured.is_stage
         self.ends: dict[Value, int] = {}
         self.held: set[Value] = set()
+        self.fused = find_fused(plan, journeys)
+        self.first: dict[Fused, int] = {}
+        for number, call in enumerate(self.calls):
+            if (group := self._group(call)) is not None:
+                self.first.setdefault(group, number)
         self.at = {call.op.position: i for i, call in enumerate(self.calls) if call.op is not None}
         self.backward: dict[int, int] = {}
         self.replay: dict[int, int] = {}
@@ -103,6 +111,11 @@ class Live:
             self.bytes[holding.kind][holding.first : holding.last + 1] += holding.nbytes
             self.holdings.append(holding)
 
+    def _group(self, call: Call) -> Fused | None:
+        """The bucket that a step travels with."""
+        value = call.results[0]
+        return None if call.step is None or value is None else self.fused.get(value)
+
     def moment(self, number: int) -> tuple[str, Call | None]:
         """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
         if number < len(self.calls):
@@ -128,9 +141,14 @@ class Live:
                     uses[root].add(self.replay[number])
             for value in call.results:
                 if value is not None and self.root(*value) == value:
-                    made[value] = last[value] = number
+                    group = self.fused.get(value)
+                    made[value] = number if group is None else self.first[group]
+                    last[value] = number
         for name in self.program.captured.sends:
             self._sends(name, made)
+        self.again = {
+            group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
+        }
         for value, number in made.items():
             self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
@@ -185,7 +203,9 @@ class Live:
                 self._add(kind, value[0], nbytes, self.replay[made], max(uses))
         elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
             self._add(kind, value[0], nbytes, made, last)
-            for moment in uses:
+            if uses and value in self.fused:
+                self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
+            for moment in () if value in self.fused else uses:
                 self._add(kind, value[0], nbytes, moment, moment)
         elif not uses:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
@@ -221,7 +241,10 @@ class Live:
         ends = self.program.captured.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
         begin = frozenset({*first, *begins})
-        return Gradients(self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted)
+        buckets = {
+            i: self.first[group] for i, call in enumerate(self.calls) if (group := self._group(call)) is not None
+        }
+        return Gradients(self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted, buckets)
 
     def _gradients(self) -> None:
         """Backward, call by call."""
@@ -253,6 +276,10 @@ class Live:
     def _beside(self, number: int, call: Call) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
         forward, backward = number, self.backward[number]
+        if (group := self._group(call)) is not None:
+            if number == self.first[group]:
+                self._rows(group, forward, backward)
+            return
         if call.step is not None:
             source, target = (self._nbytes(v) for v in (call.operands[0], call.results[0]) if v is not None)
             step = call.step
@@ -273,6 +300,19 @@ class Live:
             self._add("working", op.name, price.spare_backward, backward, backward)
         if price.kept:
             self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
+
+    def _rows(self, group: Fused, forward: int, backward: int) -> None:
+        """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
+        name, layout = group.values[0]
+        step = self.journeys[name].made[layout]
+        if step.forward != "all_gather":
+            return
+        rows = sum(self._nbytes(value) for value in group.values)
+        row = sum(self._nbytes((n, self.journeys[n].made[v].source)) for n, v in group.values)
+        for moment in {forward, self.again.get(group, forward)}:
+            self._add("working", name, rows + row, moment, moment)
+        if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
+            self._add("working", name, rows, backward, backward)
 
 
 def regathered(path: list[Step]) -> list[Step]:

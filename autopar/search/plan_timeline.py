@@ -12,7 +12,8 @@ micro-batch's ops and reductions beside the last one's, and of a plan without st
 
     max over streams of their seconds <= seconds <= sum over streams of their seconds,
 
-for whenever a step is not done some stream runs. Not seen: compute that is slower while links are busy.
+for whenever a step is not done some stream runs. Not seen: compute that is slower while links are busy; buckets, every
+collective goes alone.
 """
 
 from collections import defaultdict
@@ -101,6 +102,7 @@ def plan_timeline(
 
 def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:
     """`plan_timeline` for a program and prices at hand."""
+    plan = replace(plan, buckets=())
     stage = _Stage(plan, program, pricer, {}, hoisted=plan.microbatches > 1)
     lanes = _Lanes([stage])
     return _simulated("1f1b", 1, plan.microbatches, [stage.work(lanes, overlap)], lanes)

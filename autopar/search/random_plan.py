@@ -106,10 +106,11 @@ def random_staged_plan(
     rng: random.Random,
     *,
     recompute: float = 0.0,
+    buckets: float = 0.0,
 ) -> StagedPlan:
     """A random plan for each of the stages between `cuts`; what is sent travels in a random layout.
 
-    recompute: the share of ops and copies that backward makes again.
+    recompute: the share of ops and copies that backward makes again. buckets: the share of stages with buckets.
     """
     stages = split_stages(captured, cuts)
     plans: list[Plan] = []
@@ -120,7 +121,8 @@ def random_staged_plan(
         stored = {
             p.placeholder: shared.setdefault(p.placeholder, plan.layouts[p.placeholder]) for p in stage.parameters
         }
-        plans.append(replace(plan, layouts={**plan.layouts, **taken, **stored}))
+        plan = replace(plan, layouts={**plan.layouts, **taken, **stored})
+        plans.append(random_buckets(plan, stage, rng) if buckets and rng.random() < buckets else plan)
     whole = StagedPlan(
         model=captured.name,
         fingerprint=captured.fingerprint,
@@ -149,6 +151,16 @@ def _random_boundary(layout: Layout, stage: CapturedModel, name: str, rng: rando
         return layout
     axes = tuple(rng.choice((p, INVARIANT, PARTIAL)) if p == REPLICATE else p for p in layout.axes)
     return Layout(axes, layout.order)
+
+
+def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float = 0.8) -> Plan:
+    """The plan with that share of the parameters in a random number of buckets."""
+    names = [p.placeholder for p in captured.parameters if rng.random() < share]
+    buckets: dict[int, list[str]] = {}
+    count = rng.randint(1, max(1, len(names) // 2))
+    for name in names:
+        buckets.setdefault(rng.randrange(count), []).append(name)
+    return replace(plan, buckets=tuple(tuple(found) for found in buckets.values()))
 
 
 def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:

@@ -1,0 +1,239 @@
+"""Collectives of several parameters in one message: what each would send alone, flat, one after the other.
+
+A gather's operand is all chunks of this rank, its result one such row a rank; gradients are scattered from rows and
+reduced in place. Every value is copied once on its way in or out, and gradients that were reduced are views of the flat
+buffer. Gradients of one backward node are all there before it runs, so a bucket goes out when its last one appears.
+
+Under `use_sink` gradients of parameters themselves do not go back through autograd: the sink is told how to finish and
+receives them there, so that backward goes on while they travel. An all-reduce is finished when backward ends; what a
+reduce-scatter reads must not outlive the next one, which finishes it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ops import collectives
+from autopar.ops.collectives import begin, cut, pad_dim, send
+from autopar.ops.groups import Axis, Groups, active_groups
+from autopar.ops.recompute import again
+from autopar.placement import chunk_size
+
+Finish = Callable[[], None]
+
+
+class Sink(Protocol):
+    """Takes gradients by placeholder. told: where the waits for what is only told go, None to wait at once."""
+
+    told: list[Finish] | None
+
+    def make_room(self) -> None:
+        """Finish what holds memory until it is finished."""
+
+    def later(self, finish: Finish, *, holds: bool) -> None:
+        """Call `finish` when backward ends, or, if it `holds` memory until then, when room is to be made."""
+
+    def add(self, placeholder: str, gradient: Tensor) -> None:
+        """Add to a parameter's gradient."""
+
+
+_sink: ContextVar[Sink | None] = ContextVar("autopar_sink", default=None)
+
+
+@contextmanager
+def use_sink(sink: Sink | None) -> Iterator[None]:
+    """Hand the gradients of buckets of the calls inside to `sink`."""
+    token = _sink.set(sink)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
+
+
+Ahead = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Back = Callable[[list[int], Sequence[Tensor]], tuple[Sequence[Tensor], Finish]]
+"""Which results have gradients, and these -> those of operands, when finished."""
+
+
+class _Bucket(torch.autograd.Function):
+    """Several values at once. holds: backward holds a buffer until it is finished. names: of the parameters that
+    operands are, if they are parameters themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ahead: Ahead, back: Back, holds: bool, names: tuple[str, ...], *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back, ctx.holds, ctx.names, ctx.sink = back, holds, names, _sink.get()
+        ctx.set_materialize_grads(False)
+        return tuple(ahead(values))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        places = [i for i, g in enumerate(gradients) if g is not None]
+        out: list[Tensor | None] = [None] * len(gradients)
+        if places:
+            names, sink = ctx.names, ctx.sink
+            if sink is not None and ctx.holds:
+                sink.make_room()
+            found, finish = ctx.back(places, [g for g in gradients if g is not None])
+            if sink is None or not names:
+                finish()
+                for place, gradient in zip(places, found, strict=True):
+                    out[place] = gradient
+            else:
+
+                def deliver() -> None:
+                    finish()
+                    for place, gradient in zip(places, found, strict=True):
+                        sink.add(names[place], gradient)
+
+                sink.later(deliver, holds=ctx.holds)
+        return (None, None, None, None, *out)
+
+
+def all_gather_bucket(
+    *values: Tensor,
+    dims: tuple[int, ...],
+    sizes: tuple[int | None, ...],
+    axis: Axis,
+    backward: str = "reduce_scatter",
+    regather: bool = False,
+    names: tuple[str, ...] = (),
+) -> tuple[Tensor, ...]:
+    """`all_gather` of each value along its dim, narrowed to its size, in one message; so is what backward scatters.
+
+    With `regather` backward gathers the bucket again, once, when it first needs one of the results.
+    """
+    if regather:
+        return tuple(again(_gathered, *values, dims=dims, sizes=sizes, axis=axis, backward=backward, names=names))
+    return _gathered(*values, dims=dims, sizes=sizes, axis=axis, backward=backward, names=names)
+
+
+def _gathered(
+    *values: Tensor,
+    dims: tuple[int, ...],
+    sizes: tuple[int | None, ...],
+    axis: Axis,
+    backward: str,
+    names: tuple[str, ...],
+) -> tuple[Tensor, ...]:
+    groups = active_groups()
+
+    def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
+        return _gather(parts, dims, sizes, axis, groups)
+
+    def scattered(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        return _scatter_sums(gradients, [dims[i] for i in places], axis, groups)
+
+    def sliced(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        return [cut(g, dims[i], axis, groups) for i, g in zip(places, gradients, strict=True)], _nothing
+
+    back = {"reduce_scatter": scattered, "slice": sliced}[backward]
+    out: tuple[Tensor, ...] = _Bucket.apply(ahead, back, backward == "reduce_scatter", names, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+def all_reduce_gradient_bucket(*values: Tensor, axis: Axis, names: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
+    """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward."""
+    groups = active_groups()
+
+    def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        return _sums(gradients, axis, groups)
+
+    out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
+    """`all_reduce` without a backward pass of what nothing reads before the step is over."""
+    sink, groups = _sink.get(), active_groups()
+    finishes: list[Finish] = []
+
+    def ahead(values: Sequence[Tensor]) -> list[Tensor]:
+        if groups.size(axis) == 1:
+            return _same(values)
+        (sums,), finish = _sums(values, axis, groups)
+        finishes.append(finish)
+        return [sums]
+
+    def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        return _same(gradients), _nothing
+
+    (out,) = _Bucket.apply(ahead, back, False, (), x)  # type: ignore[no-untyped-call]
+    if sink is not None and sink.told is not None:
+        sink.told += finishes
+    else:
+        for finish in finishes:
+            finish()
+    result: Tensor = out
+    return result
+
+
+def _gather(
+    parts: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None], axis: Axis, groups: Groups
+) -> list[Tensor]:
+    n = groups.size(axis)
+    row = torch.cat([part.reshape(-1) for part in parts])
+    rows = row.new_empty((n, row.numel()))
+    nbytes = rows.numel() * rows.element_size()
+    send("all_gather", axis, nbytes, groups, lambda group: collectives.run_all_gather(rows.view(-1), row, group=group))
+    out, start = [], 0
+    for part, dim, size in zip(parts, dims, sizes, strict=True):
+        shape = (*part.shape[:dim], n * part.shape[dim], *part.shape[dim + 1 :])
+        whole = part.new_empty(shape)
+        _rows_of(whole, dim, n).copy_(rows[:, start : start + part.numel()].view(n, *part.shape))
+        out.append(whole if size is None else whole.narrow(dim, 0, size))
+        start += part.numel()
+    return out
+
+
+def _scatter_sums(
+    wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups
+) -> tuple[Sequence[Tensor], Finish]:
+    n = groups.size(axis)
+    padded = [pad_dim(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
+    rows = wholes[0].new_empty((n, sum(g.numel() for g in padded) // n))
+    row = rows.new_empty(rows.shape[1])
+    out, start = [], 0
+    for g, dim in zip(padded, dims, strict=True):
+        chunks = _rows_of(g.contiguous(), dim, n)
+        length = g.numel() // n
+        rows[:, start : start + length].view(chunks.shape).copy_(chunks)
+        out.append(row[start : start + length].view(chunks.shape[1:]))
+        start += length
+    nbytes = rows.numel() * rows.element_size()
+    finish = begin(
+        "reduce_scatter",
+        axis,
+        nbytes,
+        groups,
+        lambda g: collectives.run_reduce_scatter(row, rows.view(-1), group=g, async_op=True),
+    )
+    return out, finish
+
+
+def _sums(gradients: Sequence[Tensor], axis: Axis, groups: Groups) -> tuple[Sequence[Tensor], Finish]:
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    nbytes = flat.numel() * flat.element_size()
+    parts = torch.split(flat, [g.numel() for g in gradients])
+    out = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+    finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
+    return out, finish
+
+
+def _rows_of(whole: Tensor, dim: int, n: int) -> Tensor:
+    """The chunks along `dim` side by side, as a view: (n, ...)."""
+    return whole.view(*whole.shape[:dim], n, whole.shape[dim] // n, *whole.shape[dim + 1 :]).movedim(dim, 0)
+
+
+def _same(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.view_as(value) for value in values]
+
+
+def _nothing() -> None:
+    """Nothing was sent."""

@@ -1,0 +1,105 @@
+"""Plans with buckets train on real processes as one process does, exported or not; borders follow the cost model."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runtime_cases as cases
+import torch
+from process_group import ranks
+from test_runtime_train_step import PLANS, exported, train_distributed, train_whole
+
+from autopar.cluster import Cluster, load_cluster
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.model_plan import model_plan
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.plan import Plan, TrainConfig
+from autopar.reference import buffers_of
+from autopar.search.baselines import make_baseline
+from autopar.search.buckets import choose_buckets, with_buckets
+from autopar.search.evaluate import evaluate, evaluate_program
+from autopar.search.pricing import Pricer
+from autopar.search.program import make_program
+from autopar.search.random_plan import random_buckets, random_plan
+from tests.search_cases import captured_of, machine, program_of
+
+
+def fused(name: str, count: int) -> Plan:
+    plan = PLANS[name]((2,), count)
+    return random_buckets(plan, cases.captured(microbatches=count), random.Random(name))
+
+
+@pytest.mark.parametrize(("name", "count"), [("ddp", 1), ("use", 1), ("random1", 1), ("step", 2), ("use", 2)])
+def test_training_equals_one_process(name: str, count: int) -> None:
+    losses, state = train_whole(count)
+    for got_losses, got_state, bytes_as_said in ranks(2).run(train_distributed, fused(name, count)):
+        assert bytes_as_said
+        assert got_losses == pytest.approx(losses, rel=1e-10)
+        for key, value in state.items():
+            torch.testing.assert_close(got_state[key], value, rtol=1e-8, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("name", ["ddp", "use"])
+def test_exported_code_trains_in_buckets(name: str, tmp_path: Path) -> None:
+    graph = cases.captured()
+    model_plan(fused(name, 1), captured=graph, values=buffers_of(graph, cases.words())).export(tmp_path)
+    for got, want, same in ranks(2).run(exported, str(tmp_path)):
+        assert same and got == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_priced_is_what_is_predicted(family: str) -> None:
+    """With links that cost a second a message and nothing a byte, seconds count messages."""
+    captured, program = captured_of(family), program_of(family)
+    rng = random.Random(family)
+    for shape in ((2,), (2, 2)):
+        plan = random_buckets(random_plan(captured, make_mesh(shape), rng), captured, rng)
+        pricer = Pricer(mesh=plan.mesh, cluster=counting(plan.mesh.size), config=plan.config)
+        pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
+        seconds = evaluate_program(plan, program, pricer).seconds
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            sent = predicted_messages(insert_collectives(captured, plan))
+            assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
+
+
+def counting(count: int) -> Cluster:
+    return load_cluster(f"{count}xcpu")
+
+
+def ddp(alpha: float) -> tuple[Plan, CapturedModel, Cluster]:
+    captured = captured_of("llama")
+    plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
+    cluster = machine(2)
+    return plan, captured, replace(cluster, levels=tuple(replace(v, alpha=alpha) for v in cluster.levels))
+
+
+def test_slow_starts_make_one_bucket_and_quick_ones_many() -> None:
+    counts = []
+    for alpha in (1.0, 1e-6, 1e-12):
+        plan, captured, cluster = ddp(alpha)
+        buckets = choose_buckets(
+            plan, make_program(captured), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+        )
+        counts.append(len(captured.parameters) - sum(len(names) - 1 for names in buckets))
+    assert counts[0] == 1 and counts == sorted(counts) and counts[-1] > 3
+
+
+def test_the_estimate_says_what_buckets_save() -> None:
+    plan, captured, cluster = ddp(1e-3)
+    found = with_buckets(plan, captured, cluster)
+    alone = evaluate(plan, captured, cluster)
+    assert found.estimate.alone_seconds == pytest.approx(alone.step_seconds)
+    assert found.estimate.saved > 0.5 * alone.seconds["all_reduce"]
+
+
+def test_a_plan_that_would_not_fit_with_buckets_goes_without() -> None:
+    captured, cluster = captured_of("llama"), machine(2)
+    plan = make_baseline("fsdp", captured, cluster, make_mesh((2,)), TrainConfig())
+    with_them = with_buckets(plan, captured, cluster).estimate.peak_nbytes
+    without = evaluate(plan, captured, cluster).peak_nbytes
+    assert without < with_them
+    limited = replace(plan, config=replace(plan.config, memory_nbytes=(without + with_them) / 2))
+    assert with_buckets(limited, captured, cluster).buckets == ()

@@ -1,0 +1,96 @@
+"""Buckets change how many messages there are, and nothing else: values, gradients and bytes are those of one process.
+
+Random partitions of the parameters, whatever the search would choose, on random plans of every family: fused or not,
+the rewritten graph computes the model and sends what is predicted, in one message where calls go together.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.fuse_collectives import fuse_collectives, fused_groups
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.passes.promote_casts import promote_casts
+from autopar.plan import Plan, TrainConfig, plan_from_json
+from autopar.search.baselines import make_baseline
+from autopar.search.random_plan import random_buckets, random_plan, random_recompute
+from tests.plans_in_threads import errors_of, one_process
+from tests.search_cases import machine
+from tests.zoo import FAMILIES, zoo
+
+MESHES = ((2,), (2, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_buckets_of_random_plans_equal_one_process(family: str) -> None:
+    model, kwargs = zoo(family, dtype=torch.float64)
+    captured = promote_casts(capture(model, (), kwargs))
+    reference = one_process(captured, model, kwargs)
+    rng = random.Random(f"buckets {family}")
+    for number, shape in enumerate(MESHES):
+        plan = random_buckets(random_plan(captured, make_mesh(shape), rng), captured, rng)
+        if number % 2 and family in ("llama", "bert"):
+            plan = random_recompute(plan, captured, rng, share=0.3)
+        errors = errors_of(reference, plan, exact=not plan.recompute, late=rng.random() < 0.7)
+        assert errors[0] <= 1e-10 and errors[1] <= 1e-8, f"plan {number} on {plan.mesh}: {errors}"
+
+
+@pytest.mark.parametrize("lifetime", ["step", "microbatch", "use"])
+def test_micro_batches_with_every_lifetime(lifetime: str) -> None:
+    model, kwargs = zoo("gpt2", dtype=torch.float64)
+    captured = promote_casts(capture(model, (), kwargs))
+    reference = one_process(captured, model, kwargs)
+    part = {name: value[: value.shape[0] // 2] for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    half = promote_casts(capture(model, (), {**kwargs, **part}))
+    half = accumulate_gradients(half, 2, lambda: captured)
+    rng = random.Random(lifetime)
+    plan = random_buckets(random_plan(half, make_mesh((2, 2)), rng), half, rng)
+    plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, lifetime))
+    errors = errors_of(reference, plan, half)
+    assert errors[0] <= 1e-10 and errors[1] <= 1e-8, errors
+
+
+def baseline(name: str, family: str = "llama") -> tuple[Plan, object]:
+    model, kwargs = zoo(family)
+    captured = capture(model, (), kwargs)
+    plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
+    return plan, captured
+
+
+def test_one_bucket_is_one_message() -> None:
+    plan, captured = baseline("ddp")
+    alone = predicted_messages(insert_collectives(captured, plan))
+    names = tuple(p.placeholder for p in captured.parameters)
+    together = predicted_messages(insert_collectives(captured, replace(plan, buckets=(names,))))
+    (((kind, axes), (calls, nbytes)),) = alone.items()
+    assert together == {(kind, axes): (calls - len(names) + 1, nbytes)}
+
+
+def test_buckets_of_parameters_gathered_for_use_are_gathered_again_once() -> None:
+    plan, captured = baseline("fsdp")
+    names = tuple(p.placeholder for p in captured.parameters)
+    local = insert_collectives(captured, replace(plan, buckets=(names,)))
+    (gathers,) = (v for (kind, _), v in predicted_messages(local).items() if kind == "all_gather")
+    groups = fused_groups(local.graph, captured.parameters, local.plan)
+    gathered = [group for group in groups if group[0].kwargs.get("regather")]
+    alone = sum(node.kwargs.get("regather", False) for node in local.graph.nodes) - sum(map(len, gathered))
+    assert gathers[0] >= 2 * len(gathered)
+    assert alone or gathers[0] == 2 * len(gathered)
+
+
+def test_without_buckets_the_graph_stays_as_it_is() -> None:
+    plan, captured = baseline("fsdp")
+    local = insert_collectives(captured, plan)
+    assert fuse_collectives(local.graph, captured.parameters, plan) is local.graph
+
+
+def test_buckets_are_saved_with_the_plan() -> None:
+    plan, captured = baseline("ddp")
+    plan = random_buckets(plan, captured, random.Random(0))
+    assert plan.buckets and plan_from_json(plan.to_json()).buckets == plan.buckets
