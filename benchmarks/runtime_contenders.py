@@ -301,7 +301,7 @@ class Peak(PeakMemory):
         return result
 
     def follow(self) -> None:
-        for key, held in self._held.items():
+        for key, held in list(self._held.items()):  # a weak reference may end between
             storage = self._references[key]()
             if storage is not None and storage.nbytes() != held.nbytes:
                 self.live += storage.nbytes() - held.nbytes

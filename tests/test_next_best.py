@@ -115,5 +115,5 @@ def test_planning_for_overlap() -> None:
     own = facts["plans"][facts["chosen"]]["timeline_seconds"]
     assert own == min(row["timeline_seconds"] for row in facts["plans"])
     assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(own)
-    assert own < plan.timeline().seconds == pytest.approx(plan.estimate.step_seconds)
+    assert own < plan.timeline().seconds == pytest.approx(plan.estimate.alone_seconds)
     assert "collectives beside compute" in str(plan)
