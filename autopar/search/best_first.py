@@ -141,9 +141,12 @@ def best_first(
         outcome.status = INTERRUPTED
     outcome.excluded.update({key: max(bound, problems.bound(key)) for bound, _, key in heap})
     outcome.bound = min([outcome.bound, outcome.cost, *outcome.excluded.values()])
+    unsolved = min(outcome.excluded.values(), default=math.inf)
+    if outcome.status == PROVED and unsolved < outcome.cost * (1 - relative_gap):
+        outcome.status = TIMED_OUT  # of a problem that might have been better
     if outcome.answer is None and outcome.status == TIMED_OUT:
         raise SearchTimeoutError(
-            f"no plan was found in {seconds:g} s (lower bound {outcome.bound:.4g} s); give more time"
+            f"no plan was found in the time given (lower bound {outcome.bound:.4g} s); give more time or memory"
         )
     return outcome
 
