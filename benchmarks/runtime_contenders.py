@@ -301,8 +301,9 @@ class Peak(PeakMemory):
         return result
 
     def follow(self) -> None:
-        for key, held in list(self._held.items()):  # a weak reference may end between
-            storage = self._references[key]()
+        for key, held in list(self._held.items()):  # storages end in between
+            reference = self._references.get(key)
+            storage = None if reference is None else reference()
             if storage is not None and storage.nbytes() != held.nbytes:
                 self.live += storage.nbytes() - held.nbytes
                 held.nbytes = storage.nbytes()
