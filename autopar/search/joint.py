@@ -13,10 +13,11 @@ on the mesh of one of p stages, m the number of micro-batches:
 `best_first` solves no more than it must. Equal blocks are split alike in all stages.
 """
 
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,7 +303,7 @@ def search_meshes(
                 f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
                 "choose another number of them, gpipe or auto"
             )
-        with joint.beside(len(keys)):
+        with joint.beside(len(keys)), _uncollected():
             outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
         if outcome.answer is None or outcome.key is None:
             raise _nothing_fits(joint, outcome)
@@ -311,6 +312,18 @@ def search_meshes(
         if own.fingerprint == outcome.answer.fingerprint:
             return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began, mesh), own
         batches.linear = False  # the graphs of other sizes are no line: capture each
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Strategy graphs hold no cycles, but are so many objects that looking for some took a quarter of the search."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _runs(key: Candidate) -> bool:

@@ -5,6 +5,7 @@ come next is known. `foresee` hands them to a process of its own, `of` takes wha
 at, and finds the rest here. Values are the same whoever finds them.
 """
 
+import gc
 import os
 import pickle
 import subprocess
@@ -149,6 +150,7 @@ def _serve() -> None:
     """Answer until the requests end; what libraries print does not reach standard output."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    gc.disable()
     programs: dict[int, Program] = {}
     pricers: dict[Arrangement, Pricer] = {}
     while True:
