@@ -29,9 +29,11 @@ def questions() -> list[Asked]:
 def test_who_finds_a_bound_does_not_matter() -> None:
     asked = questions()
     with relaxations(beside=False) as here, relaxations(beside=True) as both:
-        both.foresee(asked[1:])
-        assert both._asked
+        both.foresee(iter(asked[1:]))
+        there = {one: future.result() for one, future in both._asked.items()}
+        assert there
         found = [both.of(one) for one in asked]
+        assert all(both.of(one) == seconds for one, seconds in there.items())
         assert found == pytest.approx([here.of(one) for one in asked], rel=1e-12)
     arrangement, _, times = asked[0]
     own = relaxed_seconds(program_of("gpt2"), here.pricer(arrangement), times, True)
@@ -41,7 +43,7 @@ def test_who_finds_a_bound_does_not_matter() -> None:
 def test_without_the_other_process_bounds_are_found_here() -> None:
     asked = questions()[:2]
     with relaxations(beside=False) as here, relaxations(beside=True) as both:
-        both.foresee(asked)
+        both.foresee(iter(asked))
         assert both._other is not None
         os.kill(both._other._process.pid, signal.SIGKILL)
         assert [both.of(one) for one in asked] == pytest.approx([here.of(one) for one in asked], rel=1e-12)

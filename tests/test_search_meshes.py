@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -59,8 +59,8 @@ class Drawn:
     def effort(self, key: int) -> float:
         return key % 2
 
-    def foresee(self, keys: Sequence[int], cutoff: float) -> None:
-        assert not self.sharp & set(keys)
+    def foresee(self, keys: Iterator[int], cutoff: float) -> None:
+        assert not any(key in self.sharp or self.bound(key) >= cutoff for key in keys)
 
     def sharpen(self, key: int, cutoff: float) -> bool:
         """Now and then it takes two goes."""

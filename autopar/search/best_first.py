@@ -10,7 +10,7 @@ can be from the optimum.
 import heapq
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -43,7 +43,7 @@ class Problems(Protocol[Asked, Given]):
     def effort(self, key: Asked) -> float:
         """How hard it is to solve, beside others."""
 
-    def foresee(self, keys: Sequence[Asked], cutoff: float) -> None:
+    def foresee(self, keys: Iterator[Asked], cutoff: float) -> None:
         """These are the next to be sharpened, as things stand: what can be done beside may begin."""
 
     def sharpen(self, key: Asked, cutoff: float) -> bool:
@@ -104,7 +104,7 @@ def best_first(
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
-            problems.foresee(_next_bounds(heap, sharpened, cutoff), cutoff)
+            problems.foresee(_next_bounds(problems, heap, sharpened, cutoff), cutoff)
             if (
                 outcome.answer is None
                 and len(sharpened) >= EARLY
@@ -151,10 +151,13 @@ def best_first(
     return outcome
 
 
-def _next_bounds(heap: list[tuple[float, int, Key]], sharpened: set[Key], cutoff: float) -> list[Key]:
-    """Those that will be bounded next, but for the one whose turn it is."""
-    ahead = heapq.nsmallest(AHEAD, heap)[1:]
-    return [key for bound, _, key in ahead if bound < cutoff and key not in sharpened]
+def _next_bounds(
+    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], sharpened: set[Key], cutoff: float
+) -> Iterator[Key]:
+    """Those that will be bounded next, but for the one whose turn it is; bounds in the heap may be old."""
+    open_keys = [(number, key) for bound, number, key in heap if bound < cutoff and key not in sharpened]
+    fresh = [(problems.bound(key), number, key) for number, key in open_keys if key != heap[0][2]]
+    yield from (key for bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < cutoff)
 
 
 def _promising(

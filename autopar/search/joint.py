@@ -16,7 +16,7 @@ on the mesh of one of p stages, m the number of micro-batches:
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -180,7 +180,7 @@ class Joint:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
         return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
 
-    def foresee(self, keys: Sequence[Candidate], cutoff: float) -> None:
+    def foresee(self, keys: Iterator[Candidate], cutoff: float) -> None:
         with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
             self._relaxations.foresee(self._wanted(key, cutoff) for key in keys)
 

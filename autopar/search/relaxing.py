@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from autopar.serialize import dump, load
 
 BOUND_GAP = 2e-3
 """How exactly the relaxed graphs are solved."""
-QUEUED = 3
+QUEUED = 2
 """How many may wait for the other process: those asked for later are known better."""
 
 Asked = tuple[Arrangement, int, int]
@@ -66,28 +66,34 @@ class Relaxations:
         """Seconds; those of a whole step on a pipeline's part of the cluster are for all of its stages."""
         if asked not in self._found:
             future = self._asked.pop(asked, None)
-            if future is None or future.cancel() or (found := _answer(future)) is None:
-                arrangement, microbatches, times = asked
-                found = relaxed_seconds(self.program(microbatches), self.pricer(arrangement), times, self.fold)
-            self._found[asked] = found
+            if future is None or future.cancel():
+                self._found[asked] = self._here(asked)
+            else:
+                if not future.done():  # while the other process is at it, what comes next
+                    waiting = next((one for one, other in self._asked.items() if other.cancel()), None)
+                    if waiting is not None:
+                        del self._asked[waiting]
+                        self._found[waiting] = self._here(waiting)
+                found = _answer(future)
+                self._found[asked] = self._here(asked) if found is None else found
         return self._found[asked]
 
-    def foresee(self, asked: Iterable[Asked]) -> None:
+    def _here(self, asked: Asked) -> float:
+        arrangement, microbatches, times = asked
+        return relaxed_seconds(self.program(microbatches), self.pricer(arrangement), times, self.fold)
+
+    def foresee(self, asked: Iterator[Asked]) -> None:
         """These will probably be asked for, in this order."""
-        if not self.beside:
-            return
-        for one in asked:
-            waiting = sum(not future.done() for future in self._asked.values())
-            if waiting >= QUEUED:
+        while self.beside and sum(not future.done() for future in self._asked.values()) < QUEUED:
+            one = next((a for a in asked if a not in self._found and a not in self._asked), None)
+            if one is None:
                 return
-            if one not in self._found and one not in self._asked:
-                self._other = self._other or _Other()
-                arrangement, microbatches, times = one
-                pricer = self.pricer(arrangement)
-                program = self.program(microbatches)
-                self._asked[one] = self._other.ask(
-                    program, pricer.cluster, pricer.config, arrangement, microbatches, times, self.fold
-                )
+            self._other = self._other or _Other()
+            arrangement, microbatches, times = one
+            pricer, program = self.pricer(arrangement), self.program(microbatches)
+            self._asked[one] = self._other.ask(
+                program, pricer.cluster, pricer.config, arrangement, microbatches, times, self.fold
+            )
 
 
 def _answer(future: Future[float]) -> float | None:
