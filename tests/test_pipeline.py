@@ -275,8 +275,8 @@ def test_a_thousand_ranks() -> None:
 def test_orders_that_cannot_be() -> None:
     with pytest.raises(ArgumentError, match="'pipedream' is unknown; choose one of gpipe"):
         make_order("pipedream", 2, 4)
-    with pytest.raises(ArgumentError, match="6 is no multiple of 4; use 4 or 8"):
-        make_order("interleaved-1f1b", 4, 6, 2)
+    with pytest.raises(ArgumentError, match="in 2 equal rounds, which 9 are not; use"):
+        make_order("interleaved-1f1b", 4, 9, 2)
     with pytest.raises(ArgumentError, match="zbv has 2 stages a rank, not 1"):
         make_order("zbv", 4, 8)
     with pytest.raises(ArgumentError, match="must each be at least 1"):

@@ -188,13 +188,13 @@ class Joint:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
         the candidate's own rounds."""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
+        is_own = (arrangement, m) in self._least or key.rounds == m
         found = self._relaxations.of(wanted) / arrangement.pipeline
-        if times == m:
-            self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found)
-            return key.microbatches == m and key.rounds == m
-        self._own[key] = found + self._more_rounds(key, times)
         # r t + o is concave in r: of fewer rounds at least their share
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * m / times)
+        if m != key.microbatches or not is_own:
+            return False
+        self._own[key] = found + self._more_rounds(key, times)
         return True
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
