@@ -155,7 +155,7 @@ class StagedModelPlan(StagedPlan):
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.
 
         Args:
-            overlap: which collectives run beside compute; None for none, as the runtime works today.
+            overlap: which collectives run beside compute; None for none: then the seconds are the estimate's.
             cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
 
         Raises:
