@@ -70,15 +70,13 @@ class Check:
             "loss": self.loss_error <= loss_tolerance,
             "gradients": self.gradient_error <= gradient_tolerance,
             "bytes sent": self.bytes_match,
-            "peak memory": _is_peak(self.predicted_peak, self.measured_peak),
+            "peak memory": abs(self.peak_error) <= PEAK_TOLERANCE,
         }
         return tuple(name for name, is_good in good.items() if not is_good)
 
 
 PEAK_TOLERANCE = 0.05
 """Largest relative error of a rank's predicted peak."""
-PEAK_PAGE = 4096
-"""Bytes below which no error of a peak counts: models of a few kB, whose flat buffers are most of what they hold."""
 
 STEPS = 3
 """In how many steps at most a peak is measured; the least counts, for Gloo's threads hold what they sent a while."""
@@ -287,10 +285,6 @@ def _check(
     )
 
 
-def _is_peak(predicted: float, measured: float) -> bool:
-    return abs(predicted - measured) <= max(PEAK_TOLERANCE * measured, PEAK_PAGE)
-
-
 def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, peak: int) -> int:
     """The peak of the first step or, where any rank's is not as predicted, the least of some steps."""
     import torch.distributed as dist
@@ -298,7 +292,7 @@ def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, pea
     from autopar.runtime.peak_memory import watch
 
     for _ in range(STEPS - 1):
-        is_off = torch.tensor(not _is_peak(predicted, peak), dtype=torch.int32)
+        is_off = torch.tensor(abs(predicted / peak - 1) > PEAK_TOLERANCE, dtype=torch.int32)
         dist.all_reduce(is_off)
         if not is_off:
             break

@@ -67,8 +67,8 @@ def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> N
         worst_gradient="",
         predicted={},
         counted={},
-        predicted_peak=100e6,
-        measured_peak=measured * 1_000_000,
+        predicted_peak=100.0,
+        measured_peak=measured,
     )
     assert check.wrong(0.0, 0.0) == ((wrong,) if wrong else ())
 

@@ -309,8 +309,11 @@ class Live:
             return
         rows = sum(self._nbytes(value) for value in group.values)
         row = sum(self._nbytes((n, self.journeys[n].made[v].source)) for n, v in group.values)
-        for moment in {forward, self.again.get(group, forward)}:
-            self._add("working", name, rows + row, moment, moment)
+        self._add("working", name, rows + row, forward, forward)
+        if (again := self.again.get(group, forward)) != forward:
+            # gathered again before the backward that reads it makes its gradients: they never meet the buffers
+            made = sum(h.nbytes for h in self.holdings if h.first == again and h.role in ("gradient", "leaf"))
+            self._add("working", name, max(rows + row - made, 0.0), again, again)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
             self._add("working", name, rows, backward, backward)
 
