@@ -333,7 +333,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     memory = [{**r, "error": _percent(r["error"]), "bias": _percent(r["bias"])} for r in report["memory"]]
     note = f"all: {_percent(_memory_error(report['memory']))}; should hold: 8%"
     _print(console, "Peak memory", memory, note)
-    shares, ratios = ("deviation", "within_a_stack"), ("largest_ratio", "worst")
+    shares, ratios = ("deviation", "within_a_stack"), ("largest_ratio", "batch_ratio", "worst")
     repeats = [
         {**r, **{key: _percent(r[key]) for key in shares}, **{key: f"{r[key]:.3f}" for key in ratios}}
         for r in report["repeats"]

@@ -7,6 +7,9 @@ ZB-H2, and interleaved 2(p - 1 - i) + (v - 1) p + 1 of its v chunks (Narayanan e
 
 Three quantities go by the name of memory. `allocated_nbytes` is what tensors take, each in blocks of 512 bytes
 (PyTorch's CUDACachingAllocator). What the allocator holds and what nvidia-smi shows is more: `RESERVES` has the rest.
+The allocator's free pieces are left by what comes and goes; what lasts from step to step is laid down once. NCCL keeps
+buffers for each communicator, 9.2 MiB a channel and neighbour for its three protocols (DEFAULT_*BUFFSIZE, init.cc): 0.9
+GB for 16 channels of a ring and a tree. NVIDIA/nccl issue 864 saw 1.6 GB with one communicator, 6 GB with three.
 """
 
 import math
@@ -20,27 +23,32 @@ from autopar.cost_models.transformer import TransformerShape, expert_params, lay
 FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER, END = range(6)
 BLOCK = 512
 
-# (part of what is allocated, bytes) beyond allocated memory: the allocator's free pieces; then the CUDA context, NCCL's
-# channels and cuBLAS workspaces. Parts and bytes are assumed, of the size that PyTorch users see.
-RESERVES = {"allocated": (0.0, 0.0), "reserved": (0.06, 0.0), "nvidia-smi": (0.06, 4e9)}
+# Beyond allocated memory: a part of what comes and goes (the allocator's free pieces); bytes (CUDA context and kernels,
+# cuBLAS workspaces); bytes a kind of group that communicates. Parts and bytes are assumed, of the size that users see.
+RESERVES = {"allocated": (0.0, 0.0, 0.0), "reserved": (0.06, 0.0, 0.0), "nvidia-smi": (0.06, 4e9, 1e9)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Of the fullest rank: peak bytes allocated, the stage, and bytes by kind at the moment of the peak."""
+    """Of the fullest rank: peak bytes allocated, those that last from step to step, the stage, and bytes by kind at the
+    moment of the peak. `group_kinds`: of tensor, pipeline and data parallel groups, how many it is in."""
 
     allocated_nbytes: int
+    lasting_nbytes: int
+    group_kinds: int
     stage: int
     kinds: tuple[tuple[str, int], ...]
 
     def with_reserve(self, name: str) -> float:
         """Bytes including a named reserve: allocated, reserved, or nvidia-smi."""
-        part, nbytes = RESERVES[name]
-        return self.allocated_nbytes * (1 + part) + nbytes
+        part, nbytes, each_group = RESERVES[name]
+        pieces = part * (self.allocated_nbytes - self.lasting_nbytes)
+        return self.allocated_nbytes + pieces + nbytes + each_group * self.group_kinds
 
 
 def step_memory(shape: TransformerShape, config: TrainingConfig) -> StepMemory:
     """The peak over all stages and moments."""
+    group_kinds = sum(size > 1 for size in (config.tp, config.pp, config.dp * config.cp))
     best: StepMemory | None = None
     for stage in range(config.pp):
         named = stage_intervals(shape, config, stage)
@@ -48,7 +56,10 @@ def step_memory(shape: TransformerShape, config: TrainingConfig) -> StepMemory:
         top = peak(intervals)
         if best is None or top.nbytes > best.allocated_nbytes:
             kinds = tuple((named[k][0], named[k][1].nbytes) for k in top.contributors if named[k][1].nbytes)
-            best = StepMemory(allocated_nbytes=top.nbytes, stage=stage, kinds=kinds)
+            lasting = sum(i.nbytes for i in intervals if (i.start, i.end) == (FORWARD, END))
+            best = StepMemory(
+                allocated_nbytes=top.nbytes, lasting_nbytes=lasting, group_kinds=group_kinds, stage=stage, kinds=kinds
+            )
     assert best is not None
     return best
 

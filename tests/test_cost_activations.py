@@ -140,3 +140,19 @@ def test_the_peak_is_named() -> None:
     assert sum(nbytes for _, nbytes in memory.kinds) == memory.allocated_nbytes
     assert all(nbytes % 512 == 0 for _, nbytes in memory.kinds)
     assert memory.with_reserve("allocated") < memory.with_reserve("reserved") < memory.with_reserve("nvidia-smi")
+
+
+def test_what_lasts_leaves_no_free_pieces_and_every_kind_of_group_has_its_buffers() -> None:
+    shape = named_shape("gpt-22b")
+    one, two = (step_memory(shape, config(tp=8, micro_batch=size)) for size in (1, 2))
+    state = 20 * stage_params(shape, config(tp=8), 0)
+    assert one.lasting_nbytes == two.lasting_nbytes == pytest.approx(state, rel=1e-6)
+    came = two.allocated_nbytes - one.allocated_nbytes
+    assert two.with_reserve("reserved") - one.with_reserve("reserved") == pytest.approx(1.06 * came)
+    beyond = [
+        memory.with_reserve("nvidia-smi") - memory.with_reserve("reserved")
+        for memory in (
+            step_memory(shape, config(**degrees)) for degrees in ({}, {"cp": 2, "dp": 2}, {"tp": 2, "pp": 2})
+        )
+    ]
+    assert beyond == pytest.approx([4e9, 5e9, 6e9])

@@ -110,11 +110,8 @@ def test_the_fastest_layout_is_found() -> None:
     for key in ("regret", "by_time_alone"):
         assert statistics.mean(r[key] for r in searches) <= 1.03
     regrets = sorted(r["regret"] for r in searches)
-    assert regrets[-3] <= 1.15
-    # one run that takes as long as its layout does at a batch a third larger; one group whose fastest layout is said
-    # to need 2% too much memory, and whose next runs slower the larger the micro-batch, which no other kernel shows
-    assert regrets[-2] <= 1.22
-    assert regrets[-1] <= 1.25
+    assert regrets[-2] <= 1.15
+    assert regrets[-1] <= 1.22, "one run that takes as long as its layout does at a batch a third larger"
 
 
 def test_how_far_sources_are_from_themselves() -> None:
@@ -122,11 +119,17 @@ def test_how_far_sources_are_from_themselves() -> None:
     bloom, llama = rows["BLOOM"], rows["LLaMA layouts"]
     assert bloom["runs"] > 2 * bloom["layouts"] > 0
     assert 0 < bloom["within_a_stack"] < bloom["deviation"], "the machine was changed between the days"
+    assert bloom["batch_ratio"] > 1.26, "bloom-L775, 49 micro-batches in the time of 64; all others are within 1.08"
     assert llama["contradictions"] > 5
     assert llama["worst"] > 1.6, "flash attention 2 takes 1.6 times as long as 1 in the same layout"
     one, other = (replace(case("kort-t5-175B-present"), seconds=seconds) for seconds in (10.0, 30.0))
     [row] = repeat_rows([one, other, replace(other, id="the same run in another table")])
     assert (row["layouts"], row["runs"], row["deviation"], row["largest_ratio"]) == (1, 2, 0.5, 3.0)
+    # 64 micro-batches and a ramp of 7/3: twice the time for as many more is what is expected, 1.2 times more is not
+    ramp = 7 / one.config.virtual_stages
+    more = replace(one, config=replace(one.config, global_batch=128), seconds=12.0 * (128 + ramp) / (64 + ramp))
+    [row] = repeat_rows([one, more])
+    assert (row["batches"], row["batch_ratio"]) == (1, pytest.approx(1.2))
 
 
 def test_what_does_not_hold_is_named() -> None:
