@@ -51,6 +51,7 @@ def plan(
     seconds: float | None = None,
     fold: bool = True,
     buckets: bool = True,
+    flatten: bool = True,
     with_baselines: bool = True,
     overlap: "Overlap | None" = None,
     progress: Callable[[str], None] | None = None,
@@ -82,6 +83,7 @@ def plan(
         seconds: stop solving after these, with the best plan so far and its true gap.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
+        flatten: a bucket that travels over several mesh axes does so as one collective, or in levels, where cheaper.
         with_baselines: price the named baselines too.
         overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
             runtime does not do yet); by default the one whose seconds add up to least.
@@ -195,7 +197,7 @@ def plan(
         from autopar.search.buckets import with_buckets
 
         tell("choosing buckets")
-        found = with_buckets(found, captured, machine)
+        found = with_buckets(found, captured, machine, flatten=flatten)
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

@@ -82,6 +82,7 @@ def plan(
     no_buckets: Annotated[
         bool, typer.Option("--no-buckets", help="every parameter is gathered and reduced alone")
     ] = False,
+    no_flatten: Annotated[bool, typer.Option("--no-flatten", help="buckets travel axis by axis")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
     trace: Trace = None,
@@ -118,6 +119,7 @@ def plan(
             seconds=seconds,
             fold=not no_fold,
             buckets=not no_buckets,
+            flatten=not no_flatten,
             with_baselines=not no_baselines,
             overlap=beside,
             progress=lambda text: status.update(text),

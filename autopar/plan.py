@@ -3,6 +3,7 @@
 A plan names no process and no tensor data. Saved as JSON (schema `VERSION`), it is refused for another model or mesh.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +14,7 @@ from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.placement import Layout, parse_layout
+from autopar.redistribution import Step, in_levels, route, step_between
 from autopar.version import TORCH_RANGE, in_range
 
 VERSION = 2
@@ -38,11 +40,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Layouts from a parameter's storage to where it is used, one step between neighbours. inside: names of axes over
+    which the all-reduce of its gradients goes level by level (`redistribution.in_levels`)."""
+
+    path: tuple[Layout, ...]
+    inside: tuple[str, ...] = ()
+
+    def steps(self, mesh: Mesh) -> tuple[Step, ...]:
+        axes = {mesh.names.index(axis) for axis in self.inside}
+        steps = [step_between(a, b) for a, b in itertools.pairwise(self.path)]
+        return tuple(in_levels(s, tuple(sorted(axes))) if axes and axes < set(s.axes) else s for s in steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
-    saved: seconds that buckets save; the search and what it proves know none.
+    saved: seconds that buckets save, and the ways that they take; the search and what it proves know none.
+    saved_by_ways: those of them that ways over several axes save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds over the space searched.
@@ -51,6 +68,7 @@ class Estimate:
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     saved: float = 0.0
+    saved_by_ways: float = 0.0
     memory: Mapping[str, float] = field(default_factory=dict)
     rates: str = ""
     bound: float = 0.0
@@ -92,6 +110,8 @@ class Plan:
     remade: layouts of tensors that backward redistributes again instead of keeping them.
     buckets: parameters that are gathered, and whose gradients are reduced, in one message where they are alike
         (`passes.fuse_collectives`); none: each alone.
+    ways: of parameters that travel another way than `routes` say, because a bucket's message is not one parameter's:
+        collectives over several axes one after the other, as one, or in levels.
     """
 
     model: str
@@ -107,12 +127,25 @@ class Plan:
     remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     microbatches: int = 1
     buckets: tuple[tuple[str, ...], ...] = ()
+    ways: Mapping[str, Way] = field(default_factory=dict)
     origin: str = "ilp"
     estimate: Estimate = field(default_factory=Estimate)
 
     def check(self, captured: CapturedModel) -> None:
         """Raises PlanMismatchError if the plan was made for another model."""
         check_model(self.model, self.fingerprint, self.microbatches, captured)
+
+    def steps(
+        self, name: str, source: Layout, wanted: Layout, shape: tuple[int, ...], element_size: int, grad: bool
+    ) -> tuple[Step, ...]:
+        """How a tensor of that name comes from one layout to another; `grad`: whether it needs a gradient."""
+        way = self.ways.get(name)
+        if way is not None and (way.path[0], way.path[-1]) == (source, wanted):
+            return way.steps(self.mesh)
+        for path in self.routes.get(name, ()):
+            if path[-1] == wanted:
+                return tuple(step_between(a, b) for a, b in itertools.pairwise(path))
+        return route(source, wanted, shape, element_size, self.mesh, grad)
 
     def with_estimate(self, estimate: Estimate) -> "Plan":
         return replace(self, estimate=estimate)
@@ -140,6 +173,10 @@ class Plan:
             "recompute": sorted(self.recompute),
             "remade": {name: [tables.index(str(v)) for v in layouts] for name, layouts in self.remade.items()},
             "buckets": self.buckets,
+            "ways": {
+                name: {"path": [tables.index(str(layout)) for layout in way.path], "inside": way.inside}
+                for name, way in self.ways.items()
+            },
             "estimate": asdict(self.estimate),
         }
         return json.dumps({**body, "table": tables.texts}, indent=1)
@@ -214,6 +251,10 @@ def plan_from_json(text: str) -> Plan:
         recompute=frozenset(body["recompute"]),
         remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
         buckets=tuple(tuple(names) for names in body.get("buckets", ())),
+        ways={
+            name: Way(path=tuple(parse_layout(table[i]) for i in way["path"]), inside=tuple(way["inside"]))
+            for name, way in body.get("ways", {}).items()
+        },
         estimate=Estimate(**body["estimate"]),
     )
 

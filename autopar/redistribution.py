@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.mesh import Mesh
@@ -48,13 +48,17 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One change of layout over `axes` (ascending mesh axes, flattened if several)."""
+    """One change of layout over `axes` (ascending mesh axes, flattened if several).
+
+    inside: some of the axes, over which the all-reduce of gradients goes level by level (`in_levels`).
+    """
 
     source: Layout
     target: Layout
     axes: tuple[int, ...]
     forward: str
     backward: str
+    inside: tuple[int, ...] = ()
 
     @property
     def before(self) -> Placement:
@@ -132,7 +136,7 @@ def is_possible(step: Step, shape: tuple[int, ...], mesh: Mesh) -> bool:
 def messages(
     step: Step, shape: tuple[int, ...], element_size: int, mesh: Mesh
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """What the step sends in the forward and in the backward pass (each none or one message)."""
+    """What the step sends in the forward and in the backward pass (each none or one message, or one a level)."""
     source = local_shape(shape, step.source, mesh)
     target = local_shape(shape, step.target, mesh)
     n = math.prod(mesh.shape[a] for a in step.axes)
@@ -143,6 +147,9 @@ def messages(
         if kind not in COLLECTIVES:
             sent.append(())
             continue
+        if step.inside:
+            sent.append(_level_messages(step, math.prod(source) * element_size, element_size, mesh))
+            continue
         if kind == "all_to_all":
             elements = _all_to_all_elements(step, source, n, forward=not sent)
         elif kind == "all_reduce":
@@ -151,6 +158,30 @@ def messages(
             elements = n * math.prod(source if isinstance(step.before, Shard) else target)
         sent.append((Message(kind=kind, axes=step.axes, nbytes=elements * element_size),))
     return sent[0], sent[1]
+
+
+def in_levels(step: Step, inside: tuple[int, ...]) -> Step:
+    """The step with its all-reduce of gradients level by level: a reduce-scatter over the axes `inside`, an all-reduce
+    of the part over the others, an all-gather over `inside`.
+
+    Raises:
+        ValueError: if the step reduces no gradients over those axes and others.
+    """
+    if (step.forward, step.backward) != ("", "all_reduce") or not inside or not set(inside) < set(step.axes):
+        raise ValueError(f"step from {step.source} to {step.target} reduces no gradients inside axes {inside} first")
+    return replace(step, inside=inside)
+
+
+def _level_messages(step: Step, nbytes: int, element_size: int, mesh: Mesh) -> tuple[Message, ...]:
+    """Of what is padded to equal parts of each rank inside."""
+    n = math.prod(mesh.shape[a] for a in step.inside)
+    part = -(-nbytes // element_size // n) * element_size
+    outside = tuple(a for a in step.axes if a not in step.inside)
+    return (
+        Message(kind="reduce_scatter", axes=step.inside, nbytes=n * part),
+        Message(kind="all_reduce", axes=outside, nbytes=part),
+        Message(kind="all_gather", axes=step.inside, nbytes=n * part),
+    )
 
 
 def _all_to_all_elements(step: Step, source: tuple[int, ...], n: int, *, forward: bool) -> int:

@@ -21,7 +21,7 @@ Collective = Callable[..., Tensor]
 
 def collective_call(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[Collective, dict[str, Any]]:
     """The function and keywords of `step` for a tensor of global `shape`; the local tensor is the only operand."""
-    axis = _axis(step, mesh)
+    axis = _axis(step.axes, mesh)
     before, after = step.before, step.after
     if isinstance(before, Shard) and isinstance(after, Shard):
         keywords = {"split_dim": after.dim, "concat_dim": before.dim, "axis": axis}
@@ -40,13 +40,17 @@ def collective_call(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[Col
     if step.forward:
         function = {"all_reduce": collectives.all_reduce, "divide": collectives.divide}[step.forward]
         return function, {"axis": axis, "backward": step.backward or "none"}
+    if step.inside:
+        inside = _axis(step.inside, mesh)
+        outside = _axis(tuple(a for a in step.axes if a not in step.inside), mesh)
+        return collectives.all_reduce_gradient, {"axis": outside, "inside": inside}
     return {"all_reduce": collectives.all_reduce_gradient, "divide": collectives.divide_gradient}[step.backward], {
         "axis": axis
     }
 
 
-def _axis(step: Step, mesh: Mesh) -> Axis:
-    names = tuple(mesh.names[a] for a in step.axes)
+def _axis(axes: tuple[int, ...], mesh: Mesh) -> Axis:
+    names = tuple(mesh.names[a] for a in axes)
     return names[0] if len(names) == 1 else names
 
 

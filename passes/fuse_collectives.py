@@ -105,16 +105,16 @@ def _alike(node: fx.Node) -> tuple[object, ...] | None:
     if node.target is collectives.all_gather:
         keywords = node.kwargs
         return node.target, _axis(node), keywords.get("backward", "reduce_scatter"), keywords.get("regather", False)
-    return node.target, _axis(node)
+    return node.target, _axis(node), _axis(node, "inside")
 
 
-def _axis(node: fx.Node) -> tuple[str, ...]:
-    axis = node.kwargs["axis"]
+def _axis(node: fx.Node, keyword: str = "axis") -> tuple[str, ...]:
+    axis = node.kwargs.get(keyword, ())
     return (axis,) if isinstance(axis, str) else tuple(str(name) for name in axis)  # type: ignore[union-attr]
 
 
 def _num_ranks(node: fx.Node, plan: Plan) -> int:
     ranks = 1
-    for name in _axis(node):
+    for name in (*_axis(node), *_axis(node, "inside")):
         ranks *= plan.mesh.shape[plan.mesh.names.index(name)]
     return ranks

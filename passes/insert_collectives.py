@@ -6,7 +6,6 @@ equal chunks first. The loss ends Invariant: whole, and with the whole gradient,
 sends ends in the layout in which the next stage takes it, so that each rank sends to its counterpart.
 """
 
-import itertools
 import operator
 from collections.abc import Iterable, Mapping
 
@@ -21,7 +20,7 @@ from autopar.passes.recompute import check_recompute, mark_again
 from autopar.passes.verify import verify_local
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even, local_shape
 from autopar.plan import Plan
-from autopar.redistribution import Step, messages, route, step_between
+from autopar.redistribution import Step, messages
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, layouts, localized
 
@@ -150,11 +149,8 @@ class _Insertion:
         return self.made[source.name, wanted]
 
     def _steps(self, source: fx.Node, shape: tuple[int, ...], wanted: Layout) -> Iterable[Step]:
-        for path in self.plan.routes.get(source.name, ()):
-            if path[-1] == wanted:
-                return [step_between(a, b) for a, b in itertools.pairwise(path)]
-        element_size = source.meta["val"].element_size()
-        return route(self.layout[source.name], wanted, shape, element_size, self.mesh, requires_grad(source))
+        size = source.meta["val"].element_size()
+        return self.plan.steps(source.name, self.layout[source.name], wanted, shape, size, requires_grad(source))
 
     def _insert(self, source: fx.Node, shape: tuple[int, ...], step: Step, module: str) -> None:
         before = self.made[source.name, step.source]

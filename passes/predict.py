@@ -64,10 +64,10 @@ class _Count:
         self.sent[key] = (calls + times, nbytes + times * message.nbytes)
 
     def _together(self, group: Group, direction: int) -> None:
-        """One message for what each call of a group would send, forward (0) or backward (1)."""
-        found = [message for node in group for message in node.meta["messages"][direction]]
-        if found:
-            whole = replace(found[0], nbytes=sum(message.nbytes for message in found))
+        """What each call of a group would send, together, forward (0) or backward (1)."""
+        found = [sent for node in group if (sent := node.meta["messages"][direction])]
+        for alike in zip(*found, strict=True):
+            whole = replace(alike[0], nbytes=sum(message.nbytes for message in alike))
             self._add(whole, 1 if group[0] in self.once else self.parts)
 
     def _again(self, gather: fx.Node, times: int) -> None:

@@ -80,7 +80,7 @@ def test_slow_starts_make_one_bucket_and_quick_ones_many() -> None:
     counts = []
     for alpha in (1.0, 1e-6, 1e-12):
         plan, captured, cluster = ddp(alpha)
-        buckets = choose_buckets(
+        buckets, _ = choose_buckets(
             plan, make_program(captured), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         )
         counts.append(len(captured.parameters) - sum(len(names) - 1 for names in buckets))

@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,8 @@ from autopar.ops.random import Draws, use_draws
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.recompute import again_graph
-from autopar.plan import Plan, TrainConfig, load_plan
+from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.plan import Plan, TrainConfig, Way, load_plan
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
@@ -107,6 +109,30 @@ def tiny_by_inductor() -> int:
     return equal(eager, compiled, "inductor", False, [data])
 
 
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean()
+
+
+def tiny_in_levels() -> int:
+    """A layer of odd sizes, whole on all of two by two ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, data = Odd().double(), {"x": torch.randn(4, 5, dtype=torch.float64)}
+    graph = capture(model, (), data)
+    plan = make_baseline("ddp", graph, load_cluster("4xcpu"), make_mesh((2, 2)), TrainConfig(precision="fp64"))
+    path = (Layout((INVARIANT, INVARIANT)), Layout((REPLICATE, REPLICATE)))
+    names = [spec.placeholder for spec in graph.parameters]
+    plan = replace(plan, ways=dict.fromkeys(names, Way(path=path, inside=("data",))))
+    values = {**parameters_of(graph, model), **buffers_of(graph, model)}
+    eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
+    return equal(eager, compiled, "aot_eager", False, [data])
+
+
 def exported_code(folder: str) -> int:
     """The exported folder, compiled, against the graph it was written from."""
     spec = importlib.util.spec_from_file_location("compiled_model", Path(folder) / "model.py")
@@ -129,6 +155,10 @@ def test_exported_code_compiles(tmp_path: Path) -> None:
 
 def test_one_graph_equals_eager() -> None:
     assert ranks(2).run(random_plans_in_one_graph) == [[1, 1]] * 2
+
+
+def test_reductions_in_levels_equal_eager() -> None:
+    assert ranks(4).run(tiny_in_levels) == [1] * 4
 
 
 def test_equal_blocks_compile_once() -> None:

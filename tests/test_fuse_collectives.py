@@ -19,7 +19,7 @@ from autopar.passes.predict import predicted_messages
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_buckets, random_plan, random_recompute
+from autopar.search.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine
 from tests.zoo import FAMILIES, zoo
@@ -34,7 +34,8 @@ def test_random_buckets_of_random_plans_equal_one_process(family: str) -> None:
     reference = one_process(captured, model, kwargs)
     rng = random.Random(f"buckets {family}")
     for number, shape in enumerate(MESHES):
-        plan = random_buckets(random_plan(captured, make_mesh(shape), rng), captured, rng)
+        plan = random_ways(random_plan(captured, make_mesh(shape), rng), captured, rng)
+        plan = random_buckets(plan, captured, rng)
         if number % 2 and family in ("llama", "bert"):
             plan = random_recompute(plan, captured, rng, share=0.3)
         errors = errors_of(reference, plan, exact=not plan.recompute, late=rng.random() < 0.7)

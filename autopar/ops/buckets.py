@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops import collectives
-from autopar.ops.collectives import begin, cut, pad_dim, send
+from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, pad_dim, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
 from autopar.placement import chunk_size
@@ -138,12 +138,14 @@ def _gathered(
     return out
 
 
-def all_reduce_gradient_bucket(*values: Tensor, axis: Axis, names: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
+def all_reduce_gradient_bucket(
+    *values: Tensor, axis: Axis, inside: Axis = (), names: tuple[str, ...] = ()
+) -> tuple[Tensor, ...]:
     """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward."""
     groups = active_groups()
 
     def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        return _sums(gradients, axis, groups)
+        return _sums(gradients, axis, groups, inside)
 
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
     return out
@@ -217,11 +219,13 @@ def _scatter_sums(
     return out, finish
 
 
-def _sums(gradients: Sequence[Tensor], axis: Axis, groups: Groups) -> tuple[Sequence[Tensor], Finish]:
-    flat = torch.cat([g.reshape(-1) for g in gradients])
+def _sums(
+    gradients: Sequence[Tensor], axis: Axis, groups: Groups, inside: Axis = ()
+) -> tuple[Sequence[Tensor], Finish]:
+    flat, out = in_parts(gradients, groups.size(inside))
+    if inside:
+        return out, begin_level_sums(flat, axis, inside, groups)
     nbytes = flat.numel() * flat.element_size()
-    parts = torch.split(flat, [g.numel() for g in gradients])
-    out = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
     finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
     return out, finish
 

@@ -5,7 +5,7 @@ scatter; `size` is the true size to narrow to after a gather. A backend that fai
 `RankError` that names the collective and the group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,47 @@ def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     nbytes = out.numel() * out.element_size()
     send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, group=group))
+    return out
+
+
+def begin_level_sums(flat: Tensor, axis: Axis, inside: Axis, groups: Groups) -> Callable[[], None]:
+    """Begin to sum a flat tensor in place over `axis` and `inside`, level by level; the call that waits for the sums.
+
+    A reduce-scatter over `inside`, an all-reduce of this rank's part over `axis`, an all-gather over `inside`: a slow
+    `axis` carries each part once, not once a rank inside. The number of elements is a multiple of the ranks inside.
+    """
+    part = flat.view(groups.size(inside), -1)[groups.index(inside)]
+    whole = flat.numel() * flat.element_size()
+    scattered = begin(
+        "reduce_scatter", inside, whole, groups, lambda g: run_reduce_scatter(part, flat, group=g, async_op=True)
+    )
+
+    def finish() -> None:
+        scattered()
+        nbytes = part.numel() * part.element_size()
+        send("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(part, group=g))
+        send("all_gather", inside, whole, groups, lambda g: run_all_gather(flat, part, group=g))
+
+    return finish
+
+
+def in_parts(values: Sequence[Tensor], num_parts: int) -> tuple[Tensor, list[Tensor]]:
+    """Values flat, one after the other, each padded to equal parts; and views of them in it."""
+    row = [value.reshape(-1) for value in values]
+    missing = [-v.numel() % num_parts for v in row]
+    flat = torch.cat([t for v, n in zip(row, missing, strict=True) for t in ((v, v.new_zeros(n)) if n else (v,))])
+    lengths = [v.numel() + n for v, n in zip(row, missing, strict=True)]
+    views = [p[: v.numel()].view(v.shape) for p, v in zip(torch.split(flat, lengths), values, strict=True)]
+    return flat, views
+
+
+@local("level_sum")
+def _level_sum(x: Tensor, num_inside: int, axis: Axis, groups: Groups) -> Tensor:
+    """The sum over axes of which the last `num_inside` are inside."""
+    names = names_of(axis)
+    inside = names[len(names) - num_inside :]
+    flat, (out,) = in_parts([x], groups.size(inside))
+    begin_level_sums(flat, names[: len(names) - num_inside], inside, groups)()
     return out
 
 
@@ -255,10 +296,14 @@ def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 @traceable
-def all_reduce_gradient(x: Tensor, *, axis: Axis) -> Tensor:
-    """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass."""
+def all_reduce_gradient(x: Tensor, *, axis: Axis, inside: Axis = ()) -> Tensor:
+    """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass, level by level if some of the
+    axes are `inside`."""
     groups = active_groups()
-    return _apply(x, _same, lambda g: _sum(g, axis, groups))
+    if not inside:
+        return _apply(x, _same, lambda g: _sum(g, axis, groups))
+    within = names_of(inside)
+    return _apply(x, _same, lambda g: _level_sum(g, len(within), (*names_of(axis), *within), groups))
 
 
 @traceable

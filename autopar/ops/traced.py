@@ -23,6 +23,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "gather": ("dim", "size"),
     "scatter_sum": ("dim",),
     "sum": (),
+    "level_sum": ("num_inside",),
     "maximum": (),
     "share": (),
     "exchange": ("split_dim", "concat_dim", "size"),
@@ -51,7 +52,7 @@ def traceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not torch.compiler.is_compiling():
             return function(x, **keywords)
         regather = keywords.pop("regather", False)
-        axes = ",".join(names_of(keywords.pop("axis")))
+        axes = ",".join((*names_of(keywords.pop("axis")), *names_of(keywords.get("inside", ()))))
         there, back = row(x, **keywords)
         if there == "same":
             result: Tensor = _GradientOnly.apply(x, f"{back} {axes}", BOUND.number)  # type: ignore[no-untyped-call]
@@ -140,7 +141,7 @@ ROWS: dict[str, Callable[..., tuple[str, str]]] = {
     "reduce_scatter": lambda x, dim: (f"scatter_sum {dim}", f"gather {dim} {x.shape[dim]}"),
     "all_reduce": lambda x, backward="none": ("sum", {"none": "same", "all_reduce": "sum"}[backward]),
     "all_reduce_maximum": lambda x: ("maximum", "none"),
-    "all_reduce_gradient": lambda x: ("same", "sum"),
+    "all_reduce_gradient": lambda x, inside=(): ("same", f"level_sum {len(names_of(inside))}" if inside else "sum"),
     "divide_gradient": lambda x: ("same", "share"),
     "all_to_all": _all_to_all,
     "local_slice": _slice,

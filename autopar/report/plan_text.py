@@ -121,12 +121,26 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} buckets, which saves "
             f"{seconds_text(estimate.saved)}"
         )
+    if plan.ways:
+        lines.append(_ways_text(plan))
     lines.append(
         f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
         "whole (gradients of R are summands)"
     )
     lines.append("parameters, as stored: gathered for use = again for backward; gathered and kept = until backward")
     return Text("\n".join(lines) + "\n")
+
+
+def _ways_text(plan: Plan) -> str:
+    """How many parameters travel otherwise than the search said, how, and what that saves."""
+    words: dict[str, int] = {}
+    for way in plan.ways.values():
+        joined = any(len(step.axes) > 1 for step in way.steps(plan.mesh))
+        word = f"in levels, {', '.join(way.inside)} first" if way.inside else "as one" if joined else "axis by axis"
+        words[word] = words.get(word, 0) + 1
+    said = ", ".join(f"{count} {word}" for word, count in words.items())
+    saved = seconds_text(plan.estimate.saved_by_ways)
+    return f"over several axes in buckets: {said}, which saves {saved} (counted above)"
 
 
 def _section_table(section: Section, clock: Clock) -> Table:

@@ -1,7 +1,8 @@
 """Which parameters are gathered, and their gradients reduced, in one message? Borders chosen in the cost model.
 
-Parameters are taken in the order of their first use. Neighbours share a bucket only if their ways are alike: the same
-collectives over the same axes, one dtype, both trained or both frozen, one lifetime.
+Parameters are taken in the order of their first use. Neighbours share a bucket only if they can take the same ways: the
+same collectives over the same axes (`search.bucket_ways`), one dtype, both trained or both frozen, one lifetime. Which
+of these a bucket takes is decided for all of its bytes.
 
     kept copies     the merge of MG-WFBP (`cost_models.gradient_exchange.merged_gradients`): gradients are ready when
                     the backward passes of all later ops are over, and a message costs alpha + beta bytes. Neighbours
@@ -13,7 +14,7 @@ collectives over the same axes, one dtype, both trained or both frozen, one life
 Buckets are left out where with them the plan would not fit the memory limit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +24,10 @@ from autopar.cluster import Cluster
 from autopar.cost_models.gradient_exchange.merged_gradients import Floats, optimal_merge
 from autopar.graph import CapturedModel
 from autopar.placement import is_even
-from autopar.plan import Plan
+from autopar.plan import Plan, Way
 from autopar.redistribution import Message, messages
 from autopar.search.baselines import memory_limit
+from autopar.search.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.evaluate import evaluate_program
 from autopar.search.journeys import Journey, make_journeys
 from autopar.search.pricing import Pricer
@@ -34,31 +36,48 @@ from autopar.search.program import Program, make_program
 Buckets = tuple[tuple[str, ...], ...]
 
 
-def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Plan:
-    """The plan with buckets, priced again."""
+def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
+    """The plan with buckets, priced again. flatten: over several axes a bucket may take other ways than the plan's."""
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     limit = memory_limit(cluster, plan.config)
-    for buckets in (choose_buckets(plan, program, pricer), ()):
-        found = replace(plan, buckets=buckets)
+    for free in (True, False) if flatten and plan.mesh.num_axes > 1 else (False,):
+        buckets, ways = choose_buckets(plan, program, pricer, flatten=free)
+        found = replace(plan, buckets=buckets, ways=ways)
         found = found.with_estimate(evaluate_program(found, program, pricer))
         if found.estimate.peak_nbytes <= limit:
             return found
     return plan
 
 
-def choose_buckets(plan: Plan, program: Program, pricer: Pricer) -> Buckets:
-    """Buckets of two and more parameters."""
-    found = []
-    for journeys in _runs(plan, program, pricer):
+def choose_buckets(
+    plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True
+) -> tuple[Buckets, dict[str, Way]]:
+    """Buckets of two and more parameters, and the ways of all that take another than the plan's."""
+    buckets: list[tuple[str, ...]] = []
+    ways: dict[str, Way] = {}
+    for journeys in _runs(plan, program, pricer, flatten):
         use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
-        for group in [journeys] if use else _merged(journeys, plan, program, pricer):
+        for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten):
             if len(group) > 1:
-                found.append(tuple(journey.tensor.name for journey in group))
-    return tuple(found)
+                buckets.append(tuple(journey.tensor.name for journey in group))
+            word = _best_word(group, plan, pricer, flatten)
+            for journey in group if word else ():
+                own = ways_of(journey, plan, free=flatten)
+                if word != next(iter(own)):
+                    ways[journey.tensor.name] = own[word]
+    return tuple(buckets), ways
 
 
-def _runs(plan: Plan, program: Program, pricer: Pricer) -> Iterator[list[Journey]]:
+def _best_word(group: Sequence[Journey], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
+    """What takes the fewest seconds for all of a group, () if they have no choice; the plan's way wins ties."""
+    words = list(ways_of(group[0], plan, free=flatten))
+    if len(words) < 2:
+        return ()
+    return min(words, key=lambda word: seconds_of(word, group, plan, pricer))
+
+
+def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
     """Parameters that may share a bucket, in the order of their first use."""
     open_runs: dict[object, list[Journey]] = {}
     last_block: str | None = None
@@ -69,7 +88,7 @@ def _runs(plan: Plan, program: Program, pricer: Pricer) -> Iterator[list[Journey
             for key in [key for key in open_runs if "use" in key]:  # type: ignore[operator]
                 yield open_runs.pop(key)
         last_block = block
-        open_runs.setdefault(_alike(journey, plan), []).append(journey)
+        open_runs.setdefault(_alike(journey, plan, flatten), []).append(journey)
     yield from open_runs.values()
 
 
@@ -77,33 +96,39 @@ def _first_use(journey: Journey) -> int:
     return min(position for position, _, _ in journey.wanted)
 
 
-def _alike(journey: Journey, plan: Plan) -> tuple[object, ...]:
+def _alike(journey: Journey, plan: Plan, flatten: bool) -> tuple[object, ...]:
     tensor = journey.tensor
+    steps = journey.made.values()
+    taken = frozenset((step.source == journey.source, step.forward, step.backward, step.axes) for step in steps)
     return (
         plan.lifetimes.get(tensor.name, ""),
-        frozenset(
-            (step.source == journey.source, step.forward, step.backward, step.axes) for step in journey.made.values()
-        ),
+        frozenset(ways_of(journey, plan, free=flatten)) or taken,
         is_even(tensor.shape, journey.source, plan.mesh),
         tensor.element_size,
         tensor.requires_grad,
     )
 
 
-def _merged(journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer) -> list[list[Journey]]:
+def _merged(
+    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool
+) -> list[list[Journey]]:
     """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
     after = np.zeros(len(program.ops) + 1)
     for op in reversed(program.ops):
         after[op.position] = after[op.position + 1] + pricer.op(op, plan.choices[op.name]).backward
     order = journeys[::-1]
     ready = np.array([after[max(_first_use(journey), 0)] for journey in order])
-    sent = [_messages(journey, plan) for journey in order]
+    word = _best_word(journeys, plan, pricer, flatten)
+    sent = [_messages(journey, plan, word, flatten) for journey in order]
     nbytes = np.array([float(sum(m.nbytes for m in found)) for found in sent])
-    heaviest = max((m for found in sent for m in found), key=lambda m: m.nbytes, default=None)
-    if heaviest is None:
+    together: dict[tuple[str, tuple[int, ...]], int] = {}
+    for message in (m for found in sent for m in found):
+        kind = message.kind, message.axes
+        together[kind] = together.get(kind, 0) + message.nbytes
+    if not together:
         return [[journey] for journey in journeys]
-    alpha = pricer.message(heaviest.kind, heaviest.axes, 1, True)[0]
-    whole = pricer.message(heaviest.kind, heaviest.axes, int(nbytes.sum()), True)[0]
+    alpha = sum(pricer.message(*kind, 1, True)[0] for kind in together)
+    whole = sum(pricer.message(*kind, total, True)[0] for kind, total in together.items())
     beta = max(whole - alpha, 0.0) / nbytes.sum()
     groups = _none_too_small(optimal_merge(ready, nbytes, alpha, beta), nbytes, alpha / beta if beta else 0.0)
     return [order[first : last + 1][::-1] for first, last in groups]
@@ -122,8 +147,9 @@ def _none_too_small(groups: list[tuple[int, int]], nbytes: Floats, least: float)
     return out
 
 
-def _messages(journey: Journey, plan: Plan) -> list[Message]:
+def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[Message]:
     """What the gradient of a parameter sends, or the parameter itself if it has none."""
     tensor = journey.tensor
-    sent = [messages(step, tensor.shape, tensor.element_size, plan.mesh) for step in journey.made.values()]
+    steps = ways_of(journey, plan, free=flatten)[word].steps(plan.mesh) if word else journey.made.values()
+    sent = [messages(step, tensor.shape, tensor.element_size, plan.mesh) for step in steps]
     return [message for pair in sent for message in pair[tensor.requires_grad]]

@@ -101,7 +101,13 @@ def _check_model(left: CapturedModel, right: CapturedModel) -> None:
 
 
 def _absent(kind: str) -> str:
-    return {"stage": "not cut", "recompute": "kept", "way": "as usual", "sent again": "kept"}.get(kind, "not there")
+    return {
+        "stage": "not cut",
+        "recompute": "kept",
+        "way": "as usual",
+        "way in a bucket": "as alone",
+        "sent again": "kept",
+    }.get(kind, "not there")
 
 
 def _seconds(left: AnyPlan, right: AnyPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -152,6 +158,9 @@ def _decided(plan: Plan, program: Program) -> dict[tuple[str, str, str], str]:
         if name in plan.routes:
             ways = ("→".join(f"({layout})" for layout in path) for path in plan.routes[name])
             out["way", what, name] = "; ".join(ways)
+        if name in plan.ways:
+            inside = f" in levels, {', '.join(plan.ways[name].inside)} first" if plan.ways[name].inside else ""
+            out["way in a bucket", what, name] = "→".join(f"({v})" for v in plan.ways[name].path) + inside
         if name in plan.remade:
             out["sent again", what, name] = ", ".join(f"({layout})" for layout in plan.remade[name])
     return out

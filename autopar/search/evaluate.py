@@ -11,7 +11,7 @@ from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
-from autopar.search.fused import Fused, find_fused, fused_message
+from autopar.search.fused import Fused, find_fused, fused_messages
 from autopar.search.journeys import Journey, make_journeys
 from autopar.search.live import MEMORY_KINDS, Live, regathered
 from autopar.search.pricing import Pricer, Timed
@@ -32,13 +32,26 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
-    alone = replace(plan, buckets=())
-    saved = sum(_summed(_charges(alone, program, pricer, journeys, replays)).values()) if plan.buckets else 0.0
+    total = sum(seconds.values())
+    unmerged = _total(replace(plan, ways={}), program, pricer) if plan.ways else total
+    alone = _total(replace(plan, ways={}, buckets=()), program, pricer) if plan.buckets else unmerged
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
-    saved -= sum(seconds.values()) if plan.buckets else 0.0
-    return replace(plan.estimate, seconds=seconds, saved=saved, memory=memory, rates=pricer.rates.name)
+    return replace(
+        plan.estimate,
+        seconds=seconds,
+        saved=alone - total,
+        saved_by_ways=unmerged - total,
+        memory=memory,
+        rates=pricer.rates.name,
+    )
+
+
+def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
+    journeys = make_journeys(program, plan, pricer)
+    replays = find_replays(plan, program, pricer, journeys)
+    return sum(_summed(_charges(plan, program, pricer, journeys, replays)).values())
 
 
 def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
@@ -108,8 +121,7 @@ def _charges(
     fused = find_fused(plan, journeys)
 
     def together(group: Fused, *, backward: bool, again: bool = False) -> Iterator[Charge]:
-        message = fused_message(group, plan, journeys, backward=backward and not again)
-        if message is not None:
+        for message in fused_messages(group, plan, journeys, backward=backward and not again):
             seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0] / len(group.values)
             for name, _ in group.values:
                 times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts

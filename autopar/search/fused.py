@@ -36,7 +36,13 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
             depth = len(journey.path(layout)) - 1
             key = (
                 *(bucket[name], depth, not depth and even, lifetime in ONCE_A_STEP, tensor.dtype, tensor.requires_grad),
-                *(step.forward, step.backward, step.axes, lifetime == "use" and step.forward == "all_gather"),
+                *(
+                    step.forward,
+                    step.backward,
+                    step.axes,
+                    step.inside,
+                    lifetime == "use" and step.forward == "all_gather",
+                ),
             )
             found.setdefault(key, []).append((name, layout))
     groups = [Fused(values=tuple(v), direct=bool(key[2])) for key, v in found.items() if len(v) > 1]
@@ -47,12 +53,12 @@ def _fuses(step: Step) -> bool:
     return step.forward == "all_gather" or (not step.forward and step.backward == "all_reduce")
 
 
-def fused_message(group: Fused, plan: Plan, journeys: Mapping[str, Journey], *, backward: bool) -> Message | None:
-    """What a group sends in a pass, None if nothing."""
-    sent: list[Message] = []
+def fused_messages(group: Fused, plan: Plan, journeys: Mapping[str, Journey], *, backward: bool) -> tuple[Message, ...]:
+    """What a group sends in a pass: what each alone would, together."""
+    sent: list[tuple[Message, ...]] = []
     for name, layout in group.values:
         journey = journeys[name]
         if not backward or layout in journey.in_backward:
             step, tensor = journey.made[layout], journey.tensor
-            sent += messages(step, tensor.shape, tensor.element_size, plan.mesh)[backward]
-    return replace(sent[0], nbytes=sum(message.nbytes for message in sent)) if sent else None
+            sent.append(messages(step, tensor.shape, tensor.element_size, plan.mesh)[backward])
+    return tuple(replace(alike[0], nbytes=sum(m.nbytes for m in alike)) for alike in zip(*sent, strict=True))

@@ -3,7 +3,6 @@
 The same order as `passes.insert_collectives`: consumers in graph order, a layout is made once and shared by all.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
-from autopar.redistribution import Step, route, step_between
+from autopar.redistribution import Step
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, Tensor
 
@@ -86,10 +85,7 @@ def _travel(journey: Journey, plan: Plan, position: int, slot: int, layout: Layo
 
 def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
     tensor = journey.tensor
-    for path in plan.routes.get(tensor.name, ()):
-        if path[-1] == wanted:
-            return tuple(_done(step_between(a, b), plan.mesh) for a, b in itertools.pairwise(path))
-    steps = route(journey.source, wanted, tensor.shape, tensor.element_size, plan.mesh, tensor.requires_grad)
+    steps = plan.steps(tensor.name, journey.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
     return tuple(_done(step, plan.mesh) for step in steps)
 
 

@@ -102,7 +102,7 @@ def plan_timeline(
 
 def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:
     """`plan_timeline` for a program and prices at hand."""
-    plan = replace(plan, buckets=())
+    plan = replace(plan, buckets=(), ways={})
     stage = _Stage(plan, program, pricer, {}, hoisted=plan.microbatches > 1)
     lanes = _Lanes([stage])
     return _simulated("1f1b", 1, plan.microbatches, [stage.work(lanes, overlap)], lanes)

@@ -1,5 +1,6 @@
 """Which plan tests rules and passes hardest? A random valid choice for every node, storage and input."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import local_stage, split_stages
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
+from autopar.redistribution import Step
 from autopar.rules.rule import is_splittable, layouts
+from autopar.search.bucket_ways import ways_between
 from autopar.search.program import Op, Program, Tensor, make_program
 from autopar.search.storages import input_layouts, orders, storages
 from autopar.staged_plan import StagedPlan
@@ -161,6 +164,22 @@ def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, s
     for name in names:
         buckets.setdefault(rng.randrange(count), []).append(name)
     return replace(plan, buckets=tuple(tuple(found) for found in buckets.values()))
+
+
+def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan:
+    """The plan with a random one of all ways over several axes for every parameter that is used in one layout."""
+    walked: dict[str, list[Step]] = {}
+    for node in insert_collectives(captured, plan).graph.nodes:
+        if "step" in node.meta and node.meta["origin"].op == "placeholder":
+            walked.setdefault(node.meta["origin"].name, []).append(node.meta["step"])
+    ways = {}
+    for spec in captured.parameters:
+        steps = walked.get(spec.placeholder, [])
+        if steps and all(a.target == b.source for a, b in itertools.pairwise(steps)):
+            found = ways_between(plan.layouts[spec.placeholder], steps[-1].target, spec.shape, plan.mesh)
+            if found:
+                ways[spec.placeholder] = rng.choice(list(found.values()))
+    return replace(plan, ways=ways)
 
 
 def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:
