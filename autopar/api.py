@@ -155,7 +155,7 @@ def plan(
 
     found: Plan | StagedPlan
     if searched or (num_pipeline > 1 and baseline is None):
-        from autopar.search.joint import search_meshes
+        from autopar.search.mesh_search import search_meshes
 
         found, captured = search_meshes(
             call.batch(),

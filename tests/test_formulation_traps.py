@@ -27,12 +27,13 @@ from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
 from autopar.search import brute_force, ilp
 from autopar.search.baselines import baseline_plan
-from autopar.search.build import Problem, build
+from autopar.search.build import build
 from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.program import Program, make_program
 from autopar.search.strategy_graph import (
     Consumer,

@@ -16,13 +16,14 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import Shard, local_shape
 from autopar.plan import ONCE_A_STEP, TrainConfig
 from autopar.search.baselines import make_baseline
-from autopar.search.build import Problem, build
+from autopar.search.build import build
 from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate, evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.program import Program, make_program
 from autopar.search.random_plan import random_plan
 from tests.search_cases import machine

@@ -11,7 +11,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
 from autopar.search.baselines import BASELINES, baseline_plan
-from autopar.search.build import Problem, build
+from autopar.search.build import build
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
 from autopar.search.ilp import solve
@@ -19,6 +19,7 @@ from autopar.search.moments import Moments
 from autopar.search.options import Restriction
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.random_plan import random_plan
 from autopar.search.reduce_moments import few_moments
 from autopar.search.strategy_graph import Solution, usage

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -16,7 +16,7 @@ from autopar.graph import CapturedModel
 from autopar.plan import TrainConfig
 from autopar.search.best_first import INTERRUPTED, TIMED_OUT, best_first
 from autopar.search.ilp import CutoffError
-from autopar.search.joint import search_meshes
+from autopar.search.mesh_search import search_meshes
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.microbatches import _part
 from autopar.search.planner import make_plan
@@ -58,6 +58,15 @@ class Drawn:
 
     def effort(self, key: int) -> float:
         return key % 2
+
+    def scouts(self, keys: Sequence[int]) -> Sequence[int]:
+        return keys[::7]
+
+    def tighten(self, key: int) -> None:
+        """Half way to the cost, if there is one."""
+        if not math.isinf(self.costs[key]):
+            self.second[key] = (self.second[key] + self.costs[key]) / 2
+            self.sharp.add(key)
 
     def foresee(self, keys: Iterator[int], cutoff: float) -> None:
         assert not any(key in self.sharp or self.bound(key) >= cutoff for key in keys)

@@ -11,7 +11,7 @@ from autopar.errors import InfeasibleError
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig
 from autopar.report.recompute_text import recompute_text
-from autopar.search.build import Problem, build
+from autopar.search.build import build
 from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.evaluate import evaluate_program
 from autopar.search.extract import extract
@@ -19,6 +19,7 @@ from autopar.search.ilp import solve
 from autopar.search.options import Restriction
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.program import Program
 from autopar.search.strategy_graph import Solution, usage
 from tests.search_cases import captured_of, machine, pricer_of, program_of

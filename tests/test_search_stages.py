@@ -21,11 +21,11 @@ from autopar.passes.split_stages import local_stage
 from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.evaluate import itemised
-from autopar.search.joint import rounds
 from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
 from autopar.search.pricing import Pricer
 from autopar.search.program import make_program
+from autopar.search.rounds import rounds
 from autopar.search.stages import balanced, block_starts, choose_cuts, priced, staged
 from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
@@ -53,10 +53,10 @@ def test_no_uneven_stages_beat_the_rounds_of_their_schedule(schedule: str) -> No
         spread = draw.choice((0.0, 0.3, 1.0, 4.0))
         times = [[draw.random() * np.exp(draw.gauss(0, spread)) + 1e-3 for _ in range(p * chunks)] for _ in range(2)]
         total = sum(map(sum, times))
-        assert makespan(schedule, p, m, chunks, *times) >= rounds(schedule, p, m) * total / p * (1 - 1e-9)
+        assert makespan(schedule, p, m, chunks, *times) >= rounds(schedule, p, m).passing * total / p * (1 - 1e-9)
         if chunks == 1 and m > p:
             equal = makespan(schedule, p, m, 1, [1.0] * p, [2.0] * p)
-            assert equal == pytest.approx(rounds(schedule, p, m) * 3.0)
+            assert equal == pytest.approx(rounds(schedule, p, m).passing * 3.0)
 
 
 def test_balanced_is_brute_force() -> None:
@@ -105,7 +105,7 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     tables = sum(op.position for op in program.ops if not any(op.result_grads)) > 0
     assert sum(found) == pytest.approx(passing / MICROBATCHES, rel=0.01 if tables else 1e-9)
     assert sum(found) >= passing / MICROBATCHES * (1 - 1e-9)
-    least = rounds("1f1b", 2, MICROBATCHES) * sum(found) / 2
+    least = rounds("1f1b", 2, MICROBATCHES).passing * sum(found) / 2
     assert made.estimate.step_seconds >= least
     made.check(graph(family))
     for number in range(2):

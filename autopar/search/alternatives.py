@@ -14,7 +14,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan
-from autopar.search.build import Builder, Problem, build
+from autopar.search.build import Builder, build
 from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
@@ -24,6 +24,7 @@ from autopar.search.ledger import describe
 from autopar.search.options import Restriction
 from autopar.search.planner import TRIAL_GAP, make_problem
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.program import Op, Program, Tensor
 from autopar.search.words import WHOLE, Tags, dim_tags, factor_tags
 from autopar.search.words import describe as words

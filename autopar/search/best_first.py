@@ -10,7 +10,7 @@ can be from the optimum.
 import heapq
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -19,15 +19,15 @@ from autopar.search.ilp import CutoffError
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
-Asked = TypeVar("Asked", contravariant=True)
+Asked = TypeVar("Asked")
 Given = TypeVar("Given", covariant=True)
 
 EARLY = 5
 """Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
-PROMISING = 1.5
+PROMISING = 2.0
 """How far above the least open bound one may be that is solved for a first answer."""
-AHEAD = 5
-"""How many of the next are foreseen."""
+AHEAD = 64
+"""How many of the next are foreseen; many of them ask for the same."""
 ALIKE = 1.03
 """Of the promising, those whose bounds are so near the least are as good: the one of least effort is taken."""
 
@@ -43,6 +43,9 @@ class Problems(Protocol[Asked, Given]):
     def effort(self, key: Asked) -> float:
         """How hard it is to solve, beside others."""
 
+    def scouts(self, keys: Sequence[Asked]) -> Sequence[Asked]:
+        """Of many problems those that are bounded before all others: among them a good first answer is expected."""
+
     def foresee(self, keys: Iterator[Asked], cutoff: float) -> None:
         """These are the next to be sharpened, as things stand: what can be done beside may begin."""
 
@@ -53,6 +56,9 @@ class Problems(Protocol[Asked, Given]):
         Raises InfeasibleError if there is no answer.
         """
 
+    def tighten(self, key: Asked) -> None:
+        """Work for a better bound of one that `solve` answered, or gave up."""
+
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
 
@@ -62,7 +68,7 @@ class Problems(Protocol[Asked, Given]):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome(Generic[Key, Answer]):
-    """The best answer and what is proved of all. `solved`: cost, or None where there is no answer.
+    """The best answer and what is proved of all. `solved`: cost, or None where there is no answer; `bounds`: of those.
 
     excluded: those never solved, or left when that was proved to lead nowhere, with their bounds.
     """
@@ -73,6 +79,7 @@ class Outcome(Generic[Key, Answer]):
     bound: float = math.inf
     status: str = PROVED
     solved: dict[Key, float | None] = field(default_factory=dict)
+    bounds: dict[Key, float] = field(default_factory=dict)
     excluded: dict[Key, float] = field(default_factory=dict)
     failures: dict[Key, InfeasibleError] = field(default_factory=dict)
 
@@ -93,7 +100,9 @@ def best_first(
     """
     began = time.monotonic()
     outcome: Outcome[Key, Answer] = Outcome()
+    keys = list(keys)
     heap = [(problems.bound(key), number, key) for number, key in enumerate(keys)]
+    scouts = list(problems.scouts(keys))
     heapq.heapify(heap)
     count = len(heap)
     sharpened: set[Key] = set()
@@ -104,6 +113,14 @@ def best_first(
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
+            scouts = [key for key in scouts if key not in sharpened and key not in outcome.solved]
+            if scouts and outcome.answer is None:
+                problems.foresee(iter(scouts[1:]), cutoff)
+                tell(f"bounding {scouts[0]}: {len(scouts)} to go before a first answer, {len(heap)} of {count} open")
+                _sharpen(problems, scouts[0], outcome, sharpened, cutoff)
+                heap = [entry for entry in heap if entry[2] not in outcome.solved]
+                heapq.heapify(heap)
+                continue
             problems.foresee(_next_bounds(problems, heap, sharpened, cutoff), cutoff)
             if (
                 outcome.answer is None
@@ -126,11 +143,8 @@ def best_first(
             work = "planning" if key in sharpened else "bounding"
             tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
             if key not in sharpened:
-                try:
-                    if problems.sharpen(key, cutoff):
-                        sharpened.add(key)
-                except InfeasibleError as error:
-                    outcome.solved[key], outcome.failures[key] = None, error
+                _sharpen(problems, key, outcome, sharpened, cutoff)
+                if key in outcome.solved:
                     heapq.heappop(heap)
                 continue
             _solve(problems, key, outcome, relative_gap, left)
@@ -140,7 +154,9 @@ def best_first(
             raise
         outcome.status = INTERRUPTED
     outcome.excluded.update({key: max(bound, problems.bound(key)) for bound, _, key in heap})
-    outcome.bound = min([outcome.bound, outcome.cost, *outcome.excluded.values()])
+    if outcome.status == PROVED:
+        _tighten(problems, outcome, outcome.cost * (1 - relative_gap), tell)
+    outcome.bound = min([outcome.cost, *outcome.bounds.values(), *outcome.excluded.values()])
     unsolved = min(outcome.excluded.values(), default=math.inf)
     if outcome.status == PROVED and unsolved < outcome.cost * (1 - relative_gap):
         outcome.status = TIMED_OUT  # of a problem that might have been better
@@ -172,6 +188,29 @@ def _promising(
     return min(alike, default=(0.0, 0.0, 0, None))[3]
 
 
+def _tighten(
+    problems: Problems[Key, Answer], outcome: Outcome[Key, Answer], cutoff: float, tell: Callable[[str], None]
+) -> None:
+    """Better bounds for those that were worked at and are not proved, the least first, as long as that helps."""
+    for known in (outcome.bounds, outcome.excluded):
+        for key in sorted((key for key, bound in known.items() if bound < cutoff), key=lambda key: known[key]):
+            tell(f"tightening the bound of {key}")
+            problems.tighten(key)
+            known[key] = max(known[key], problems.bound(key))
+            if known[key] < cutoff:
+                break
+
+
+def _sharpen(
+    problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], sharpened: set[Key], cutoff: float
+) -> None:
+    try:
+        if problems.sharpen(key, cutoff):
+            sharpened.add(key)
+    except InfeasibleError as error:
+        outcome.solved[key], outcome.failures[key] = None, error
+
+
 def _solve(
     problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], relative_gap: float, left: float | None
 ) -> None:
@@ -188,6 +227,6 @@ def _solve(
         outcome.excluded[key] = problems.bound(key)
         return
     outcome.solved[key] = cost
-    outcome.bound = min(outcome.bound, max(bound, problems.bound(key)))
+    outcome.bounds[key] = max(bound, problems.bound(key))
     if cost < outcome.cost:
         outcome.key, outcome.answer, outcome.cost = key, answer, cost

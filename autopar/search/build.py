@@ -10,7 +10,6 @@ Memory is counted op by op, within 2% of `live`: a cluster keeps and works in it
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,10 +19,12 @@ from autopar.search.clusters import Cluster, make_clusters
 from autopar.search.folding import Folding, Signature, fold_program
 from autopar.search.journeys import SINK
 from autopar.search.lattice import Lattice, Lattices
-from autopar.search.moments import Moments
-from autopar.search.options import Option, Restriction, cluster_options
+from autopar.search.moments import Moments, Share
+from autopar.search.options import Restriction, cluster_options
+from autopar.search.paid import Paid
 from autopar.search.parameters import ParameterSpace, held, parameter_space
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem, Reader
 from autopar.search.program import Program, Tensor
 from autopar.search.reduce_moments import few_moments
 from autopar.search.storages import input_layouts
@@ -40,45 +41,6 @@ from autopar.search.strategy_graph import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reader:
-    """One way a kind of tensor is read: node and layouts wanted by its options; positions of the ops, of all instances.
-
-    savers: ops an instance of the tensor that keep it. first, last: of the reading ops, per tensor.
-    """
-
-    node: int
-    wants: tuple[Layout, ...]
-    savers: int
-    in_backward: bool
-    positions: dict[str, list[int]]
-
-
-@dataclass(slots=True, kw_only=True)
-class Problem:
-    """A strategy graph and what its numbers stand for.
-
-    options[node]: options of a cluster; parameters, inputs by node: (names of the tensors, their options).
-    num_kept[node]: options from this number on recompute. replayed_arcs[group]: which arcs are of layer R.
-    travels[group]: (names of the tensors, layout of each vertex, None for auxiliary ones; steps of each arc).
-    """
-
-    program: Program
-    pricer: Pricer
-    clusters: tuple[Cluster, ...]
-    nodes: list[Node] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    options: dict[int, list[Option]] = field(default_factory=dict)
-    parameters: dict[int, tuple[tuple[str, ...], ParameterSpace]] = field(default_factory=dict)
-    inputs: dict[int, tuple[tuple[str, ...], tuple[Layout, ...]]] = field(default_factory=dict)
-    travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], tuple[tuple[Step, ...], ...]]] = field(
-        default_factory=list
-    )
-    num_kept: dict[int, int] = field(default_factory=dict)
-    replayed_arcs: dict[int, list[bool]] = field(default_factory=dict)
-    graph: StrategyGraph = field(default_factory=lambda: StrategyGraph(nodes=()))
-
-
 def build(
     program: Program,
     pricer: Pricer,
@@ -88,15 +50,20 @@ def build(
     coarse: bool | None = None,
     restriction: Restriction | None = None,
     builder: "type[Builder] | None" = None,
+    share: Share | None = None,
+    paid: Paid | None = None,
 ) -> Problem:
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
     fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more.
+    share: memory is that of one rank of a pipeline. paid: how often ops and tensors are paid for, else in every
+    micro-batch.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     folding = fold_program(program, fold=fold)
     clusters = make_clusters(program, folding, coarse=coarse)
-    return (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction()).run(limit)
+    made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid)
+    return made.run(limit)
 
 
 class Builder:
@@ -107,12 +74,15 @@ class Builder:
         folding: Folding,
         clusters: tuple[Cluster, ...],
         restriction: Restriction,
+        share: Share | None = None,
+        paid: Paid | None = None,
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
         self.lattices = Lattices(pricer, {})
         self.times = program.microbatches
-        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1)
+        self.paid = paid
+        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=share)
         self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
         self.node_memory: list[tuple[int, Floats, Floats]] = []
         self.kept_memory: list[tuple[int, Floats, Floats, bool, tuple[int, ...]]] = []
@@ -138,16 +108,17 @@ class Builder:
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = cluster_options(cluster, self.pricer, self.restriction.choice)
-        seconds = np.array([o.seconds for o in options]) * cluster.multiplicity * self.times
+        times = self.times * cluster.multiplicity if self.paid is None else self.paid.of_ops(cluster.instances)
+        seconds = np.array([o.seconds for o in options]) * times
         node = self._node(cluster.root.name, seconds)
         assert node == number
         self.problem.options[node] = options
         moments = self.moments
         keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
         for positions in cluster.instances:
-            keeping[moments.kept(min(positions), min(positions))] += 1
-            forward[[moments.forward(p) for p in positions]] = 1
-            backward[[moments.backward(p) for p in positions]] = 1
+            moments.keep(keeping, moments.kept(min(positions), min(positions)), min(positions))
+            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
         self._count(node, [o.kept for o in options], keeping)
         self._count(node, [o.working_forward for o in options], forward)
         self._count(node, [o.working_backward for o in options], backward)
@@ -193,6 +164,12 @@ class Builder:
             positions=positions,
         )
 
+    def _times(self, names: tuple[str, ...]) -> tuple[float, float]:
+        """How often tensors of a kind are paid for: what each passage takes, and what is paid once a step."""
+        if self.paid is None:
+            return self.times * len(names), len(names)
+        return self.paid.of_tensors(names, self.program, self.folding)
+
     def _travel(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         assert tensor.producer is not None
         node, member = self.place[self.folding.class_of[tensor.producer]]
@@ -201,7 +178,7 @@ class Builder:
         axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
         lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
         backward = tensor.requires_grad and any(r.in_backward for r in readers)
-        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * len(names) * self.times
+        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * self._times(names)[0]
         group = self._group(names, node, given, readers, lattice, seconds)
         root = self.problem.clusters[node].members[member]
         keeps_given = root.has_backward and tensor.index in root.rule.saves_results
@@ -251,7 +228,8 @@ class Builder:
             made = self.program.tensors[name].producer
             assert made is not None
             savers = [p for i in keepers for p in readers[i].positions[name]]
-            coefficient[self.moments.kept(made, min([*savers, *([made] if keeps_given else [])]))] += 1
+            first = min([*savers, *([made] if keeps_given else [])])
+            self.moments.keep(coefficient, self.moments.kept(made, first), first)
         nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
 
@@ -284,6 +262,7 @@ class Builder:
 
     def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
+        passing, once = self._times(names)
         space = parameter_space(
             tensor,
             uses,
@@ -293,10 +272,10 @@ class Builder:
             not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
             self.lattices,
             self.restriction,
-            self.times,
+            passing / once if once else 1.0,
             self.limited,
         )
-        node = self._node(names[0], np.array(space.seconds) * len(names))
+        node = self._node(names[0], np.array(space.seconds) * once)
         self.problem.parameters[node] = (names, space)
         for nbytes, coefficient in held(space, names, self.program, self.moments):
             self._count(node, nbytes, coefficient)
@@ -358,7 +337,7 @@ class Builder:
                 num_vertices=num_vertices,
                 arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * len(names),
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * self._times(names)[1],
             )
         )
         self.problem.travels.append((names, layouts, tuple(steps)))
@@ -368,8 +347,7 @@ class Builder:
             for name in names:
                 positions = [p for r in readers for p in r.positions[name]]
                 savers = [p for r in readers if r.savers for p in r.positions[name]]
-                for interval in self.moments.copies(lifetime, positions, savers):
-                    coefficient[interval] += 1
+                self.moments.count_copies(coefficient, lifetime, positions, savers)
             nbytes = np.zeros(len(arcs))
             for i, way in enumerate(space.ways):
                 nbytes[i] = way.copy + way.gradient if space.options[way.option][1] == lifetime else 0
@@ -387,7 +365,9 @@ class Builder:
         columns += [term[2] for term in self.kept_memory]
         columns += [c for *_, c in self.arc_memory]
         table = np.array(columns) if columns else np.zeros((0, self.moments.count))
-        chosen = few_moments(table, self.moments, [c.instances for c in self.problem.clusters])
+        instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
+        peaks = self.moments.peaks()
+        chosen = peaks[few_moments(table[:, peaks], self.moments, instances)]
         return Memory(
             limit=limit,
             base=np.full(len(chosen), float(self._unread())),

@@ -23,12 +23,13 @@ import numpy as np
 from autopar.blocks import block_of
 from autopar.placement import Layout
 from autopar.redistribution import Step
-from autopar.search.build import Builder, Problem, Reader
+from autopar.search.build import Builder
 from autopar.search.clusters import Cluster
 from autopar.search.lattice import Lattice
 from autopar.search.options import cluster_options
 from autopar.search.parameters import ParameterSpace
 from autopar.search.pricing import total
+from autopar.search.problem import Problem, Reader
 from autopar.search.program import Op, Tensor
 from autopar.search.strategy_graph import Consumer, Floats, Group
 
@@ -91,10 +92,10 @@ class RecomputeBuilder(Builder):
         keeping, forward, backward, replaying = (moments.nothing() for _ in range(4))
         for positions in cluster.instances:
             first = min(positions)
-            keeping[moments.kept(first, first)] += 1
-            replaying[moments.held(first, self._end(first), first)] += 1
-            forward[[moments.forward(p) for p in positions]] = 1
-            backward[[moments.backward(p) for p in positions]] = 1
+            moments.keep(keeping, moments.kept(first, first), first)
+            replaying[moments.held(first, self._end(first), first)] += moments.weight(first)
+            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
         inside = np.array([o.kept for o in options], dtype=np.float64)
         self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:
@@ -259,10 +260,10 @@ class _Layers:
             reading = [p for r in self.readers if r.positions for p in r.positions[name]]
             last = min(reading, default=made)
             start = max((builder._end(p) for p in reading), default=made)
-            keeping[moments.kept(made, last)] += 1
-            replaying[moments.held(made, start, last)] += 1
-            own[moments.kept(made, made)] += 1
-            own_again[moments.held(made, builder._end(made), made)] += 1
+            moments.keep(keeping, moments.kept(made, last), last)
+            replaying[moments.held(made, start, last)] += moments.weight(last)
+            moments.keep(own, moments.kept(made, made), made)
+            own_again[moments.held(made, builder._end(made), made)] += moments.weight(made)
         for nbytes, coefficient in ((self.kept, keeping), (self.replayed, replaying)):
             if any(nbytes):
                 builder.arc_memory.append((group, np.array(nbytes), coefficient))
@@ -347,8 +348,7 @@ class _ParameterLayers:
             for name in self.names:
                 positions = [p for r in self.readers for p in r.positions[name]]
                 savers = [p for r in self.readers if r.savers for p in r.positions[name]]
-                for interval in moments.copies(lifetime, positions, savers):
-                    coefficient[interval] += 1
+                moments.count_copies(coefficient, lifetime, positions, savers)
             nbytes = np.array([n if kind == lifetime else 0.0 for kind, n, _ in held])
             if nbytes.any():
                 builder.arc_memory.append((group, nbytes, coefficient))
@@ -361,5 +361,5 @@ class _ParameterLayers:
                 for name in self.names:
                     for p in reader.positions[name]:
                         again = None if lifetime == "keep" else builder._end(p)
-                        coefficient[moments.held(p, again, p)] += 1
+                        coefficient[moments.held(p, again, p)] += moments.weight(p)
                 builder.arc_memory.append((group, nbytes, coefficient))

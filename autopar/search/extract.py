@@ -6,7 +6,7 @@ from autopar.cluster import Cluster
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig
 from autopar.redistribution import Step, route
-from autopar.search.build import Problem
+from autopar.search.problem import Problem
 from autopar.search.strategy_graph import Solution
 
 Path = tuple[Layout, ...]

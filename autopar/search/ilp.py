@@ -22,6 +22,7 @@ from autopar.search.least_peak import least_peak
 from autopar.search.memory_prices import ascend, plane
 from autopar.search.priced_memory import priced
 from autopar.search.reduction import reduce
+from autopar.search.relaxation import floor, incompatible
 from autopar.search.steiner import Metric, metric
 from autopar.search.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
 
@@ -65,7 +66,7 @@ def solve(
     if graph.memory is not None and not binds:
         free = run.optimise(replace(graph, memory=None), hints, phase="without limit")
         if free.infeasible:
-            raise _incompatible()
+            raise incompatible()
         lower = free.bound
         if free.best is not None:
             hints.append(free.best.choice)
@@ -76,7 +77,7 @@ def solve(
     if found.best is not None:
         return run.solution(graph, found)
     if found.infeasible:
-        raise _incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
+        raise incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
     raise SearchTimeoutError(
         f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint"
     )
@@ -164,7 +165,7 @@ class _Run:
         for start in starts:
             best = better(best, complete(graph, metrics, start))
         started = self._passed(phase, "rounding", started)
-        bound = answer.bound / linear.scale if answer.optimal else _floor(graph)
+        bound = answer.bound / linear.scale if answer.optimal else floor(graph)
         if bound >= self.cutoff:
             raise CutoffError(bound)
         self._stands(phase, best, bound)
@@ -184,7 +185,7 @@ class _Run:
         """Within the limit: by prices of memory, then the mixed program of what these do not rule out."""
         assert graph.memory is not None
         best: Completed | None = None
-        bound = _floor(graph)
+        bound = floor(graph)
 
         def met(choice: Ints) -> float:
             nonlocal best
@@ -280,7 +281,7 @@ class _Run:
     ) -> tuple[Completed | None, float]:
         """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits."""
         best: Completed | None = None
-        bound = _floor(graph)
+        bound = floor(graph)
         integral: set[int] = set()
         limit_at_first = None if graph.memory is None else graph.memory.limit
         tried = graph
@@ -339,12 +340,6 @@ class _Run:
         return now
 
 
-def _floor(graph: StrategyGraph) -> float:
-    """What every solution costs at least: the cheapest option of every node and the cheapest pair of every edge."""
-    parts = [*(node.seconds for node in graph.nodes), *(edge.seconds for edge in graph.edges)]
-    return sum(float(seconds.min()) for seconds in parts)
-
-
 def better(best: Completed | None, other: Completed | None) -> Completed | None:
     """The cheaper of two that fit."""
     if other is None or not other.fits:
@@ -368,12 +363,6 @@ def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, fo
             if exact > paid + 1e-7 * abs(found.seconds):
                 loose.add(i)
     return loose
-
-
-def _incompatible() -> InfeasibleError:
-    return InfeasibleError(
-        "no choice of options is compatible over all edges and redistributions (memory aside); allow more of them"
-    )
 
 
 def _infeasible(graph: StrategyGraph, run: _Run, say_least: bool) -> InfeasibleError:

@@ -7,47 +7,51 @@ on the mesh of one of p stages, m the number of micro-batches:
     of a divisor   what d micro-batches take at least without a memory limit holds for every multiple of d (with fewer
                    samples at a time nothing gets faster, see `microbatches`)
     its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
-                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`rounds`)
-    its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known
+                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`)
+    its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known.
+                   Of stages the memory is the first rank's, with all that it has in flight
 
-`best_first` solves no more than it must. Equal blocks are split alike in all stages.
+`best_first` solves no more than it must. Equal blocks are split alike in all stages, and dealt to them evenly.
 """
 
-import gc
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from autopar.capture.rebatch import SIZES, Batches
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, BatchError, InfeasibleError, MeshError, SearchTimeoutError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
-from autopar.mesh import Mesh
-from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
-from autopar.search.best_first import PROVED, Outcome, best_first
+from autopar.search.best_staged import best_staged
+from autopar.search.critical_path import Way, way_seconds
+from autopar.search.folding import Folding, fold_program
 from autopar.search.ilp import CutoffError
-from autopar.search.meshes import Arrangement, arrangements, divisors, parts
-from autopar.search.planner import compare, plan_program
+from autopar.search.meshes import Arrangement, arrangements, divisors
+from autopar.search.moments import Share
+from autopar.search.planner import plan_program
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.relaxing import Asked, Relaxations
-from autopar.search.stages import best_staged, block_starts
+from autopar.search.rounds import Rounds, interleaved_rounds, rounds
+from autopar.search.stages import even_starts
 from autopar.search.work_bound import work_seconds
-from autopar.staged_plan import StagedPlan, check_microbatches
+from autopar.staged_plan import StagedPlan
 
-SEARCHED = ("gpipe", "1f1b", "interleaved-1f1b")
-CHUNKS = (2, 4, 8)
+INTERLEAVED = "interleaved-1f1b"
+SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
+CHUNKS = (2, 4, 8, 16)
 """Stages a rank of interleaved schedules."""
+FEWEST = 2
+"""Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
 MANY = 32
 """Problems from which on a second process is worth its start, a few seconds of imports."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
-NEAR = 8
-"""How many alternatives a plan names."""
+IDLE = 1.25
+"""How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
+SCOUTS = 2
+"""How many such of each number of stages."""
 
 
 Answer = Plan | StagedPlan
@@ -55,7 +59,7 @@ Answer = Plan | StagedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One problem of the joint space; `chunks`: stages a pipeline rank."""
+    """One problem of the joint space; `chunks`: most stages a pipeline rank, of interleaved ones any of `CHUNKS`."""
 
     arrangement: Arrangement
     microbatches: int
@@ -65,48 +69,33 @@ class Candidate:
     def __str__(self) -> str:
         text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
         text += f", {self.schedule}" if self.schedule else ""
-        return text + (f" x {self.chunks}" if self.chunks > 1 else "")
-
-    @property
-    def rounds(self) -> float:
-        return rounds(self.schedule, self.arrangement.pipeline, self.microbatches)
-
-
-def rounds(schedule: str, p: int, m: int) -> float:
-    """r such that no step of p stages, however uneven, whose micro-batch takes t in all is below r t / p.
-
-    1f1b, m > p     m + p - 1. Stage k's first backward waits for the whole forward and the backward behind it, its last
-                    forward is followed by the same, and between lie (m - p + k - 1) of its micro-batches; so a step
-                    takes T + S_k + (m - p + k - 1) t_k, S_k = t_k + ... + t_(p-1). Weights w_k >= 0 with
-                    w_0 + ... + w_s + w_s (m - p + s - 1) the same for all s average these to T (1 + (m - 1) / p).
-    gpipe           m + p - 1: forward and backward are two flow shops, T + (m - 1) (max f + max b).
-    1f1b, m <= p    p / (1 - (1 - 1 / m)^p): stage k works m t_k after and before the stages in front of it.
-    others          m: no rank works less than its share.
-    """
-    if schedule == "gpipe" or (schedule == "1f1b" and m > p):
-        return m + p - 1
-    return p / (1 - (1 - 1 / m) ** p) if schedule == "1f1b" else m
+        return text + (f" of up to {self.chunks} stages a rank" if self.chunks > 1 else "")
 
 
 def candidates(
     cluster: Cluster, counts: tuple[int, ...], pipelines: tuple[int, ...], schedule: str, num_blocks: int
 ) -> list[Candidate]:
-    """All problems; of `schedule`, auto for 1f1b: gpipe takes as long and more memory, and the bound known of
-    interleaved stages has no bubble, so that it excludes little."""
+    """All problems of a schedule. Of auto those of 1f1b (gpipe takes as long and more memory), and those of interleaved
+    stages that fill the pipeline with fewest micro-batches on a mesh of fewest axes."""
     if schedule not in ("auto", *SEARCHED):
         raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
-    name = "1f1b" if schedule == "auto" else schedule
     out = []
-    for arrangement in arrangements(cluster, pipelines):
+    every = arrangements(cluster, pipelines)
+    for arrangement in every:
         p = arrangement.pipeline
-        for count in counts:
-            if p == 1:
-                out.append(Candidate(arrangement=arrangement, microbatches=count))
-            elif p <= num_blocks:
-                chunks = [v for v in CHUNKS if v * p <= num_blocks and count % p == 0]
+        if p == 1:
+            out += [Candidate(arrangement=arrangement, microbatches=count) for count in counts]
+        elif p <= num_blocks:
+            name = "1f1b" if schedule == "auto" else schedule
+            if name != INTERLEAVED:
+                out += [Candidate(arrangement=arrangement, microbatches=count, schedule=name) for count in counts]
+            axes = min(other.mesh.num_axes for other in every if other.pipeline == p)
+            chunks = max((v for v in CHUNKS if v * p <= num_blocks), default=1)
+            if chunks > 1 and (name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes)):
+                filling = [count for count in counts if count % p == 0]
                 out += [
-                    Candidate(arrangement=arrangement, microbatches=count, schedule=name, chunks=v)
-                    for v in (chunks if name == "interleaved-1f1b" else [1])
+                    Candidate(arrangement=arrangement, microbatches=count, schedule=INTERLEAVED, chunks=chunks)
+                    for count in (filling if name == INTERLEAVED else filling[:FEWEST])
                 ]
     return out
 
@@ -130,6 +119,9 @@ class Joint:
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
+    _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
+    _folding: Folding | None = None
+    _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
     _relaxations: Relaxations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,21 +156,63 @@ class Joint:
         return self._pricers[arrangement].for_another()
 
     def bound(self, key: Candidate) -> float:
+        known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
+        least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
+        return max([*known, self._with_bubble(key, max(least))])
+
+    def _work_seconds(self, key: Candidate) -> tuple[float, float]:
+        """All work of a step, and that of the optimizer, on the devices of one stage."""
         p = key.arrangement.pipeline
         if p not in self._work:
             self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
-        known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
-        least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
-        return max([*known, max(least) + self._more_rounds(key, key.microbatches)])
+        return self._work[p]
 
-    def _more_rounds(self, key: Candidate, rounds: int) -> float:
+    def _with_bubble(self, key: Candidate, seconds: float) -> float:
+        """A bound for the candidate from one for as many rounds as there are micro-batches."""
+        once = self.rounds(key, key.microbatches).once
+        return once * seconds + self._more_rounds(key, once * key.microbatches)
+
+    def _more_rounds(self, key: Candidate, rounds: float) -> float:
         """What the rounds beyond so many take at least: their work."""
         p = key.arrangement.pipeline
-        return (key.rounds - rounds) * self._work[p][0] / key.microbatches / p
+        return (self.rounds(key, key.microbatches).passing - rounds) * self._work_seconds(key)[0] / key.microbatches / p
+
+    def rounds(self, key: Candidate, microbatches: int) -> Rounds:
+        """Of the candidate's schedule with so many micro-batches."""
+        p, v = key.arrangement.pipeline, key.chunks
+        if v == 1 or not self.fold:
+            return rounds(key.schedule, p, microbatches)
+        known = (key.schedule, p, v, microbatches)
+        if known not in self._rounds:
+            program = self.program(min(self.counts))
+            self._folding = self._folding or fold_program(program)
+            passing, update = self._work_seconds(key)
+            shares = passing / microbatches, update
+            found = [
+                interleaved_rounds(program, self._folding, even_starts(program, p, n), p, microbatches, shares)
+                for n in _chunks(key)
+            ]
+            self._rounds[known] = Rounds(min(one.passing for one in found), min(one.once for one in found))
+        return self._rounds[known]
 
     def effort(self, key: Candidate) -> float:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
         return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
+
+    def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, with
+        as few micro-batches as can be."""
+        if len(keys) < MANY:
+            return ()
+        out: list[Candidate] = []
+        for p in sorted({key.arrangement.pipeline for key in keys}):
+            own = [key for key in keys if key.arrangement.pipeline == p]
+            axes = min(key.arrangement.mesh.num_axes for key in own)
+            own = [key for key in own if key.arrangement.mesh.num_axes == axes]
+            least = min(self._work_bound(key, key.microbatches) for key in own)
+            near = [key for key in own if self._work_bound(key, key.microbatches) <= IDLE * least]
+            out += sorted(near, key=lambda key: (key.microbatches, -key.chunks))[:SCOUTS]
+        return sorted(out, key=self.bound)
 
     def foresee(self, keys: Iterator[Candidate], cutoff: float) -> None:
         with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
@@ -188,13 +222,14 @@ class Joint:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
         the candidate's own rounds."""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
-        is_own = (arrangement, m) in self._least or key.rounds == m
+        own = self.rounds(key, key.microbatches)
+        is_own = (arrangement, m) in self._least or own == (m, 1.0)
         found = self._relaxations.of(wanted) / arrangement.pipeline
         # r t + o is concave in r: of fewer rounds at least their share
-        self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * m / times)
+        self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
             return False
-        self._own[key] = found + self._more_rounds(key, times)
+        self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
         return True
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
@@ -203,19 +238,22 @@ class Joint:
         first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
         if (key.arrangement, first) not in self._least:
             return key.arrangement, first, first
-        return key.arrangement, key.microbatches, int(key.rounds) if key.microbatches > 1 else 1
+        times = int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
+        return key.arrangement, key.microbatches, times
 
     def _work_bound(self, key: Candidate, microbatches: int) -> float:
         """What the candidate's work alone takes with so many micro-batches."""
         p = key.arrangement.pipeline
-        passing, update = self._work[p]
-        return (passing * rounds(key.schedule, p, microbatches) / microbatches + update) / p
+        passing, update = self._work_seconds(key)
+        r, g = self.rounds(key, microbatches)
+        return (passing * r / microbatches + g * update) / p
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
+        once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
 
-        def whole(pricer: Pricer) -> Plan:
+        def whole(pricer: Pricer, share: Share | None = None) -> Plan:
             return plan_program(
                 program,
                 pricer,
@@ -224,170 +262,31 @@ class Joint:
                 with_baselines=False,
                 fold=self.fold,
                 progress=lambda text: self.tell(f"{key}: {text}"),
-                cutoff=cutoff * p,
+                cutoff=(cutoff - bubble) / once * p,
                 say_least=False,
+                share=share,
             )
 
         if p == 1:
             plan = whole(self.pricer(key))
             return plan, plan.estimate.step_seconds, plan.estimate.bound
         try:
-            made, bound = best_staged(program, self.pricer(key), self.cluster, p, key.schedule, key.chunks, whole)
+            found = best_staged(program, self.pricer(key), self.cluster, p, key.schedule, _chunks(key), whole)
         except CutoffError as error:
-            raise CutoffError(error.bound / p) from error
-        self._own[key] = max(self._own.get(key, 0.0), bound)
-        if made is None:
+            raise CutoffError(self._with_bubble(key, error.bound / p)) from error
+        self._ways[key] = found.ways
+        self._own[key] = max(self._own.get(key, 0.0), self._with_bubble(key, found.bound))
+        if found.plan is None:
             raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
-        return made, made.estimate.step_seconds, bound
+        return found.plan, found.plan.estimate.step_seconds, self._own[key]
+
+    def tighten(self, key: Candidate) -> None:
+        """By ways through the step of each number of stages a rank that it may have."""
+        if ways := self._ways.get(key):
+            program, fold = self.program(key.microbatches), self.fold
+            seconds = min(way_seconds(program, self.pricer(key), way, fold) for way in ways)
+            self._own[key] = max(self._own.get(key, 0.0), seconds)
 
 
-def search_meshes(
-    batch: int | None,
-    capture: Callable[[int | None], CapturedModel],
-    cluster: Cluster,
-    config: TrainConfig,
-    *,
-    microbatches: int | None = None,
-    pipelines: tuple[int, ...] | None = (1,),
-    mesh: Mesh | None = None,
-    schedule: str = "auto",
-    relative_gap: float,
-    seconds: float | None = None,
-    fold: bool = True,
-    with_baselines: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Answer, CapturedModel]:
-    """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
-    `microbatches` is given, all divisors of `batch`, with the graph that it is for.
-
-    capture: the graph of so many samples, of the whole batch for None. The plan's `estimate.solver["search"]` says
-    what was searched and which alternatives were near.
-
-    Raises:
-        BatchError: if the number of micro-batches is open, but the inputs have no batch in common (None).
-        InfeasibleError: if no plan fits.
-    """
-    began = time.monotonic()
-    batches = Batches(capture=capture, sizes=SIZES if batch is None or batch <= max(SIZES) else (min(SIZES), batch))
-    counts = (microbatches,) if microbatches is not None else (1,) if batch is None else divisors(batch)
-
-    def graph(count: int) -> CapturedModel:
-        if batch is None:
-            return accumulate_gradients(capture(batch), count, lambda: capture(batch))
-        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
-
-    while True:
-        left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
-        joint = Joint(
-            graph=graph,
-            counts=counts,
-            cluster=cluster,
-            config=config,
-            relative_gap=relative_gap,
-            fold=fold,
-            tell=tell,
-        )
-        num_blocks = len(block_starts(joint.program(min(counts)).captured)) + 1
-        possible = tuple(n for n in parts(cluster) if n <= num_blocks)
-        if wrong := sorted(set(pipelines or ()) - set(possible)):
-            raise MeshError(
-                f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks allow "
-                f"{', '.join(map(str, possible))}; choose one of them or auto"
-            )
-        keys = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
-        keys = [key for key in keys if key.arrangement.pipeline == 1 or _runs(key)]
-        if mesh is not None:
-            keys = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in keys))
-        if not keys:
-            raise InfeasibleError(
-                f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
-                "choose another number of them, gpipe or auto"
-            )
-        with joint.beside(len(keys)), _uncollected():
-            outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
-        if outcome.answer is None or outcome.key is None:
-            raise _nothing_fits(joint, outcome)
-        count = outcome.key.microbatches
-        own = graph(count) if batch is None else _captured(batches, batch, count)
-        if own.fingerprint == outcome.answer.fingerprint:
-            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began, mesh), own
-        batches.linear = False  # the graphs of other sizes are no line: capture each
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Strategy graphs hold no cycles, but are so many objects that looking for some took a quarter of the search."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _runs(key: Candidate) -> bool:
-    """Whether the schedule runs so many micro-batches."""
-    try:
-        check_microbatches(key.schedule, key.arrangement.pipeline, key.microbatches)
-    except ArgumentError:
-        return False
-    return True
-
-
-def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
-    """The graph of one of `count` micro-batches as it is captured, not moved along the line."""
-    return accumulate_gradients(batches.captured(batch // count), count, lambda: batches.captured(batch))
-
-
-def _certified(
-    outcome: Outcome[Candidate, Answer],
-    joint: Joint,
-    count: int,
-    with_baselines: bool,
-    seconds: float,
-    mesh: Mesh | None,
-) -> Answer:
-    """The plan found with the bound of the whole space and what there is to say of it."""
-    assert outcome.answer is not None and outcome.key is not None
-    plan, key = outcome.answer, outcome.key
-    planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
-    left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items())
-    staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
-    places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
-    facts: dict[str, Any] = {
-        "space": places + (", " + staged if staged else ""),
-        "candidates": count,
-        "planned": len(outcome.solved),
-        "do_not_fit": sum(cost is None for cost in outcome.solved.values()),
-        "status": outcome.status,
-        "seconds": seconds,
-        "near": {name: cost for cost, name in planned[:NEAR]},
-        "not_below": {name: bound for bound, name in left_out[:NEAR]},
-    }
-    estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
-    plan = plan.with_estimate(estimate)
-    if with_baselines and outcome.status == PROVED and isinstance(plan, Plan):
-        return compare(plan, joint.program(key.microbatches), joint.pricer(key), joint.tell)
-    return plan
-
-
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
-    """Says what the candidate of fewest samples at a time and most axes needs."""
-    if not outcome.failures:
-        names = ", ".join(map(str, outcome.excluded))
-        return InfeasibleError(f"no plan was found that fits, though none is proved not to: {names}; use more devices")
-    key = max(outcome.failures, key=lambda k: (k.microbatches, k.arrangement.mesh.num_axes))
-    said: InfeasibleError = outcome.failures[key]
-    try:
-        plan_program(
-            joint.program(key.microbatches),
-            joint.pricer(key),
-            relative_gap=joint.relative_gap,
-            seconds=None,
-            with_baselines=False,
-            fold=joint.fold,
-        )
-    except InfeasibleError as error:
-        said = error
-    return InfeasibleError(f"nothing fits on any mesh; on {key}: {said}", least_nbytes=said.least_nbytes)
+def _chunks(key: Candidate) -> tuple[int, ...]:
+    return tuple(n for n in CHUNKS if n <= key.chunks) if key.schedule == INTERLEAVED else (1,)

@@ -23,13 +23,15 @@ from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan
 from autopar.search.alternatives import Space
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.best_staged import best_staged
 from autopar.search.meshes import arrangements, meshes, parts
+from autopar.search.moments import Share
 from autopar.search.plan_timeline import plan_timeline
 from autopar.search.planner import plan_program
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.stages import best_staged, block_starts
+from autopar.search.stages import block_starts
 from autopar.search.weave import Overlap
 from autopar.staged_plan import StagedPlan, check_microbatches
 
@@ -144,13 +146,9 @@ def _pipelines(
     )
     for arrangement in near:
         p = arrangement.pipeline
-        solved: dict[float | None, Plan] = {}
 
-        def whole(pricer: Pricer, solved: dict[float | None, Plan] = solved) -> Plan:
-            room = pricer.config.memory_nbytes
-            if room not in solved:
-                solved[room] = _planned(program, pricer, left())
-            return solved[room]
+        def whole(pricer: Pricer, share: Share) -> Plan:
+            return _planned(program, pricer, left(), share)
 
         for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
             if p * chunks > num_blocks or not _runs(schedule, p, plan.microbatches) or not left():
@@ -161,13 +159,13 @@ def _pipelines(
             try:
                 if p == 1:
                     yield _planned(program, pricer, left()), words
-                elif (made := best_staged(program, pricer, cluster, p, schedule, chunks, whole)[0]) is not None:
+                elif (made := best_staged(program, pricer, cluster, p, schedule, (chunks,), whole).plan) is not None:
                     yield made, words
             except (InfeasibleError, SearchTimeoutError):
                 continue
 
 
-def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
+def _planned(program: Program, pricer: Pricer, seconds: float, share: Share | None = None) -> Plan:
     return plan_program(
         program,
         pricer,
@@ -176,6 +174,7 @@ def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
         with_baselines=False,
         fold=True,
         say_least=False,
+        share=share,
     )
 
 

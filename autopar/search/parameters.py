@@ -155,13 +155,15 @@ def held(
 ) -> list[tuple[Floats, Floats]]:
     """Bytes that each option holds whatever its use, and at which moments: storage, state, casts and gradients."""
     always, step, gradient, reduced = (moments.nothing() for _ in range(4))
-    always += len(names)
-    step[moments.step()] += len(names)
     for name in names:
-        last = [p for p, _ in program.readers[name] if program.ops[p].has_backward]
+        reading = [p for p, _ in program.readers[name]]
+        weight = moments.weight(*reading) if reading else 1.0
+        always += weight
+        step[moments.step()] += weight
+        last = [p for p in reading if program.ops[p].has_backward]
         if program.tensors[name].requires_grad and last:
-            gradient[moments.gradient(max(last))] += 1
-            reduced[moments.update()] += 1
+            gradient[moments.gradient(max(last))] += weight
+            reduced[moments.update()] += weight
     stored = np.array(space.stored)
     for_step = np.array([lifetime == "step" for _, lifetime in space.options], dtype=bool)
     casts = np.array(space.casts)

@@ -19,7 +19,7 @@ from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
-from autopar.search.build import Problem, build
+from autopar.search.build import build
 from autopar.search.build_recompute import RecomputeBuilder
 from autopar.search.completion import within
 from autopar.search.evaluate import evaluate_program
@@ -27,13 +27,15 @@ from autopar.search.extract import extract
 from autopar.search.fitting import fitting
 from autopar.search.highs_log import Progress
 from autopar.search.ilp import CutoffError, solve
+from autopar.search.moments import Share
 from autopar.search.options import Restriction
 from autopar.search.pricing import Pricer
+from autopar.search.problem import Problem
 from autopar.search.program import Program, make_program
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.strategy_graph import Ints, Solution
+from autopar.search.strategy_graph import Ints, Solution, usage
 from autopar.search.work_bound import work_bound
 
 GB = 1e9
@@ -100,10 +102,12 @@ def plan_program(
     progress: Callable[[str], None] | None = None,
     cutoff: float = math.inf,
     say_least: bool = True,
+    share: Share | None = None,
 ) -> Plan:
     """`make_plan` for a program and prices at hand.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
+    share: of a pipeline rank, whose memory is limited instead of the whole model's.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
@@ -120,11 +124,13 @@ def plan_program(
         if solver == "double-recursive" or (solver == "auto" and not few_axes):
             plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
         else:
-            plan, bound, facts = _exact(program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least)
+            plan, bound, facts = _exact(
+                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share
+            )
         bounds.append(bound)
         return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
 
-    plan, _, facts = fitting(search, _peak_nbytes, limit)
+    plan, _, facts = search(limit) if share is not None else fitting(search, _peak_nbytes, limit)
     bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
     if not fold and "build_seconds" in facts:
         folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)
@@ -181,6 +187,7 @@ def _exact(
     tell: Callable[[str], None],
     cutoff: float = math.inf,
     say_least: bool = True,
+    share: Share | None = None,
 ) -> Found:
     began = time.perf_counter()
 
@@ -190,11 +197,13 @@ def _exact(
     def left() -> float | None:
         return None if seconds is None else max(seconds - (time.perf_counter() - began), seconds / LATER)
 
-    def solved(problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None) -> Solution:
-        return _solve(problem, limit, relative_gap, left(), show, cutoff, least, binds, hint)
+    def solved(
+        problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None, below: float = cutoff
+    ) -> Solution:
+        return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint)
 
     tell("building the strategy graph")
-    problem = build(program, pricer, limit=limit, fold=fold)
+    problem = build(program, pricer, limit=limit, fold=fold, share=share)
     built = time.perf_counter()
     free = _unlimited(problem, relative_gap / 2, seconds, cutoff)
     if free is None:
@@ -204,14 +213,25 @@ def _exact(
     else:
         # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
         kept = _attempt(lambda: solved(problem, False, hint=free.choice))
+        proved = free.bound
         if kept is None or kept.seconds - free.bound > relative_gap * kept.seconds:
             tell("the memory limit binds: adding recompute to the strategy graph")
-            again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder)
-            found = solved(again, say_least) if kept is None else _attempt(lambda: solved(again, say_least))
-            if kept is None or (found is not None and found.seconds <= kept.seconds):
-                assert found is not None
-                problem, kept = again, found
-        solution = replace(kept, bound=max(free.bound, kept.bound if problem.num_kept else -math.inf))
+            again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
+            if kept is None:
+                problem, kept = again, solved(again, say_least)
+                proved = max(proved, kept.bound)
+            else:
+                below = min(cutoff, kept.seconds * (1 - relative_gap))
+                try:
+                    found = solved(again, False, below=below)
+                    proved = max(proved, found.bound)
+                    if found.seconds <= kept.seconds:
+                        problem, kept = again, found
+                except CutoffError as error:
+                    proved = max(proved, error.bound)
+                except (InfeasibleError, SearchTimeoutError):
+                    pass
+        solution = replace(kept, bound=min(proved, kept.seconds))
     solved_at = time.perf_counter()
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
     facts = {
@@ -220,6 +240,8 @@ def _exact(
         "build_seconds": built - began,
         "solve_seconds": solved_at - built,
     }
+    if share is not None:
+        facts["counted_nbytes"] = float(usage(problem.graph, solution.choice, solution.arcs).max())
     return plan, solution.bound, facts
 
 

@@ -19,14 +19,12 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.plan import TrainConfig
 from autopar.search.build import build
-from autopar.search.ilp import solve
 from autopar.search.meshes import Arrangement
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
+from autopar.search.relaxation import least_seconds
 from autopar.serialize import dump, load
 
-BOUND_GAP = 2e-3
-"""How exactly the relaxed graphs are solved."""
 QUEUED = 2
 """How many may wait for the other process: those asked for later are known better."""
 
@@ -40,7 +38,7 @@ def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) ->
     if accumulation is not None and times != accumulation.microbatches:
         again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
         program = replace(program, captured=again)
-    return solve(build(program, pricer, limit=None, fold=fold).graph, relative_gap=BOUND_GAP).bound
+    return least_seconds(build(program, pricer, limit=None, fold=fold).graph)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 A stage is a run of blocks; what comes before the first block is the first stage's, what comes after the last the last
 one's. Every stage decides as the whole plan does, and what crosses a cut travels in the layout in which it is made.
-Layers a stage: those for which the slowest stage is fastest (`balanced`, exact by dynamic programming).
+Layers a stage: those for which the slowest stage is fastest (`balanced`, exact by dynamic programming); of interleaved
+stages as many each (`even_cuts`).
 
     seconds    the order of `cost_models.schedules` simulated with each stage's own forward and backward of a
                micro-batch and its messages to the next; then the slowest rank's share of what is paid once a step
@@ -11,7 +12,7 @@ Layers a stage: those for which the slowest stage is fastest (`balanced`, exact 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
@@ -28,10 +29,10 @@ from autopar.graph import CapturedModel, requires_grad
 from autopar.passes.split_stages import owners, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.search.baselines import memory_limit
 from autopar.search.evaluate import itemised
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program, make_program
+from autopar.search.rounds import dealt
 from autopar.search.staged_memory import StageMemory, rank_memories, stage_memory
 from autopar.staged_plan import StagedPlan
 
@@ -58,6 +59,19 @@ def block_starts(captured: CapturedModel) -> tuple[str, ...]:
         if node.op == "call_function" and requires_grad(node) and (block := block_of(node.meta["module"])):
             seen.setdefault(block, node.name)
     return tuple(seen.values())[1:]
+
+
+def even_starts(program: Program, p: int, chunks: int) -> tuple[int, ...]:
+    """Positions of the ops with which interleaved stages begin after the first: blocks dealt evenly."""
+    positions = {op.name: op.position for op in program.ops}
+    return tuple(positions[name] for name in even_cuts(program, p, chunks))
+
+
+def even_cuts(program: Program, p: int, chunks: int) -> tuple[str, ...]:
+    """Cuts that deal blocks evenly to p ranks of so many stages."""
+    starts = block_starts(program.captured)
+    ends = np.cumsum(dealt(len(starts) + 1, p, chunks))[:-1]
+    return tuple(starts[end - 1] for end in ends)
 
 
 def balanced(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -174,6 +188,13 @@ def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], s
 
 def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
     """The plan with its estimate: of a step, and of its fullest rank. `part`: what a stage has of the cluster."""
+    return simulated(plan, stages, cluster, part)[0]
+
+
+def simulated(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster
+) -> tuple[StagedPlan, Pipeline, int]:
+    """`priced`, the pipeline of one task an action, and the rank that pays most once a step."""
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, reduce = cheapest("send_recv", links), cheapest("all_reduce", links)
     prices = []
@@ -206,7 +227,7 @@ def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, 
     }
     rates = Pricer(mesh=plan.mesh, cluster=part, config=plan.config).rates.name
     estimate = replace(plan.estimate, seconds=seconds, memory=memory, rates=rates)
-    return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts}))
+    return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
 
 
 def _work(price: StagePrice) -> StageWork:
@@ -234,43 +255,3 @@ def in_flight(order: PipelineOrder) -> list[int]:
             now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most[action.stage] = max(most[action.stage], now[action.stage])
     return most
-
-
-ATTEMPTS = 4
-"""How often a whole plan is made smaller until its stages fit."""
-
-
-def best_staged(
-    program: Program,
-    pricer: Pricer,
-    cluster: Cluster,
-    pipeline: int,
-    schedule: str,
-    chunks: int,
-    whole: Callable[[Pricer], Plan],
-) -> tuple[StagedPlan | None, float]:
-    """A plan that fits, None if none was found, and a bound on the seconds of every plan with these stages.
-
-    whole: the best plan of the whole model for a pricer, whose memory limit is what all stages have together at first:
-    whatever is live in the whole model at some moment is live in some stage at one of its own. So its bound, shared
-    out over the stages, is one for all of theirs; and it is made smaller until every stage fits.
-    """
-    limit = memory_limit(pricer.cluster, pricer.config)
-    room, bound = pipeline * limit, 0.0
-    for attempt in range(ATTEMPTS):
-        own = pricer.for_another()
-        own.config = replace(pricer.config, memory_nbytes=room)
-        try:
-            plan = replace(whole(own), config=pricer.config)
-        except InfeasibleError:
-            if attempt == 0:
-                raise
-            return None, bound
-        bound = max(bound, plan.estimate.bound / pipeline) if attempt == 0 else bound
-        cuts = choose_cuts(plan, program, own, pipeline * chunks)
-        made, stages = staged(plan, program, own, pipeline, schedule, cuts)
-        made = priced(made, stages, cluster, pricer.cluster)
-        if made.estimate.peak_nbytes <= limit:
-            return made, bound
-        room *= 0.98 * limit / made.estimate.peak_nbytes
-    return None, bound

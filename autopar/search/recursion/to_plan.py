@@ -7,8 +7,8 @@ import numpy as np
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import route
-from autopar.search.build import Problem
 from autopar.search.parameters import ParameterSpace
+from autopar.search.problem import Problem
 from autopar.search.program import Program
 from autopar.search.recursion.decide import Decider
 from autopar.search.recursion.neighbours import Travel

@@ -1,0 +1,183 @@
+"""What stages take at least and what they hold: bounds are below every plan, rows of one rank are part of a whole."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from autopar.capture import capture
+from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import make_order
+from autopar.cost_models.timeline import simulate
+from autopar.errors import InfeasibleError
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.plan import TrainConfig
+from autopar.search import brute_force
+from autopar.search.best_staged import best_staged, first_share
+from autopar.search.build import build
+from autopar.search.critical_path import way_seconds
+from autopar.search.folding import fold_program
+from autopar.search.ilp import solve
+from autopar.search.meshes import parts
+from autopar.search.moments import Share
+from autopar.search.paid import stages_of
+from autopar.search.planner import plan_program
+from autopar.search.pricing import Pricer
+from autopar.search.program import Program, make_program
+from autopar.search.random_plan import random_plan
+from autopar.search.relaxation import least_seconds
+from autopar.search.rounds import dealt, interleaved_rounds
+from autopar.search.stages import even_cuts, even_starts, priced, staged
+from autopar.search.strategy_graph import usage
+from tests.search_cases import machine
+from tests.strategy_graphs import random_graph
+
+LAYERS, MICROBATCHES = 4, 4
+
+
+@cache
+def graph() -> CapturedModel:
+    """A Llama of so many layers, one of its micro-batches."""
+    config = hf.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = hf.LlamaForCausalLM(config).train()
+    ids = np.random.default_rng(0).integers(3, 64, (2 * MICROBATCHES, 8))
+    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
+    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), part), MICROBATCHES, lambda: capture(model, (), kwargs))
+
+
+@cache
+def program() -> Program:
+    return make_program(graph())
+
+
+def pricer() -> Pricer:
+    return Pricer(mesh=make_mesh((2,)), cluster=parts(machine(4))[2], config=TrainConfig())
+
+
+@pytest.mark.parametrize("num_blocks", [4, 7, 30, 126])
+def test_blocks_are_dealt_evenly(num_blocks: int) -> None:
+    for p in (2, 3, 4, 8):
+        for chunks in (1, 2, 4):
+            if p * chunks <= num_blocks:
+                sizes = dealt(num_blocks, p, chunks)
+                held = [sum(sizes[rank::p]) for rank in range(p)]
+                assert sum(sizes) == num_blocks and len(sizes) == p * chunks
+                assert max(sizes) - min(sizes) <= 1 and max(held) - min(held) <= 1
+                assert held[-1] == min(held)
+
+
+@pytest.mark.parametrize(("p", "chunks", "m"), [(2, 2, 2), (2, 2, 4), (2, 1, 4), (4, 1, 4), (4, 1, 8), (3, 1, 6)])
+def test_no_seconds_of_folded_ops_beat_the_rounds_of_interleaved_stages(p: int, chunks: int, m: int) -> None:
+    """Random seconds of each class of ops forward and back, and of each kind of parameter once a step."""
+    folding = fold_program(program())
+    begins = even_starts(program(), p, chunks)
+    stage_of = stages_of(begins, len(program().ops))
+    order = make_order("interleaved-1f1b" if chunks > 1 else "1f1b", p, m, chunks)
+    bound = interleaved_rounds(program(), folding, begins, p, m, (1.0, 1.0))
+    assert m - 1e-6 <= bound.passing <= m + p - 1 and 0.98 * (1 - 1e-6) <= bound.once <= 1
+    draw, nearest = random.Random(0), np.inf
+    for _ in range(60):
+        spread = draw.choice((0.0, 1.0, 3.0))
+        seconds = [[np.exp(draw.gauss(0, spread)) for _ in folding.instances] for _ in range(2)]
+        own = np.zeros((2, p * chunks))
+        for number, positions in enumerate(folding.instances):
+            for position in positions:
+                own[:, stage_of[position]] += [side[number] for side in seconds]
+        once = np.zeros(p)
+        paid = 0.0
+        for names in folding.travellers:
+            if program().tensors[names[0]].kind == "parameter":
+                each = draw.random()
+                paid += each * len(names)
+                for name in names:
+                    for stage in {int(stage_of[position]) for position, _ in program().readers[name]}:
+                        once[stage % p] += each
+        works = [
+            StageWork(actions={"F": (Segment(COMPUTE, f),), "B": (Segment(COMPUTE, b),)})
+            for f, b in zip(*own, strict=True)
+        ]
+        step = float(simulate(make_pipeline(order, works).tasks).finish.max()) + float(once.max())
+        least = (bound.passing * own.sum() + bound.once * paid) / p
+        assert step >= least * (1 - 1e-9)
+        nearest = min(nearest, step / least)
+    assert nearest < 1.5  # it says something
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("gpipe", 1)])
+def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: int) -> None:
+    """The way is that of the best plan, which it bounds closely; and no random plan in the same stages is below it."""
+    cluster = machine(4)
+
+    def whole(own: Pricer, share: Share) -> object:
+        return plan_program(
+            program(), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
+        )
+
+    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), whole)  # type: ignore[arg-type]
+    assert found.plan is not None
+    (way,) = found.ways
+    least = way_seconds(program(), pricer(), way, False)
+    folded = way_seconds(program(), pricer(), way, True)
+    assert least <= folded * (1 + 1e-6)
+    cuts, rng = even_cuts(program(), 2, chunks), random.Random(1)
+    seen = []
+    for _ in range(12):
+        drawn = random_plan(graph(), make_mesh((2,)), rng)
+        made, stages = staged(drawn, program(), pricer(), 2, schedule, cuts)
+        seen.append(priced(made, stages, cluster, pricer().cluster).estimate.step_seconds)
+    assert min(seen) >= least
+    if found.plan.cuts == cuts:
+        assert folded <= found.plan.estimate.step_seconds * (1 + 1e-9)
+    assert folded >= 0.8 * found.plan.estimate.step_seconds
+
+
+def test_rows_of_ranks_are_parts_of_the_whole() -> None:
+    """One micro-batch in flight: at the update all ranks hold together what the whole model does; each that is in
+    flight beside holds what the first keeps, at every moment."""
+    order = make_order("1f1b", 2, MICROBATCHES)
+    first = first_share(program(), order, even_starts(program(), 2, 1))
+    assert first.in_flight == 2 and 0 < first.ops.sum() < len(first.ops)
+    everything = slice(0, len(program().ops))
+
+    def used(share: Share | None, choice: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        made = build(program(), pricer(), limit=1e12, share=share).graph
+        found = solve(replace(made, memory=None), relative_gap=1e-3)
+        return usage(made, found.choice if choice is None else choice, found.arcs), found.choice
+
+    whole, choice = used(None)
+    same, _ = used(Share(ops=np.ones_like(first.ops), in_flight=1.0, last=everything), choice)
+    assert same.max() == pytest.approx(whole.max())
+    ranks = [used(Share(ops=ops, in_flight=1.0, last=everything), choice)[0].max() for ops in (first.ops, ~first.ops)]
+    assert max(ranks) < whole.max() <= sum(ranks) * (1 + 1e-9)
+    more, _ = used(replace(first, in_flight=3.0), choice)
+    one, _ = used(replace(first, in_flight=2.0), choice)
+    none, _ = used(replace(first, in_flight=1.0), choice)
+    assert none.max() < one.max() < more.max()
+    assert more.max() - one.max() == pytest.approx(one.max() - none.max())
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_the_relaxation_is_below_every_choice(first: int) -> None:
+    for seed in range(first, first + 50):
+        drawn = replace(random_graph(seed), memory=None)
+        try:
+            best = brute_force.solve(drawn).seconds
+        except InfeasibleError:
+            with pytest.raises(InfeasibleError):
+                solve(drawn)
+            continue
+        assert least_seconds(drawn) <= best * (1 + 1e-6) + 1e-9
