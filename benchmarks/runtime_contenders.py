@@ -292,9 +292,15 @@ def _nbytes(value: Any) -> int:
 
 
 class Peak(PeakMemory):
-    """Follows storages that change their size, as FSDP2 frees and takes back gathered parameters."""
+    """Counts what calls read too, and follows storages that change their size: FSDP2 frees gathered parameters and
+    takes them back in storages that it made in the first step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(issubclass(kind, DTensor) for kind in types):
+            for part in args:
+                for tensor in part if isinstance(part, tuple | list) else (part,):
+                    if isinstance(tensor, Tensor):
+                        self._count(tensor, "working", str(func))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             self.follow()

@@ -22,6 +22,7 @@ from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
+from autopar.passes.start_early import start_early
 from autopar.placement import local_ranges
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.reference import run_captured
@@ -96,7 +97,7 @@ def errors_of(
     accumulation = local.captured.accumulation
     parts = plan.microbatches
     written = again_graph(local.graph)
-    graph = fx.GraphModule(nn.Module(), fuse_collectives(written, local.captured.parameters, plan))
+    graph = fx.GraphModule(nn.Module(), start_early(fuse_collectives(written, local.captured.parameters, plan)))
     # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
     accumulator = None if accumulation is None else Accumulator(local, written, accumulation)
     whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}

@@ -1,5 +1,6 @@
 """Plans with buckets train on real processes as one process does, exported or not; borders follow the cost model."""
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,21 @@ def test_the_estimate_says_what_buckets_save() -> None:
     alone = evaluate(plan, captured, cluster)
     assert found.estimate.alone_seconds == pytest.approx(alone.step_seconds)
     assert found.estimate.saved > 0.5 * alone.seconds["all_reduce"]
+
+
+def test_what_backward_asks_for_first_is_kept_if_it_fits() -> None:
+    """The norm and the output after the blocks are gathered once a step, and no more is."""
+    captured, cluster = captured_of("llama"), machine(2)
+    plan = make_baseline("fsdp", captured, cluster, make_mesh((2,)), TrainConfig())
+    found = with_buckets(plan, captured, cluster)
+    changed = {name for name, lifetime in found.lifetimes.items() if lifetime != plan.lifetimes[name]}
+    owners = {captured_name for p in captured.parameters if p.placeholder in changed for captured_name in p.names}
+    assert owners and not any("layers" in name or "embed" in name for name in owners)
+    tight = replace(plan, config=replace(plan.config, memory_nbytes=found.estimate.peak_nbytes - 1))
+    assert with_buckets(tight, captured, cluster).lifetimes == plan.lifetimes
+    before, after = (predicted_messages(insert_collectives(captured, p)) for p in (plan, found))
+    saved = before["all_gather", ("data",)][1] - after["all_gather", ("data",)][1]
+    assert saved == sum(math.prod(p.shape) * 4 for p in captured.parameters if p.placeholder in changed)
 
 
 def test_a_plan_that_would_not_fit_with_buckets_goes_without() -> None:

@@ -1,6 +1,7 @@
 """Cross entropy over the last dim of the logits, whole or split over mesh axes."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +24,17 @@ def cross_entropy(
     row_axes: Axis = (),
     class_axes: Axis = (),
     num_classes: int | None = None,
+    counted: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """`logits[..., C]`, `target[...]` (class indices) -> scalar (mean, sum) or `[...]` (none).
 
     `count` is what a mean divides by, if not the number of labels that are not ignored.
     `row_axes` split the rows of a mean: the result is this rank's summand of the mean over all rows. `class_axes`
-    (outermost split first) split `num_classes`: the result is the whole loss of these rows, on every rank.
+    (outermost split first) split `num_classes`: the result is the whole loss of these rows, on every rank. `counted`
+    gives the number of labels over `row_axes` that are not ignored, if that was begun before (`start_count`).
     """
-    counted = None
-    if row_axes and reduction == "mean" and count is None:  # on its way while the rows are computed
-        counted = start_sum((target != ignore_index).sum(), axis=row_axes)
+    if counted is None and row_axes and reduction == "mean" and count is None:  # while the rows are computed
+        counted = start_count(target, ignore_index=ignore_index, row_axes=row_axes)
     if class_axes:
         assert num_classes is not None
         rows = _split_rows(logits, target, ignore_index, label_smoothing, class_axes, num_classes)
@@ -79,6 +81,11 @@ class _Sums(torch.autograd.Function):
         if of_all:
             gradient[..., : ctx.num_summed] += of_all[0]
         return gradient, None, None, None
+
+
+def start_count(target: Tensor, *, ignore_index: int = -100, row_axes: Axis) -> Callable[[], Tensor]:
+    """Begin to count the labels of all ranks along `row_axes` that are not ignored; the call that waits for it."""
+    return start_sum((target != ignore_index).sum(), axis=row_axes)
 
 
 def count_labels(target: Tensor, *, ignore_index: int = -100) -> Tensor:

@@ -26,6 +26,7 @@ from autopar.ops.regather import regathering
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
+from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.plan import Estimate, Plan
 from autopar.runtime.accumulate import Accumulator, total_loss
@@ -103,6 +104,7 @@ class DistributedModule(Trainable):
         self._compiler: Compiler | None = None
         self._accumulators: dict[tuple[bool, bool], Accumulator] = {}
         self._graphs: dict[tuple[bool, bool], fx.GraphModule] = {}
+        self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
         self._late = Late(self.state.add_gradient)
@@ -188,6 +190,12 @@ class DistributedModule(Trainable):
 
         self._compiler = Compiler(self.local, backend, by_block=by_block, exact_random=self.exact_random)
 
+    def _placeholders(self, graph: fx.GraphModule) -> tuple[str, ...]:
+        """What a graph reads, in order; looked up once."""
+        if graph not in self._reads:
+            self._reads[graph] = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+        return self._reads[graph]
+
     def _parts(self, accumulation: Accumulation, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         return split_batch(self.local.captured.inputs, accumulation.microbatches, inputs)
 
@@ -198,9 +206,8 @@ class DistributedModule(Trainable):
         arguments = {**self.state.arguments(self), **parameters}
         for spec in self.local.captured.inputs:
             arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
-        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         draws = Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)
-        values = [arguments[name] for name in names]
+        values = [arguments[name] for name in self._placeholders(graph)]
         remakes = self._remakes and torch.is_grad_enabled()
         with ExitStack() as stack:
             stack.enter_context(use_groups(self.groups))
@@ -242,7 +249,8 @@ class DistributedModule(Trainable):
         if key not in self._graphs:
             graph = self._written()
             if self._compiler is None:
-                graph = wait_late(fuse_collectives(graph, self.local.captured.parameters, self.plan))
+                graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
+                graph = start_early(wait_late(graph))
             self._graphs[key] = fx.GraphModule(nn.Module(), graph)
         return self._graphs[key]
 

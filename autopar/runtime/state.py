@@ -122,8 +122,8 @@ class State:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """What a step computes on, by placeholder: with casts, whose gradients autograd casts back."""
-        dtypes = {name: spec.dtype for name, spec in self.specs.items() if spec.stored is not None}
-        return {name: leaf.to(dtypes.get(name, leaf.dtype)) for name, leaf in self.stored.items()}
+        casts = {name: self.stored[name].to(spec.dtype) for name, spec in self.specs.items() if spec.stored is not None}
+        return {**self.stored, **casts}
 
     @property
     def masters(self) -> dict[str, torch.dtype]:
@@ -147,9 +147,8 @@ class State:
         parameter = self.parameters[spec.placeholder]
         held = parameter.grad
         if held is None:
-            stored = parameter.data
-            assert isinstance(stored, DTensor)
-            parameter.grad = dtensor_like(gradient.to(parameter.dtype), stored)
+            assert isinstance(parameter, DTensor)
+            parameter.grad = dtensor_like(gradient.to(parameter.dtype), parameter)
         else:
             assert isinstance(held, DTensor)
             local_tensor(held).add_(gradient)

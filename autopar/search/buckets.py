@@ -11,9 +11,12 @@ of these a bucket takes is decided for all of its bytes.
     gathered for use (ZeRO-3)   those of one block that are used one after the other: a larger bucket would hold more
                     gathered copies at once, which such a parameter is there to avoid
 
-Buckets are left out where with them the plan would not fit the memory limit.
+What is gathered for use after the last block, and so needed again at once, is kept until then, as torch's fully_shard
+keeps what is in no block; not where the plan would not fit the memory limit then. Nor are there buckets where with them
+it would not fit.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -41,13 +44,26 @@ def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatt
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     limit = memory_limit(cluster, plan.config)
-    for free in (True, False) if flatten and plan.mesh.num_axes > 1 else (False,):
-        buckets, ways = choose_buckets(plan, program, pricer, flatten=free)
-        found = replace(plan, buckets=buckets, ways=ways)
+    kept = {**plan.lifetimes, **dict.fromkeys(_used_last(plan, program), "microbatch")}
+    free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
+    for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):
+        found = replace(plan, lifetimes=lifetimes)
+        buckets, ways = choose_buckets(found, program, pricer, flatten=own)
+        found = replace(found, buckets=buckets, ways=ways)
         found = found.with_estimate(evaluate_program(found, program, pricer))
         if found.estimate.peak_nbytes <= limit:
             return found
     return plan
+
+
+def _used_last(plan: Plan, program: Program) -> list[str]:
+    """Parameters gathered for use that forward reads after the last block alone: backward asks for these first."""
+    last = max((op.position for op in program.ops if block_of(op.module)), default=len(program.ops))
+    return [
+        name
+        for name, lifetime in plan.lifetimes.items()
+        if lifetime == "use" and all(position > last for position, _ in program.readers[name])
+    ]
 
 
 def choose_buckets(
