@@ -98,7 +98,7 @@ class DistributedModule(Trainable):
         self.local = local
         self.bare = bare
         self.exact_random = exact_random
-        self.seed = shared_number(torch.initial_seed() if seed is None else seed)
+        self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
         self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None

@@ -109,7 +109,7 @@ class PipelinedModule(Trainable):
             for name, stages_ in sorted(self._owners.items())
             if len(ranks := tuple(sorted({plan.stage_rank(s) for s in stages_}))) > 1
         }
-        self.seed = shared_number(torch.initial_seed() if seed is None else seed)
+        self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
         self.stages: list[Stage] = []
         with torch.no_grad():
             for number, local in locals_.items():
