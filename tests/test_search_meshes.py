@@ -62,7 +62,7 @@ class Drawn:
     def scouts(self, keys: Sequence[int]) -> Sequence[int]:
         return keys[::7]
 
-    def tighten(self, key: int) -> None:
+    def tighten(self, key: int, cutoff: float) -> None:
         """Half way to the cost, if there is one."""
         if not math.isinf(self.costs[key]):
             self.second[key] = (self.second[key] + self.costs[key]) / 2

@@ -142,7 +142,10 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     assert min(seen) >= least
     if found.plan.cuts == cuts:
         assert folded <= found.plan.estimate.step_seconds * (1 + 1e-9)
-    assert folded >= 0.8 * found.plan.estimate.step_seconds
+    assert folded >= 0.9 * found.plan.estimate.step_seconds
+    within = way_seconds(program(), pricer(), way, True, limit=1e12)
+    assert within >= folded * (1 - 1e-3)
+    assert way_seconds(program(), pricer(), way, True, limit=1.0) == np.inf
 
 
 def test_rows_of_ranks_are_parts_of_the_whole() -> None:

@@ -56,8 +56,8 @@ class Problems(Protocol[Asked, Given]):
         Raises InfeasibleError if there is no answer.
         """
 
-    def tighten(self, key: Asked) -> None:
-        """Work for a better bound of one that `solve` answered, or gave up."""
+    def tighten(self, key: Asked, cutoff: float) -> None:
+        """Work for a better bound, no better than the cutoff, of one that `solve` answered, or gave up."""
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
@@ -195,7 +195,7 @@ def _tighten(
     for known in (outcome.bounds, outcome.excluded):
         for key in sorted((key for key, bound in known.items() if bound < cutoff), key=lambda key: known[key]):
             tell(f"tightening the bound of {key}")
-            problems.tighten(key)
+            problems.tighten(key, cutoff)
             known[key] = max(known[key], problems.bound(key))
             if known[key] < cutoff:
                 break

@@ -71,9 +71,10 @@ def best_staged(
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     most = max(chunks)
-    order = make_order(schedule, pipeline, program.microbatches, most)
-    share = first_share(program, order, even_starts(program, pipeline, most))
     starts = [even_starts(program, pipeline, number) for number in chunks]
+    orders = [make_order(schedule, pipeline, program.microbatches, number) for number in chunks]
+    shares = [first_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
+    share = shares[chunks.index(most)]
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound = limit, 0.0
     ways: list[Way] = []
@@ -100,9 +101,11 @@ def best_staged(
                 nbytes = least_message(program, own, [stage.sends for stage in stages[:-1]])
                 ways.append(
                     Way(
-                        passes=passes,
+                        forward=passes[0],
+                        backward=passes[1],
                         rank=slowest,
                         sent=messages * least(send, nbytes)[0],
+                        share=shares[number],
                         begins=starts[number],
                         num_ranks=pipeline,
                     )

@@ -108,8 +108,7 @@ class Builder:
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = cluster_options(cluster, self.pricer, self.restriction.choice)
-        times = self.times * cluster.multiplicity if self.paid is None else self.paid.of_ops(cluster.instances)
-        seconds = np.array([o.seconds for o in options]) * times
+        seconds = np.array([o.seconds for o in options]) * self._times_of_ops(cluster)
         node = self._node(cluster.root.name, seconds)
         assert node == number
         self.problem.options[node] = options
@@ -163,6 +162,10 @@ class Builder:
             in_backward=cluster.members[member].has_backward,
             positions=positions,
         )
+
+    def _times_of_ops(self, cluster: Cluster) -> float:
+        """How often a cluster's ops are paid for, all instances."""
+        return self.times * cluster.multiplicity if self.paid is None else self.paid.of_ops(cluster.instances)
 
     def _times(self, names: tuple[str, ...]) -> tuple[float, float]:
         """How often tensors of a kind are paid for: what each passage takes, and what is paid once a step."""

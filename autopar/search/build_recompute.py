@@ -83,7 +83,7 @@ class RecomputeBuilder(Builder):
                 chosen = any(self.restriction.recompute(op) for op in cluster.members)
                 kept, replayed = (kept + np.inf, replayed) if chosen else (kept, replayed + np.inf)
             seconds = np.concatenate([kept, replayed])
-        node = self._node(cluster.root.name, seconds * cluster.multiplicity * self.times)
+        node = self._node(cluster.root.name, seconds * self._times_of_ops(cluster))
         assert node == number
         self.plain[node] = len(options)
         self.problem.num_kept[node] = len(options)
@@ -198,10 +198,9 @@ class _Layers:
         layered = self.tensor.requires_grad and bool(wanted)
         F, K, R, B, E = (k * count for k in range(5))
         backward = self.tensor.requires_grad and any(r.in_backward for r in self.readers)
-        forwards = lattice.forward * builder.times
-        price = forwards + lattice.backward * builder.times if backward else forwards
+        price = lattice.forward + lattice.backward if backward else lattice.forward
         for a, b, seconds, forward, step in zip(
-            lattice.source, lattice.target, price, forwards, lattice.steps, strict=True
+            lattice.source, lattice.target, price, lattice.forward, lattice.steps, strict=True
         ):
             self.arc(F + int(a), F + int(b), float(seconds), step)
             if layered:
@@ -246,7 +245,7 @@ class _Layers:
                 num_vertices=len(layouts),
                 arc_source=np.array([a for a, _, _ in self.arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in self.arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in self.arcs], dtype=np.float64) * len(self.names),
+                arc_seconds=np.array([s for _, _, s in self.arcs], dtype=np.float64) * builder._times(self.names)[0],
             )
         )
         problem.travels.append((self.names, tuple(layouts), tuple(self.steps)))
@@ -334,7 +333,7 @@ class _ParameterLayers:
                 num_vertices=number,
                 arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * len(self.names),
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * builder._times(self.names)[1],
             )
         )
         builder.problem.travels.append((self.names, tuple(layouts), tuple(steps)))

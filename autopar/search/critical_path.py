@@ -4,10 +4,10 @@ The order of a schedule is a graph of actions and messages, and a step takes as 
 every plan. So any way bounds them all: the sum of what its actions take, minimised over all choices. The way taken here
 is that of a plan at hand, which is its own longest, so that the bound is near the plan where others decide alike:
 
-    sum over stages j of min(F_j, B_j) t_j + messages x least message + what is paid once a step on one rank
+    sum over stages j of F_j f_j + B_j b_j + messages x least message + what is paid once a step on one rank
 
-with F_j and B_j the actions of stage j on the way; where one is fewer, what is more is not counted. The least message
-has no byte more than an even share of what crosses the cut.
+with F_j and B_j the actions of stage j on the way, and f_j and b_j their seconds. The least message has no byte more
+than an even share of what crosses the cut.
 """
 
 import math
@@ -19,31 +19,41 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.pipeline import Pipeline
 from autopar.cost_models.timeline_kernel import longest_paths
+from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.build import build
+from autopar.search.build_recompute import RecomputeBuilder
+from autopar.search.ilp import CutoffError, solve
+from autopar.search.moments import Share
 from autopar.search.paid import Paid, stages_of
 from autopar.search.pricing import Pricer
 from autopar.search.program import Program
 from autopar.search.relaxation import least_seconds
 
+GAP = 2e-3
+SECONDS = 15.0
+"""How exactly, and how long at most, a way is searched within the limit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Way:
-    """`passes[stage]`: how often the way leads through a stage forward and back. rank: that pays most once a step.
+    """forward, backward: how often the way leads through each stage. rank: that pays most once a step.
 
-    sent: seconds of the messages on the way, each the least that it can be. begins: positions of the ops with which
-    stages after the first begin.
+    sent: seconds of the messages on the way, each the least that it can be. share: of the first rank. begins: positions
+    of the ops with which stages after the first begin.
     """
 
-    passes: NDArray[np.float64]
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
     rank: int
     sent: float
+    share: Share
     begins: tuple[int, ...]
     num_ranks: int
 
 
 def longest_way(pipeline: Pipeline, num_stages: int) -> tuple[NDArray[np.float64], int]:
-    """Of a pipeline whose actions are one task each: how often its longest way passes each stage forward and back, and
-    how many messages are on it."""
+    """Of a pipeline whose actions are one task each: how often its longest way passes each stage, forward (row 0) and
+    back (row 1), and how many messages are on it."""
     tasks, actions = pipeline.tasks, [action for actions in pipeline.order.ranks for action in actions]
     finish, _ = longest_paths(tasks.seconds, tasks.before, tasks.after)
     by_end = np.argsort(tasks.after, kind="stable")
@@ -57,19 +67,36 @@ def longest_way(pipeline: Pipeline, num_stages: int) -> tuple[NDArray[np.float64
             messages += 1
         before = tasks.before[by_end[first[task] : first[task + 1]]]
         if not len(before):
-            return counts.min(axis=0), messages
+            return counts, messages
         task = int(before[finish[before].argmax()])
 
 
-def way_seconds(program: Program, pricer: Pricer, way: Way, fold: bool) -> float:
-    """The least that a step takes on that way, memory aside."""
-    ranks = np.arange(len(way.passes)) % way.num_ranks
+def way_seconds(
+    program: Program, pricer: Pricer, way: Way, fold: bool, *, limit: float | None = None, cutoff: float = math.inf
+) -> float:
+    """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the first
+    rank, recompute allowed, or no less than the cutoff."""
+    ranks = np.arange(len(way.forward)) % way.num_ranks
     paid = Paid(
         stage_of=stages_of(way.begins, len(program.ops)),
-        passing=way.passes,
+        forward=way.forward,
+        backward=way.backward,
         once=np.where(ranks == way.rank, 1.0, 0.0),
     )
-    return least_seconds(build(program, pricer, limit=None, fold=fold, paid=paid).graph) + way.sent
+    if limit is None:
+        return least_seconds(build(program, pricer, limit=None, fold=fold, paid=paid).graph) + way.sent
+    problem = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid)
+    try:
+        found = solve(
+            problem.graph, relative_gap=GAP, seconds=SECONDS, cutoff=cutoff - way.sent, binds=True, say_least=False
+        )
+    except CutoffError as error:
+        return error.bound + way.sent
+    except InfeasibleError:
+        return math.inf
+    except SearchTimeoutError:
+        return 0.0
+    return found.bound + way.sent
 
 
 def least_message(program: Program, pricer: Pricer, crossing: Sequence[Sequence[str]]) -> float:

@@ -23,6 +23,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan, TrainConfig
+from autopar.search.baselines import memory_limit
 from autopar.search.best_staged import best_staged
 from autopar.search.critical_path import Way, way_seconds
 from autopar.search.folding import Folding, fold_program
@@ -280,12 +281,18 @@ class Joint:
             raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
         return found.plan, found.plan.estimate.step_seconds, self._own[key]
 
-    def tighten(self, key: Candidate) -> None:
-        """By ways through the step of each number of stages a rank that it may have."""
-        if ways := self._ways.get(key):
-            program, fold = self.program(key.microbatches), self.fold
-            seconds = min(way_seconds(program, self.pricer(key), way, fold) for way in ways)
-            self._own[key] = max(self._own.get(key, 0.0), seconds)
+    def tighten(self, key: Candidate, cutoff: float) -> None:
+        """By ways through the step of each number of stages a rank that it may have: memory aside, then within it."""
+        program, limit = self.program(key.microbatches), memory_limit(key.arrangement.cluster, self.config)
+        bounds = []
+        for way in self._ways.get(key, ()):
+            pricer = self.pricer(key)
+            bounds.append(way_seconds(program, pricer, way, self.fold))
+            if bounds[-1] < cutoff:
+                within = way_seconds(program, pricer, way, self.fold, limit=limit, cutoff=cutoff)
+                bounds[-1] = max(bounds[-1], within)
+        if bounds:
+            self._own[key] = max(self._own.get(key, 0.0), min(bounds))
 
 
 def _chunks(key: Candidate) -> tuple[int, ...]:

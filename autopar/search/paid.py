@@ -3,6 +3,9 @@
 An op counts as often as its stage does. A tensor is brought to its readers in every stage that reads it, each paying
 for itself: where a stage reads it in all the ways in which it is read at all, at least what its one group would cost.
 So it counts as often as those stages together, or, where there is none, as the stage that counts least.
+
+Forward and backward may count differently. What is decided alike costs alike: F f + B b, with F and B the counts of all
+instances, is at least min(F, B) (f + b).
 """
 
 from collections.abc import Sequence
@@ -20,28 +23,29 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Paid:
-    """`stage_of[position]` of each op; `passing[stage]`, how often a passage there counts; `once[stage]`, how often
-    what is paid once a step does."""
+    """`stage_of[position]` of each op; `forward[stage]`, `backward[stage]`: how often a passage there counts; `once`,
+    how often what is paid once a step does."""
 
     stage_of: NDArray[np.int64]
-    passing: Floats
+    forward: Floats
+    backward: Floats
     once: Floats
 
     def of_ops(self, instances: Sequence[Sequence[int]]) -> float:
         """Of a cluster, by positions of the ops of every instance."""
-        return float(sum(self.passing[self.stage_of[list(positions)]].min() for positions in instances))
+        sides = (self.forward, self.backward)
+        return min(float(sum(side[self.stage_of[list(positions)]].min() for positions in instances)) for side in sides)
 
     def of_tensors(self, names: Sequence[str], program: Program, folding: Folding) -> tuple[float, float]:
         """Of a kind: passages, no fewer than what is paid once, and what is paid once."""
-        passing = once = 0.0
+        sides, once = np.zeros(2), 0.0
         for name in names:
             found = whole_readers(program, folding, self.stage_of, name)
             reading = reading_stages(program, self.stage_of, name)
-            if found is not None:
-                passing += float(self.passing[found].sum())
-            else:
-                passing += float(self.passing[reading].min())
+            for number, side in enumerate((self.forward, self.backward)):
+                sides[number] += side[reading].min() if found is None else side[found].sum()
             once += float(self.once[reading].sum())
+        passing = float(sides.min())
         return passing, min(once, passing)
 
 
