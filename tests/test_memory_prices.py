@@ -75,8 +75,11 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
             return best
 
         planes: list[Plane] = []
+        start = np.random.default_rng(seed).random(len(memory.base)) * 1e-10 if seed % 2 else None
         try:
-            ascent = ascend(graph, solve, met, planes=planes, relative_gap=1e-6, cutoff=math.inf, over=lambda: False)
+            ascent = ascend(
+                graph, solve, met, planes=planes, relative_gap=1e-6, cutoff=math.inf, over=lambda: False, start=start
+            )
         except InfeasibleError:  # no choice is compatible, whatever it takes
             continue
         try:

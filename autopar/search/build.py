@@ -374,6 +374,7 @@ class Builder:
         return Memory(
             limit=limit,
             base=np.full(len(chosen), float(self._unread())),
+            moments=tuple(int(moment) for moment in chosen),
             nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[chosen]) for n, b, c in self.node_memory),
             kept=tuple(
                 KeptMemory(group=g, nbytes=b, coefficient=c[chosen], keeps_given=given, keepers=keepers)

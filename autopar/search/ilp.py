@@ -19,7 +19,7 @@ from autopar.search.completion import Completed, complete, within
 from autopar.search.formulation import Formulation, formulate
 from autopar.search.highs_log import Progress, progress_of
 from autopar.search.least_peak import least_peak
-from autopar.search.memory_prices import ascend, plane
+from autopar.search.memory_prices import ascend, plane, remembered
 from autopar.search.priced_memory import priced
 from autopar.search.reduction import reduce
 from autopar.search.relaxation import floor, incompatible
@@ -45,12 +45,14 @@ def solve(
     cutoff: float = np.inf,
     binds: bool = False,
     say_least: bool = True,
+    prices: dict[int, float] | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
 
     `cutoff`: a solution of so many seconds or more is of no use; once it is proved that there is no other, stop.
     `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
-    `say_least`: where nothing fits, find out what would.
+    `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
+    from which prices of memory start; replaced by those found.
 
     `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
     the incumbent and the bound as they improve.
@@ -60,7 +62,14 @@ def solve(
     """
     started = time.monotonic()
     deadline = None if seconds is None else started + seconds
-    run = _Run(relative_gap=relative_gap, started=started, deadline=deadline, report=on_progress, cutoff=cutoff)
+    run = _Run(
+        relative_gap=relative_gap,
+        started=started,
+        deadline=deadline,
+        report=on_progress,
+        cutoff=cutoff,
+        prices={} if prices is None else prices,
+    )
     hints = [] if hint is None else [np.asarray(hint, np.int64)]
     lower = -np.inf
     if graph.memory is not None and not binds:
@@ -109,6 +118,7 @@ class _Run:
     deadline: float | None
     report: Callable[[Progress], None] | None
     cutoff: float = np.inf
+    prices: dict[int, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def left(self) -> float | None:
@@ -212,7 +222,11 @@ class _Run:
             relative_gap=self.relative_gap,
             cutoff=self.cutoff,
             over=self.over,
+            start=remembered(self.prices, graph.memory.moments),
         )
+        if graph.memory.moments and ascent.prices.any():
+            self.prices.clear()
+            self.prices.update(zip(graph.memory.moments, ascent.prices.tolist(), strict=True))
         started = self._passed(phase, "prices", started)
         bound = max(bound, ascent.bound)
         if bound == np.inf:

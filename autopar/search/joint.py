@@ -122,6 +122,7 @@ class Joint:
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
     _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
     _folding: Folding | None = None
+    _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
     _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
     _relaxations: Relaxations = field(init=False)
 
@@ -266,6 +267,7 @@ class Joint:
                 cutoff=(cutoff - bubble) / once * p,
                 say_least=False,
                 share=share,
+                prices=self._prices_of_memory.setdefault(p, {}),
             )
 
         if p == 1:

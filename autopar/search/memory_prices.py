@@ -7,7 +7,7 @@ fit are solutions, and near the end good ones: one a little below the limit, one
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,11 +49,13 @@ def ascend(
     relative_gap: float,
     cutoff: float,
     over: Callable[[], bool],
+    start: Floats | None = None,
 ) -> Ascent:
     """The best prices of a graph with a limit.
 
     met: told every choice found, answers the seconds of the best that fits (inf while none does). planes: of choices
-    known already. Ends when the bound reaches the best, or the `cutoff`, less the gap.
+    known already. start: prices that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the
+    gap.
     """
     memory = graph.memory
     assert memory is not None
@@ -63,8 +65,10 @@ def ascend(
     best, most = math.inf, 0.0
     prices = np.zeros(len(beyond))
     for number in range(EVALUATIONS):
-        if planes:
-            most = most or FIRST_PRICE * max(abs(planes[0][0]), TINY)
+        if start is not None and number == 0:
+            prices = start * unit
+        elif planes:
+            most = most or max(FIRST_PRICE * max(abs(planes[0][0]), TINY), STEEPER * float(prices.sum()))
             promise, prices = _most_promising(planes, most)
             if number and float(prices.sum()) >= most * (1 - TINY):
                 if not math.isfinite(best) and _never_fits(graph, solve, prices / unit, float(prices @ beyond)):
@@ -84,6 +88,17 @@ def ascend(
         best = min(best, met(choice))
         if min(best, cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
             return out
+    return out
+
+
+def remembered(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
+    """Prices of moments, each given to the nearest of these; None where there are none."""
+    if not prices or not moments:
+        return None
+    rows = np.asarray(moments)
+    out = np.zeros(len(rows))
+    for moment, price in prices.items():
+        out[np.abs(rows - moment).argmin()] += price
     return out
 
 

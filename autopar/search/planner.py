@@ -103,11 +103,12 @@ def plan_program(
     cutoff: float = math.inf,
     say_least: bool = True,
     share: Share | None = None,
+    prices: dict[int, float] | None = None,
 ) -> Plan:
     """`make_plan` for a program and prices at hand.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
-    share: of a pipeline rank, whose memory is limited instead of the whole model's.
+    share: of a pipeline rank, whose memory is limited instead of the whole model's. prices: of memory, see `ilp.solve`.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
@@ -118,6 +119,7 @@ def plan_program(
     few_axes = pricer.mesh.num_axes <= SEARCHED_AXES
     bounds: list[float] = []
     began = time.monotonic()
+    known: dict[int, float] = {} if prices is None else prices
 
     def search(aim: float, folded: bool = fold) -> Found:
         left = None if seconds is None else max(seconds - (time.monotonic() - began), seconds / LATER)
@@ -125,7 +127,7 @@ def plan_program(
             plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
         else:
             plan, bound, facts = _exact(
-                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share
+                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known
             )
         bounds.append(bound)
         return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
@@ -188,6 +190,7 @@ def _exact(
     cutoff: float = math.inf,
     say_least: bool = True,
     share: Share | None = None,
+    prices: dict[int, float] | None = None,
 ) -> Found:
     began = time.perf_counter()
 
@@ -200,7 +203,7 @@ def _exact(
     def solved(
         problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None, below: float = cutoff
     ) -> Solution:
-        return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint)
+        return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices)
 
     tell("building the strategy graph")
     problem = build(program, pricer, limit=limit, fold=fold, share=share)
@@ -317,6 +320,7 @@ def _solve(
     say_least: bool,
     binds: bool,
     hint: Ints | None,
+    prices: dict[int, float] | None,
 ) -> Solution:
     try:
         return solve(
@@ -328,6 +332,7 @@ def _solve(
             cutoff=cutoff,
             binds=binds,
             say_least=say_least,
+            prices=prices,
         )
     except InfeasibleError as error:
         if error.least_nbytes is None:

@@ -76,6 +76,7 @@ def restrict(graph: StrategyGraph, options: Sequence[Mask], arcs: Sequence[Mask]
         memory = Memory(
             limit=memory.limit,
             base=memory.base,
+            moments=memory.moments,
             kept=memory.kept,
             nodes=tuple(replace(term, nbytes=term.nbytes[kept[term.node]]) for term in memory.nodes),
             arcs=tuple(

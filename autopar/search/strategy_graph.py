@@ -90,13 +90,14 @@ class ArcMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Memory:
-    """At every moment: base + terms <= limit, in bytes."""
+    """At every moment: base + terms <= limit, in bytes. `moments`: which moments of a step these are, where known."""
 
     limit: float
     base: Floats
     nodes: tuple[NodeMemory, ...] = ()
     kept: tuple[KeptMemory, ...] = ()
     arcs: tuple[ArcMemory, ...] = ()
+    moments: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
