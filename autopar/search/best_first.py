@@ -26,6 +26,9 @@ EARLY = 5
 """Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
 PROMISING = 2.0
 """How far above the least open bound one may be that is solved for a first answer."""
+AFTER = 12
+BETTER = 0.15
+"""After so many more bounds a promising one is solved again if its own is so much, as a part, below the best answer."""
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same."""
 ALIKE = 1.03
@@ -107,6 +110,7 @@ def best_first(
     count = len(heap)
     sharpened: set[Key] = set()
     tried: set[Key] = set()
+    last = 0
     try:
         while heap and heap[0][0] < (cutoff := outcome.cost * (1 - relative_gap)):
             left = None if seconds is None else seconds - (time.monotonic() - began)
@@ -122,13 +126,11 @@ def best_first(
                 heapq.heapify(heap)
                 continue
             problems.foresee(_next_bounds(problems, heap, sharpened, cutoff), cutoff)
-            if (
-                outcome.answer is None
-                and len(sharpened) >= EARLY
-                and (ahead := _promising(problems, heap, sharpened - tried))
-            ):
+            is_due = len(sharpened) >= (EARLY if outcome.answer is None else last + AFTER)
+            if is_due and (ahead := _promising(problems, heap, sharpened - tried, outcome.cost * (1 - BETTER))):
                 tried.add(ahead[2])
-                tell(f"planning {ahead[2]} for a first answer: {len(heap)} of {count} open")
+                last = len(sharpened)
+                tell(f"planning {ahead[2]} for an answer that excludes many: {len(heap)} of {count} open")
                 _solve(problems, ahead[2], outcome, relative_gap, left)
                 heap.remove(ahead)
                 heapq.heapify(heap)
@@ -177,12 +179,12 @@ def _next_bounds(
 
 
 def _promising(
-    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], among: set[Key]
+    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], among: set[Key], below: float
 ) -> tuple[float, int, Key] | None:
     """The entry that is solved with least effort, of those whose bounds, as they stand now, are least or nearly so."""
     entries = [(problems.bound(entry[2]), entry) for entry in heap if entry[2] in among]
     least = min((bound for bound, _ in entries), default=math.inf)
-    if least > PROMISING * heap[0][0]:
+    if least > min(PROMISING * heap[0][0], below):
         return None
     alike = [(problems.effort(entry[2]), bound, entry[1], entry) for bound, entry in entries if bound <= ALIKE * least]
     return min(alike, default=(0.0, 0.0, 0, None))[3]

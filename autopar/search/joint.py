@@ -49,10 +49,8 @@ MANY = 32
 """Problems from which on a second process is worth its start, a few seconds of imports."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
-IDLE = 1.25
+IDLE = (1.25, 1.05)
 """How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
-SCOUTS = 2
-"""How many such of each number of stages."""
 
 
 Answer = Plan | StagedPlan
@@ -202,8 +200,8 @@ class Joint:
         return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
 
     def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, with
-        as few micro-batches as can be."""
+        """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, or
+        hardly, with as few micro-batches as can be."""
         if len(keys) < MANY:
             return ()
         out: list[Candidate] = []
@@ -212,9 +210,10 @@ class Joint:
             axes = min(key.arrangement.mesh.num_axes for key in own)
             own = [key for key in own if key.arrangement.mesh.num_axes == axes]
             least = min(self._work_bound(key, key.microbatches) for key in own)
-            near = [key for key in own if self._work_bound(key, key.microbatches) <= IDLE * least]
-            out += sorted(near, key=lambda key: (key.microbatches, -key.chunks))[:SCOUTS]
-        return sorted(out, key=self.bound)
+            for idle in IDLE:
+                near = [key for key in own if self._work_bound(key, key.microbatches) <= idle * least]
+                out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
+        return sorted(dict.fromkeys(out), key=self.bound)
 
     def foresee(self, keys: Iterator[Candidate], cutoff: float) -> None:
         with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
@@ -222,7 +221,7 @@ class Joint:
 
     def sharpen(self, key: Candidate, cutoff: float) -> bool:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
-        the candidate's own rounds."""
+        always half way to the candidate's own, and last its own rounds: many candidates share these steps."""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
         own = self.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
@@ -238,8 +237,11 @@ class Joint:
         """The relaxation that comes next for this candidate."""
         shared = [n for n in divisors(key.microbatches) if n in self.counts]
         first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
-        if (key.arrangement, first) not in self._least:
-            return key.arrangement, first, first
+        shared = [n for n in shared if n >= first]
+        known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
+        between = (max(known) + len(shared)) // 2 if known else 0
+        if not known or between < len(shared) - 1:
+            return key.arrangement, shared[between], shared[between]
         times = int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
         return key.arrangement, key.microbatches, times
 
