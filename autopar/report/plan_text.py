@@ -118,7 +118,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     if plan.buckets:
         parameters = sum(len(names) for names in plan.buckets)
         lines.append(
-            f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} buckets, which saves "
+            f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} "
+            f"bucket{'s' * (len(plan.buckets) > 1)}, which saves "
             f"{seconds_text(estimate.saved)}"
         )
     if plan.ways:
