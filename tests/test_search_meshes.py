@@ -130,6 +130,20 @@ def test_an_interrupt_before_any_answer_is_an_interrupt() -> None:
     assert TIMED_OUT != INTERRUPTED
 
 
+def test_an_interrupt_while_bounds_are_tightened_keeps_the_answer() -> None:
+    class Stopped(Drawn):
+        def tighten(self, key: int, cutoff: float) -> None:
+            raise KeyboardInterrupt
+
+    statuses = set()
+    for seed in range(10):
+        problems = Stopped(seed)
+        outcome = best_first(problems, range(30), relative_gap=0.0)
+        assert outcome.cost == min(problems.costs) >= outcome.bound
+        statuses.add(outcome.status)
+    assert INTERRUPTED in statuses
+
+
 @cache
 def graph_of(batch: int) -> CapturedModel:
     model, kwargs = zoo("vit", batch=4)

@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.plan import TrainConfig
+from autopar.plan import Plan, TrainConfig
 from autopar.search import brute_force
 from autopar.search.best_staged import best_staged, first_share
 from autopar.search.build import build
@@ -122,12 +122,12 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     """The way is that of the best plan, which it bounds closely; and no random plan in the same stages is below it."""
     cluster = machine(4)
 
-    def whole(own: Pricer, share: Share) -> object:
+    def whole(own: Pricer, share: Share) -> Plan:
         return plan_program(
             program(), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
         )
 
-    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), whole)  # type: ignore[arg-type]
+    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), whole)
     assert found.plan is not None
     (way,) = found.ways
     least = way_seconds(program(), pricer(), way, False)

@@ -157,7 +157,11 @@ def best_first(
         outcome.status = INTERRUPTED
     outcome.excluded.update({key: max(bound, problems.bound(key)) for bound, _, key in heap})
     if outcome.status == PROVED:
-        _tighten(problems, outcome, outcome.cost * (1 - relative_gap), tell)
+        try:
+            deadline = None if seconds is None else began + seconds
+            _tighten(problems, outcome, outcome.cost * (1 - relative_gap), deadline, tell)
+        except KeyboardInterrupt:  # the answer stands, with the bounds known so far
+            outcome.status = INTERRUPTED
     outcome.bound = min([outcome.cost, *outcome.bounds.values(), *outcome.excluded.values()])
     unsolved = min(outcome.excluded.values(), default=math.inf)
     if outcome.status == PROVED and unsolved < outcome.cost * (1 - relative_gap):
@@ -191,11 +195,17 @@ def _promising(
 
 
 def _tighten(
-    problems: Problems[Key, Answer], outcome: Outcome[Key, Answer], cutoff: float, tell: Callable[[str], None]
+    problems: Problems[Key, Answer],
+    outcome: Outcome[Key, Answer],
+    cutoff: float,
+    deadline: float | None,
+    tell: Callable[[str], None],
 ) -> None:
     """Better bounds for those that were worked at and are not proved, the least first, as long as that helps."""
     for known in (outcome.bounds, outcome.excluded):
         for key in sorted((key for key, bound in known.items() if bound < cutoff), key=lambda key: known[key]):
+            if deadline is not None and time.monotonic() >= deadline:
+                return
             tell(f"tightening the bound of {key}")
             problems.tighten(key, cutoff)
             known[key] = max(known[key], problems.bound(key))

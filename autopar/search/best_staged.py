@@ -29,15 +29,15 @@ ATTEMPTS = 4
 
 def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -> Share:
     """What the first pipeline rank, which has most micro-batches in flight, runs and keeps of stages that begin so."""
-    p, count = len(order.ranks), len(program.ops)
-    stage = stages_of(begins, count)
+    p = len(order.ranks)
+    stage = stages_of(begins, len(program.ops))
     sizes = dict(enumerate(dealt(len(block_starts(program.captured)) + 1, p, order.num_stages // p)))
     now = most = 0
     for action in order.ranks[0]:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * sizes[action.stage]
         most = max(most, now)
     own = sum(sizes[number] for number in range(0, order.num_stages, p))
-    end = begins[order.num_stages - p] if len(begins) >= order.num_stages - p + 1 else count
+    end = begins[order.num_stages - p]
     positions = {op.name: op.position for op in program.ops}
     before = [0, *(positions[name] for name in block_starts(program.captured))]
     last = slice(max(start for start in before if start < end), end)
@@ -65,16 +65,15 @@ def best_staged(
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and ways to better that.
 
     chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
-    the first rank, blocks dealt evenly to most stages; so its bound, shared out over the stages, is one for all of
-    theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut where they are fastest
-    too, if that fits.
+    the first rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
+    stages, is one for all of theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut
+    where they are fastest too, if that fits.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
-    most = max(chunks)
     starts = [even_starts(program, pipeline, number) for number in chunks]
     orders = [make_order(schedule, pipeline, program.microbatches, number) for number in chunks]
     shares = [first_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
-    share = shares[chunks.index(most)]
+    share = min(shares, key=lambda share: share.in_flight)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound = limit, 0.0
     ways: list[Way] = []
@@ -87,9 +86,10 @@ def best_staged(
             if attempt == 0:
                 raise
             return Staged(plan=None, bound=bound, ways=ways)
-        bound = max(bound, plan.estimate.bound / pipeline) if attempt == 0 else bound
+        if attempt == 0:
+            bound = plan.estimate.bound / pipeline
         every = [even_cuts(program, pipeline, number) for number in chunks]
-        if most == 1:
+        if max(chunks) == 1:
             every.append(choose_cuts(plan, program, own, pipeline))
         made, ways = [], []
         for number, cuts in enumerate(every):
