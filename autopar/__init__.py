@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from autopar.api import distribute, plan
     from autopar.decorator import auto_parallel
     from autopar.model_plan import ModelPlan, load_plan
-    from autopar.search.weave import Overlap
+    from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
 _HOMES = {
     "ModelPlan": "autopar.model_plan",
-    "Overlap": "autopar.search.weave",
+    "Overlap": "autopar.search.timeline.weave",
     "StagedModelPlan": "autopar.staged_model_plan",
     "auto_parallel": "autopar.decorator",
     "distribute": "autopar.api",

@@ -21,7 +21,7 @@ from autopar.precision import PRECISIONS, computed_twin, has_dtype, precision_of
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
-    from autopar.search.weave import Overlap
+    from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
 RELATIVE_GAP = 0.01
@@ -111,7 +111,7 @@ def plan(
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline is not None:
-        from autopar.search.named_configuration import configured
+        from autopar.search.known.named_configuration import configured
 
         own_mesh, microbatches = configured(baseline, machine, own_mesh, mesh is not None, call.batch(), microbatches)
         if baseline.partition(":")[0] in ("ddp", "fsdp"):
@@ -155,7 +155,7 @@ def plan(
 
     found: Plan | StagedPlan
     if searched or (num_pipeline > 1 and baseline is None):
-        from autopar.search.mesh_search import search_meshes
+        from autopar.search.joint.mesh_search import search_meshes
 
         found, captured = search_meshes(
             call.batch(),
@@ -189,12 +189,12 @@ def plan(
     from autopar.staged_model_plan import staged_model_plan
 
     if overlap is not None:
-        from autopar.search.next_best import best_overlapped
+        from autopar.search.explanation.next_best import best_overlapped
 
         others = 0 if baseline is not None else RANKED
         found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
     if buckets and isinstance(found, Plan):
-        from autopar.search.buckets import with_buckets
+        from autopar.search.timeline.buckets import with_buckets
 
         tell("choosing buckets")
         found = with_buckets(found, captured, machine, flatten=flatten)
@@ -218,7 +218,7 @@ def search_plan(
     mesh: of each pipeline rank, if the baseline has several.
     """
     if baseline is not None:
-        from autopar.search.staged_baselines import make_configuration
+        from autopar.search.known.staged_baselines import make_configuration
 
         progress(f"making the {baseline} plan")
         return make_configuration(baseline, captured, machine, mesh, config)

@@ -17,7 +17,7 @@ from rich.console import Console
 from autopar.calibrate_command import calibrate
 from autopar.errors import ArgumentError, AutoparError
 from autopar.explain_command import compared, explained, reloaded
-from autopar.search.weave import Overlap
+from autopar.search.timeline.weave import Overlap
 from autopar.simulate_command import simulate
 
 app = typer.Typer(

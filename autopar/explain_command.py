@@ -12,9 +12,9 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ClusterError, PlanMismatchError
 from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
-from autopar.search.compare import Difference
-from autopar.search.explain import Explanation
-from autopar.search.explain_stages import StagedExplanation
+from autopar.search.explanation.compare import Difference
+from autopar.search.explanation.explain import Explanation
+from autopar.search.explanation.explain_stages import StagedExplanation
 from autopar.staged_model_plan import StagedModelPlan
 
 

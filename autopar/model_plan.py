@@ -21,10 +21,10 @@ from autopar.plan import Plan, plan_from_json
 from autopar.staged_plan import is_staged
 
 if TYPE_CHECKING:
-    from autopar.search.compare import Difference
-    from autopar.search.explain import Explanation
-    from autopar.search.plan_timeline import PlanTimeline
-    from autopar.search.weave import Overlap
+    from autopar.search.explanation.compare import Difference
+    from autopar.search.explanation.explain import Explanation
+    from autopar.search.timeline.plan_timeline import PlanTimeline
+    from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
 
@@ -88,7 +88,7 @@ class ModelPlan(Plan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
-        from autopar.search.explain import explain
+        from autopar.search.explanation.explain import explain
 
         machine = cluster or self.machine or load_cluster(self.cluster)
         return explain(self, self.graph, machine, seconds=seconds, progress=progress)
@@ -100,7 +100,7 @@ class ModelPlan(Plan):
         Raises:
             PlanMismatchError: if they are for different models, or one is not bound to its model.
         """
-        from autopar.search.compare import compare
+        from autopar.search.explanation.compare import compare
 
         return compare(self, other, self.graph, other.graph)
 
@@ -115,7 +115,7 @@ class ModelPlan(Plan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
-        from autopar.search.plan_timeline import plan_timeline
+        from autopar.search.timeline.plan_timeline import plan_timeline
 
         return plan_timeline(self, self.graph, cluster or self.machine or load_cluster(self.cluster), overlap)
 
@@ -138,8 +138,8 @@ class ModelPlan(Plan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
-        from autopar.search.next_best import next_best
-        from autopar.search.program import make_program
+        from autopar.search.costs.program import make_program
+        from autopar.search.explanation.next_best import next_best
 
         machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))

@@ -23,10 +23,10 @@ from autopar.staged_plan import StagedPlan, staged_plan_from_json
 
 if TYPE_CHECKING:
     from autopar.model_plan import ModelPlan
-    from autopar.search.compare import Difference
-    from autopar.search.explain_stages import StagedExplanation
-    from autopar.search.plan_timeline import PlanTimeline
-    from autopar.search.weave import Overlap
+    from autopar.search.explanation.compare import Difference
+    from autopar.search.explanation.explain_stages import StagedExplanation
+    from autopar.search.timeline.plan_timeline import PlanTimeline
+    from autopar.search.timeline.weave import Overlap
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -95,7 +95,7 @@ class StagedModelPlan(StagedPlan):
 
         Args and raises: as `ModelPlan.explain`.
         """
-        from autopar.search.explain_stages import explain_stages
+        from autopar.search.explanation.explain_stages import explain_stages
 
         machine = cluster or self.machine or load_cluster(self.cluster)
         return explain_stages(self, self.graph, machine, seconds=seconds, progress=progress)
@@ -106,7 +106,7 @@ class StagedModelPlan(StagedPlan):
         Raises:
             PlanMismatchError: if they are for different models, or one is not bound to its model.
         """
-        from autopar.search.compare import compare
+        from autopar.search.explanation.compare import compare
 
         return compare(self, other, self.graph, other.graph)
 
@@ -140,8 +140,8 @@ class StagedModelPlan(StagedPlan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
-        from autopar.search.next_best import next_best
-        from autopar.search.program import make_program
+        from autopar.search.costs.program import make_program
+        from autopar.search.explanation.next_best import next_best
 
         machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
@@ -163,7 +163,7 @@ class StagedModelPlan(StagedPlan):
             ClusterError: if the cluster is not known.
             ArgumentError: for schedule zbv, whose parts of backward have no prices.
         """
-        from autopar.search.plan_timeline import plan_timeline
+        from autopar.search.timeline.plan_timeline import plan_timeline
 
         return plan_timeline(self, self.parts, cluster or self.machine or load_cluster(self.cluster), overlap)
 

@@ -312,7 +312,7 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     from autopar.cluster import load_cluster
     from autopar.runtime import DistributedModule
     from autopar.runtime.data import local_samples
-    from autopar.search.evaluate import peak_without_optimizer
+    from autopar.search.costs.evaluate import peak_without_optimizer
 
     local = insert_collectives(captured, plan)
     module = DistributedModule(local, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
@@ -326,7 +326,7 @@ def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any
     """Of a plan with stages, on this rank's."""
     from autopar.cluster import load_cluster
     from autopar.runtime import PipelinedModule
-    from autopar.search.staged_memory import peaks_without_optimizer
+    from autopar.search.staged.staged_memory import peaks_without_optimizer
 
     stages = split_stages(captured, plan.cuts)
     module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)

@@ -23,7 +23,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
 from autopar.report.units import nbytes_text
-from autopar.search.named_configuration import configured, parse_configuration
+from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan, parse_pipeline
 from autopar.verification import PEAK_TOLERANCE, TOLERANCES, Check, num_ranks, verify_plans
@@ -170,7 +170,7 @@ def _plans(
 
 def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan | StagedPlan:
     """A random plan, in stages cut at random if a pipeline is asked for."""
-    from autopar.search.random_plan import random_cuts, random_plan, random_staged_plan
+    from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 
     if request.pipeline is None:
         return random_plan(captured, mesh, rng)

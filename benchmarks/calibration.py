@@ -38,8 +38,8 @@ from autopar.graph import CapturedModel
 from autopar.mesh import parse_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.baselines import make_baseline
-from autopar.search.evaluate import evaluate
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.known.baselines import make_baseline
 from autopar.serialize import dump
 from benchmarks.calibration_steps import Seen, Work, measure_all, small_llama
 

@@ -23,11 +23,11 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh, parse_mesh
 from autopar.models import load_model
 from autopar.plan import TrainConfig
-from autopar.search.build import build
-from autopar.search.evaluate import evaluate_program
-from autopar.search.ilp import solve
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, make_program
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import build
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
 from autopar.search.recursion.to_plan import choice_of, plan_of
 from tests.search_cases import machine, program_of

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import InfeasibleError
-from autopar.search.highs_log import Progress
+from autopar.search.exact.highs_log import Progress
 from autopar.search.pairwise import contest
 from autopar.search.solve import solve
 

@@ -18,13 +18,13 @@ from autopar.errors import AutoparError
 from autopar.mesh import parse_mesh
 from autopar.models import load_model
 from autopar.plan import TrainConfig
-from autopar.search.build import Builder, build
-from autopar.search.build_recompute import RecomputeBuilder
-from autopar.search.ilp import solve
-from autopar.search.least_peak import least_peak
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
-from autopar.search.strategy_graph import usage
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.exact.ilp import solve
+from autopar.search.exact.least_peak import least_peak
+from autopar.search.graph.build import Builder, build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.strategy_graph import usage
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import parse_mesh
 from autopar.placement import Shard
 from autopar.plan import Plan, TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.buckets import with_buckets
+from autopar.search.known.baselines import make_baseline
+from autopar.search.timeline.buckets import with_buckets
 from autopar.serialize import dump
 from benchmarks.llama import LlamaSize, make_llama
 from benchmarks.runtime_contenders import Outcome, Pair, race

@@ -21,9 +21,9 @@ from autopar.mesh import Mesh, parse_mesh
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.baselines import BASELINES, make_baseline
+from autopar.search.known.baselines import BASELINES, make_baseline
+from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
-from autopar.search.random_plan import random_plan
 from autopar.verification import TOLERANCES, verify_plans
 from tests.zoo import FAMILIES, zoo
 

@@ -23,7 +23,7 @@ from autopar.mesh import parse_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.random_plan import random_cuts, random_staged_plan
+from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.staged_plan import StagedPlan, check_microbatches, parse_pipeline
 from autopar.verification import TOLERANCES, Check, verify_plans
 from tests.zoo import FAMILIES, zoo

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from autopar.search.strategy_graph import Consumer, Group, KeptMemory, Memory, Node, NodeMemory, StrategyGraph
+from autopar.search.graph.strategy_graph import Consumer, Group, KeptMemory, Memory, Node, NodeMemory, StrategyGraph
 
 B, S, H, R, INVARIANT, P = range(6)
 KINDS = 6

@@ -23,7 +23,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
 from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.runtime import PipelinedModule, count_messages
-from autopar.search.random_plan import random_cuts, random_staged_plan
+from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 from tests.zoo import zoo

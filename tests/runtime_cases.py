@@ -18,8 +18,8 @@ from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
-from autopar.search.random_plan import random_plan, random_recompute
-from autopar.search.storages import is_storable
+from autopar.search.costs.storages import is_storable
+from autopar.search.known.random_plan import random_plan, random_recompute
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
 

@@ -8,8 +8,8 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, make_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
 from tests.zoo import zoo
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autopar.search.strategy_graph import (
+from autopar.search.graph.strategy_graph import (
     ArcMemory,
     Consumer,
     Edge,

@@ -20,7 +20,7 @@ from autopar.passes.accumulate_gradients import accumulate_gradients, has_batch_
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import plan_from_json
 from autopar.reference import run_captured
-from autopar.search.random_plan import random_plan
+from autopar.search.known.random_plan import random_plan
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.zoo import FAMILIES, zoo
 

@@ -26,12 +26,12 @@ from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig, Way, plan_from_json
 from autopar.redistribution import in_levels, messages, step_between
 from autopar.reference import buffers_of
-from autopar.search.baselines import make_baseline
-from autopar.search.bucket_ways import ways_between
-from autopar.search.buckets import with_buckets
-from autopar.search.evaluate import evaluate, evaluate_program
-from autopar.search.pricing import Pricer
-from autopar.search.random_plan import random_buckets, random_plan, random_ways
+from autopar.search.costs.bucket_ways import ways_between
+from autopar.search.costs.evaluate import evaluate, evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_buckets, random_plan, random_ways
+from autopar.search.timeline.buckets import with_buckets
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, program_of

@@ -19,12 +19,12 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of
-from autopar.search.baselines import make_baseline
-from autopar.search.buckets import choose_buckets, with_buckets
-from autopar.search.evaluate import evaluate, evaluate_program
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
-from autopar.search.random_plan import random_buckets, random_plan
+from autopar.search.costs.evaluate import evaluate, evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_buckets, random_plan
+from autopar.search.timeline.buckets import choose_buckets, with_buckets
 from tests.search_cases import captured_of, machine, program_of
 
 

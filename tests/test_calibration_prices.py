@@ -15,8 +15,8 @@ from autopar.cluster import load_cluster
 from autopar.device import Device
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
 
 CALIBRATED = Device(
     name="synthetic", peak_flops=(("fp32", 5e10),), memory_bytes=10**10, memory_bandwidth=8e9, launch_seconds=2e-5,

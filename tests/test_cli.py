@@ -16,7 +16,7 @@ from autopar.calls import Call
 from autopar.cli import main
 from autopar.mesh import make_mesh
 from autopar.models import load_model
-from autopar.search.random_plan import random_staged_plan
+from autopar.search.known.random_plan import random_staged_plan
 from autopar.staged_model_plan import staged_model_plan
 
 CONFIG = {

@@ -9,9 +9,9 @@ from autopar.errors import PlanMismatchError
 from autopar.mesh import make_mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.compare import Change, Difference, compare
-from autopar.search.random_plan import random_plan, random_recompute
+from autopar.search.explanation.compare import Change, Difference, compare
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.search_cases import captured_of, machine
 from tests.test_microbatch_plans import captured_of as captured_in
 

@@ -31,8 +31,8 @@ from autopar.plan import Plan, TrainConfig, Way, load_plan
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
-from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_recompute
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_recompute
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
 from tests.test_recompute import measured_nbytes, whole_plan

@@ -14,20 +14,20 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.placement import INVARIANT, REPLICATE, Shard
 from autopar.plan import TrainConfig
 from autopar.redistribution import cheapest_route
-from autopar.search.build import build
-from autopar.search.completion import complete
-from autopar.search.evaluate import evaluate_program
-from autopar.search.ilp import solve
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer, total
+from autopar.search.costs.program import Tensor
+from autopar.search.costs.storages import is_storable, orders
+from autopar.search.costs.work_bound import work_bound
+from autopar.search.exact.completion import complete
+from autopar.search.exact.ilp import solve
+from autopar.search.exact.steiner import metric
+from autopar.search.graph.build import build
+from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer, total
-from autopar.search.program import Tensor
-from autopar.search.random_plan import random_plan
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
 from autopar.search.recursion.to_plan import choice_of, plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
-from autopar.search.steiner import metric
-from autopar.search.storages import is_storable, orders
-from autopar.search.work_bound import work_bound
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES, zoo

@@ -11,17 +11,17 @@ from autopar.errors import ClusterError, InfeasibleError, PlanMismatchError
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan, plan_from_text
 from autopar.plan import Plan, TrainConfig
-from autopar.search import explain as explaining
-from autopar.search.alternatives import Space
-from autopar.search.build import build
-from autopar.search.evaluate import evaluate, evaluate_program
-from autopar.search.explain import Explanation, explain
-from autopar.search.ilp import solve
-from autopar.search.ledger import ledger
+from autopar.search.costs.evaluate import evaluate, evaluate_program
+from autopar.search.costs.ledger import ledger
+from autopar.search.costs.pricing import Pricer
+from autopar.search.exact.ilp import solve
+from autopar.search.explanation import explain as explaining
+from autopar.search.explanation.alternatives import Space
+from autopar.search.explanation.explain import Explanation, explain
+from autopar.search.explanation.what_if import faster_arithmetic, faster_link
+from autopar.search.graph.build import build
+from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.random_plan import random_plan, random_recompute
-from autopar.search.what_if import faster_arithmetic, faster_link
 from tests.search_cases import captured_of, machine, program_of
 
 STEP = 3e4

@@ -12,14 +12,14 @@ from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan, TrainConfig
-from autopar.search import explain as explaining
-from autopar.search import explain_stages as explain_module
-from autopar.search.baselines import make_baseline
-from autopar.search.compare import compare
-from autopar.search.explain_stages import StagedExplanation, explain_stages
+from autopar.search.explanation import explain as explaining
+from autopar.search.explanation import explain_stages as explain_module
+from autopar.search.explanation.compare import compare
+from autopar.search.explanation.explain_stages import StagedExplanation, explain_stages
+from autopar.search.explanation.what_if import faster_arithmetic
+from autopar.search.known.baselines import make_baseline
 from autopar.search.pipeline_parts import part_of
-from autopar.search.stages import priced
-from autopar.search.what_if import faster_arithmetic
+from autopar.search.staged.stages import priced
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine

@@ -35,8 +35,8 @@ from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime.exported import load_exported
-from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_plan, random_recompute
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo
 

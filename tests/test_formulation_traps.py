@@ -25,17 +25,15 @@ from autopar.cost_models.links import axis_links
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search import brute_force, ilp
-from autopar.search.baselines import baseline_plan
-from autopar.search.build import build
-from autopar.search.build_recompute import RecomputeBuilder
-from autopar.search.evaluate import evaluate_program
-from autopar.search.extract import extract
-from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.problem import Problem
-from autopar.search.program import Program, make_program
-from autopar.search.strategy_graph import (
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact import brute_force, ilp
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.extract import extract
+from autopar.search.graph.problem import Problem
+from autopar.search.graph.strategy_graph import (
     Consumer,
     Group,
     KeptMemory,
@@ -43,6 +41,8 @@ from autopar.search.strategy_graph import (
     Node,
     StrategyGraph,
 )
+from autopar.search.known.baselines import baseline_plan
+from autopar.search.planner import make_plan
 from tests.search_cases import machine, pricer_of, program_of
 
 OVER = 1.02

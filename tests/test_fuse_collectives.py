@@ -18,8 +18,8 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig, plan_from_json
-from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_buckets, random_plan, random_recompute, random_ways
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine
 from tests.zoo import FAMILIES, zoo

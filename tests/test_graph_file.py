@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from autopar.errors import ContestFileError
+from autopar.search.graph.strategy_graph import Memory, StrategyGraph, evaluate, usage
 from autopar.search.graph_file import dump, load
 from autopar.search.pairwise import problem as flat
 from autopar.search.pairwise.convert import flatten
 from autopar.search.pairwise.problem import Pairwise
-from autopar.search.strategy_graph import Memory, StrategyGraph, evaluate, usage
 from tests.strategy_graphs import random_graph
 
 

@@ -49,6 +49,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 
+# The search's own order, from what a plan costs to why it was chosen. A folder or file under `search` imports from
+# itself and from those before it.
+SEARCH_ORDER = (
+    *("costs", "graph", "exact", "pairwise", "recursion", "fitting", "meshes", "pipeline_parts", "graph_file", "solve"),
+    *("staged", "known", "asked_mesh", "timeline", "microbatches", "planner", "joint", "explanation", "__init__"),
+)
+
 # Beyond layers: passes know what is legal, cost models what is dear, search what is wise.
 FORBIDDEN = {
     "passes": ("search", "cost_models"),
@@ -100,6 +107,11 @@ def unit(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def part(module: str) -> str:
+    """`autopar.search.graph.build` -> `graph`; the package itself is `__init__`."""
+    return module.split(".")[2] if module.count(".") > 1 else "__init__"
+
+
 def imported_modules(source: str, known: set[str]) -> set[str]:
     """Modules of autopar that `source` imports, at any depth: in functions and under TYPE_CHECKING too."""
     found = set()
@@ -124,6 +136,12 @@ def breaks(module: str, target: str) -> str | None:
             return f"autopar.{name} has no layer; declare it in LAYERS of tests/test_house.py"
     if layer[dependency] > layer[source]:
         return f"{module} (layer {layer[source]}) imports {target} (layer {layer[dependency]}), which stands above it"
+    if (source, dependency) == ("search", "search"):
+        for name in (module, target):
+            if part(name) not in SEARCH_ORDER:
+                return f"{name} has no place in the search; declare it in SEARCH_ORDER of tests/test_house.py"
+        if SEARCH_ORDER.index(part(target)) > SEARCH_ORDER.index(part(module)):
+            return f"{module} imports {target}, which comes after it in SEARCH_ORDER of tests/test_house.py"
     if dependency in FORBIDDEN.get(source, ()):
         return f"{module} imports {target}, and {source} never import {dependency}"
     return None
@@ -137,15 +155,17 @@ def test_imports_point_downwards(module: str) -> None:
 
 def test_the_direction_rule_itself() -> None:
     assert breaks("autopar.passes.x", "autopar.errors") is None
-    assert breaks("autopar.search.x", "autopar.cost_models.y") is None
+    assert breaks("autopar.search.planner", "autopar.cost_models.y") is None
     assert breaks("autopar.cli", "autopar.api") is None
-    assert "above" in (breaks("autopar.rules.x", "autopar.search.y") or "")
+    assert breaks("autopar.search.planner", "autopar.search.costs.y") is None
+    assert "SEARCH_ORDER" in (breaks("autopar.search.costs.x", "autopar.search.planner") or "")
+    assert "above" in (breaks("autopar.rules.x", "autopar.search.planner") or "")
     assert "above" in (breaks("autopar.errors", "autopar") or "")
     assert "never" in (breaks("autopar.passes.x", "autopar.cost_models") or "")
     assert "declare" in (breaks("autopar.novelty", "autopar.errors") or "")
-    known = {"autopar", "autopar.api", "autopar.search", "autopar.search.ilp"}
-    lazy = "def f():\n    from autopar.search import ilp\n    from autopar import plan\n    import torch"
-    assert imported_modules(lazy, known) == {"autopar.search.ilp", "autopar"}
+    known = {"autopar", "autopar.api", "autopar.search", "autopar.search.exact.ilp"}
+    lazy = "def f():\n    from autopar.search.exact import ilp\n    from autopar import plan\n    import torch"
+    assert imported_modules(lazy, known) == {"autopar.search.exact.ilp", "autopar"}
     with pytest.raises(AssertionError, match="relative"):
         imported_modules("from . import x", known)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search import brute_force, ilp
-from autopar.search.highs_log import Progress
-from autopar.search.steiner import cheapest_arcs, metric
-from autopar.search.strategy_graph import (
+from autopar.search.exact import brute_force, ilp
+from autopar.search.exact.highs_log import Progress
+from autopar.search.exact.steiner import cheapest_arcs, metric
+from autopar.search.graph.strategy_graph import (
     ArcMemory,
     Consumer,
     Edge,

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search import brute_force
-from autopar.search.completion import complete
-from autopar.search.memory_prices import Plane, ascend, plane
-from autopar.search.priced_memory import original_arcs, priced
-from autopar.search.steiner import metric
-from autopar.search.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
+from autopar.search.exact import brute_force
+from autopar.search.exact.completion import complete
+from autopar.search.exact.memory_prices import Plane, ascend, plane
+from autopar.search.exact.priced_memory import original_arcs, priced
+from autopar.search.exact.steiner import metric
+from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
 from tests.strategy_graphs import random_graph
 
 BLOCK = 20

@@ -15,17 +15,17 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import Shard, local_shape
 from autopar.plan import ONCE_A_STEP, TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.build import build
-from autopar.search.build_recompute import RecomputeBuilder
-from autopar.search.evaluate import evaluate, evaluate_program
-from autopar.search.extract import extract
-from autopar.search.ilp import solve
+from autopar.search.costs.evaluate import evaluate, evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.extract import extract
+from autopar.search.graph.problem import Problem
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.problem import Problem
-from autopar.search.program import Program, make_program
-from autopar.search.random_plan import random_plan
 from tests.search_cases import machine
 from tests.test_search_evaluate import _sent_seconds
 from tests.zoo import zoo

@@ -34,9 +34,9 @@ from autopar.precision import PRECISIONS, computed_twin, with_storage
 from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.runtime import DistributedModule, PipelinedModule, count_messages
 from autopar.runtime.data import local_samples
-from autopar.search.baselines import make_baseline
-from autopar.search.evaluate import evaluate
-from autopar.search.random_plan import random_cuts, random_plan, random_staged_plan
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import staged_plan_from_json
 from autopar.verification import reference_gradients

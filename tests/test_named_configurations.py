@@ -18,12 +18,12 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
 from autopar.placement import Shard
 from autopar.plan import Plan, TrainConfig
-from autopar.search.attention_core import attention_core
-from autopar.search.baselines import BASELINES, baseline_plan, make_baseline
-from autopar.search.evaluate import find_live
-from autopar.search.named_configuration import COMMON, KINDS, configured, parse_configuration
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, make_program
+from autopar.search.costs.evaluate import find_live
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.known.attention_core import attention_core
+from autopar.search.known.baselines import BASELINES, baseline_plan, make_baseline
+from autopar.search.known.named_configuration import COMMON, KINDS, configured, parse_configuration
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.search_cases import captured_of, machine, program_of
 from tests.zoo import zoo

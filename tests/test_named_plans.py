@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
-from autopar.search.baselines import BASELINES, make_baseline
+from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.planner import make_plan
 from tests.plans_in_threads import errors_of, one_process
 from tests.zoo import FAMILIES, zoo

@@ -14,10 +14,10 @@ from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan
 from autopar.report.plan_text import plan_text
-from autopar.search.evaluate import evaluate
-from autopar.search.next_best import ranked
-from autopar.search.plan_timeline import plan_timeline
-from autopar.search.random_plan import random_plan
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.explanation.next_best import ranked
+from autopar.search.known.random_plan import random_plan
+from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
 

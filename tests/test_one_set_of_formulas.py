@@ -29,10 +29,10 @@ from autopar.cost_models.transformer import TransformerShape, shape_from_config
 from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
 from autopar.plan import TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.evaluate import find_live
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, make_program
+from autopar.search.costs.evaluate import find_live
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.known.baselines import make_baseline
 
 CONFIGS = {
     "llama-3-8b": {

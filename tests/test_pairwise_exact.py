@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.search.array_model import ArrayModel
-from autopar.search.array_worker import Worker
+from autopar.search.exact.array_model import ArrayModel
+from autopar.search.exact.array_worker import Worker
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.problem import Pairwise, evaluate, fits
 from autopar.search.pairwise.restricted import Outcome, solve_restricted

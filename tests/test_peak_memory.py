@@ -20,10 +20,10 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.peak_memory import PeakMemory, watch
-from autopar.search.baselines import make_baseline
-from autopar.search.buckets import with_buckets
-from autopar.search.evaluate import evaluate
-from autopar.search.random_plan import random_plan, random_recompute
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.search.timeline.buckets import with_buckets
 from autopar.serialize import dump, load
 from autopar.verification import Check
 from tests.search_cases import machine

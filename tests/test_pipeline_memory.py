@@ -18,8 +18,8 @@ from autopar.passes.split_stages import split_stages
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
-from autopar.search.random_plan import random_cuts, random_staged_plan
-from autopar.search.staged_memory import peaks_without_optimizer
+from autopar.search.known.random_plan import random_cuts, random_staged_plan
+from autopar.search.staged.staged_memory import peaks_without_optimizer
 from autopar.serialize import dump, load
 from autopar.staged_plan import staged_plan_from_json
 from tests.search_cases import machine

@@ -33,7 +33,7 @@ from autopar.runtime import (
     reset_parameters,
     save,
 )
-from autopar.search.random_plan import random_staged_plan
+from autopar.search.known.random_plan import random_staged_plan
 from autopar.staged_model_plan import StagedModelPlan, staged_model_plan
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 

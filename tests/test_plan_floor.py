@@ -21,13 +21,13 @@ from autopar.passes.predict import predicted_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_shape
 from autopar.plan import Plan
-from autopar.search.evaluate import evaluate
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
+from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
 from autopar.search.meshes import parts
-from autopar.search.plan_timeline import plan_timeline
-from autopar.search.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
-from autopar.search.stages import priced
-from autopar.search.weave import Overlap
-from autopar.search.what_if import faster_arithmetic, faster_link, faster_memory
+from autopar.search.staged.stages import priced
+from autopar.search.timeline.plan_timeline import plan_timeline
+from autopar.search.timeline.weave import Overlap
 from tests.search_cases import captured_of
 from tests.test_plan_timeline import part_of
 from tests.zoo import zoo

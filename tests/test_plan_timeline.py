@@ -21,16 +21,16 @@ from autopar.model_plan import load_plan
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.evaluate import evaluate, itemised
+from autopar.search.costs.evaluate import evaluate, itemised
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.costs.runs import Fact, Runs, Task, find_runs
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
 from autopar.search.meshes import parts
-from autopar.search.plan_timeline import PlanTimeline, plan_timeline
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
-from autopar.search.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
-from autopar.search.runs import Fact, Runs, Task, find_runs
-from autopar.search.stages import priced
-from autopar.search.weave import Overlap
+from autopar.search.staged.stages import priced
+from autopar.search.timeline.plan_timeline import PlanTimeline, plan_timeline
+from autopar.search.timeline.weave import Overlap
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES, zoo
 

@@ -20,7 +20,7 @@ from autopar.plan import Estimate
 from autopar.report.rows import plan_sections
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
-from autopar.search.random_plan import random_plan
+from autopar.search.known.random_plan import random_plan
 from tests.zoo import FAMILIES, zoo
 
 

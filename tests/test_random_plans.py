@@ -12,7 +12,7 @@ import torch
 from autopar.capture import capture
 from autopar.mesh import make_mesh
 from autopar.passes.promote_casts import promote_casts
-from autopar.search.random_plan import random_plan
+from autopar.search.known.random_plan import random_plan
 from tests.plans_in_threads import errors_of, one_process
 from tests.zoo import FAMILIES, zoo
 

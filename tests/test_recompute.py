@@ -23,9 +23,9 @@ from autopar.passes.recompute import again_graph
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, plan_from_json
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.evaluate import find_live
-from autopar.search.program import make_program
-from autopar.search.random_plan import random_plan, random_recompute
+from autopar.search.costs.evaluate import find_live
+from autopar.search.costs.program import make_program
+from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import pricer_of
 from tests.zoo import FAMILIES, zoo

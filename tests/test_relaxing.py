@@ -7,9 +7,9 @@ import pytest
 
 from autopar.cluster import load_cluster
 from autopar.plan import TrainConfig
+from autopar.search.costs.pricing import Pricer
+from autopar.search.joint.relaxing import Asked, Relaxations, relaxed_seconds
 from autopar.search.meshes import Arrangement, arrangements
-from autopar.search.pricing import Pricer
-from autopar.search.relaxing import Asked, Relaxations, relaxed_seconds
 from tests.search_cases import program_of
 
 CLUSTER = load_cluster("2x4xh100")

@@ -10,19 +10,19 @@ from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
-from autopar.search.baselines import BASELINES, baseline_plan
-from autopar.search.build import build
-from autopar.search.evaluate import evaluate_program
-from autopar.search.extract import extract
-from autopar.search.ilp import solve
-from autopar.search.moments import Moments
-from autopar.search.options import Restriction
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import build
+from autopar.search.graph.extract import extract
+from autopar.search.graph.moments import Moments
+from autopar.search.graph.options import Restriction
+from autopar.search.graph.problem import Problem
+from autopar.search.graph.reduce_moments import few_moments
+from autopar.search.graph.strategy_graph import Solution, usage
+from autopar.search.known.baselines import BASELINES, baseline_plan
+from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.problem import Problem
-from autopar.search.random_plan import random_plan
-from autopar.search.reduce_moments import few_moments
-from autopar.search.strategy_graph import Solution, usage
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES
 

@@ -12,8 +12,8 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.placement import local_shape
 from autopar.plan import TrainConfig
-from autopar.search.evaluate import evaluate
-from autopar.search.random_plan import random_plan
+from autopar.search.costs.evaluate import evaluate
+from autopar.search.known.random_plan import random_plan
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 

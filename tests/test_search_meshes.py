@@ -14,9 +14,9 @@ from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import TrainConfig
-from autopar.search.best_first import INTERRUPTED, TIMED_OUT, best_first
-from autopar.search.ilp import CutoffError
-from autopar.search.mesh_search import search_meshes
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.joint.best_first import INTERRUPTED, TIMED_OUT, best_first
+from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.microbatches import _part
 from autopar.search.planner import make_plan

@@ -11,17 +11,17 @@ from autopar.errors import InfeasibleError
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig
 from autopar.report.recompute_text import recompute_text
-from autopar.search.build import build
-from autopar.search.build_recompute import RecomputeBuilder
-from autopar.search.evaluate import evaluate_program
-from autopar.search.extract import extract
-from autopar.search.ilp import solve
-from autopar.search.options import Restriction
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.extract import extract
+from autopar.search.graph.options import Restriction
+from autopar.search.graph.problem import Problem
+from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.problem import Problem
-from autopar.search.program import Program
-from autopar.search.strategy_graph import Solution, usage
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 
 TIED = ("gpt2", "bert", "t5", "whisper")

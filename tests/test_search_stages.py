@@ -20,13 +20,13 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import local_stage
 from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
-from autopar.search.evaluate import itemised
+from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
 from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
-from autopar.search.rounds import rounds
-from autopar.search.stages import balanced, block_starts, choose_cuts, priced, staged
+from autopar.search.staged.rounds import rounds
+from autopar.search.staged.stages import balanced, block_starts, choose_cuts, priced, staged
 from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
 from tests.zoo import zoo

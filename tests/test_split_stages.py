@@ -21,7 +21,7 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import owners, split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
-from autopar.search.random_plan import random_cuts, random_plan
+from autopar.search.known.random_plan import random_cuts, random_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import SCHEDULES, StagedPlan, check_microbatches, stage_ranks, staged_plan_from_json
 from tests.plans_in_threads import one_process

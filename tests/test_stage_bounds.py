@@ -18,23 +18,23 @@ from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
-from autopar.search import brute_force
-from autopar.search.best_staged import best_staged, first_share
-from autopar.search.build import build
-from autopar.search.critical_path import way_seconds
-from autopar.search.folding import fold_program
-from autopar.search.ilp import solve
+from autopar.search.costs.folding import fold_program
+from autopar.search.costs.paid import stages_of
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact import brute_force
+from autopar.search.exact.ilp import solve
+from autopar.search.exact.relaxation import least_seconds
+from autopar.search.graph.build import build
+from autopar.search.graph.moments import Share
+from autopar.search.graph.strategy_graph import usage
+from autopar.search.joint.best_staged import best_staged, first_share
+from autopar.search.joint.critical_path import way_seconds
+from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
-from autopar.search.moments import Share
-from autopar.search.paid import stages_of
 from autopar.search.planner import plan_program
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, make_program
-from autopar.search.random_plan import random_plan
-from autopar.search.relaxation import least_seconds
-from autopar.search.rounds import dealt, interleaved_rounds
-from autopar.search.stages import even_cuts, even_starts, priced, staged
-from autopar.search.strategy_graph import usage
+from autopar.search.staged.rounds import dealt, interleaved_rounds
+from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
 from tests.search_cases import machine
 from tests.strategy_graphs import random_graph
 

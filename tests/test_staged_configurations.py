@@ -19,13 +19,13 @@ from autopar.passes.split_stages import split_stages
 from autopar.plan import TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.asked_mesh import asked_mesh
-from autopar.search.baselines import baseline_plan
-from autopar.search.named_configuration import configured, parse_configuration
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.known.baselines import baseline_plan
+from autopar.search.known.named_configuration import configured, parse_configuration
+from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.pipeline_parts import part_of
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
-from autopar.search.staged_baselines import make_configuration
-from autopar.search.stages import block_starts
+from autopar.search.staged.stages import block_starts
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine

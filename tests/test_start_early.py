@@ -15,8 +15,8 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_early import start_early
 from autopar.plan import TrainConfig
-from autopar.search.baselines import make_baseline
-from autopar.search.random_plan import random_recompute
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_recompute
 from tests.search_cases import captured_of, machine
 
 

@@ -10,7 +10,7 @@ from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import PipelinedModule
-from autopar.search.random_plan import random_staged_plan
+from autopar.search.known.random_plan import random_staged_plan
 from autopar.staged_plan import StagedPlan
 
 MICROBATCHES = 4

@@ -17,7 +17,7 @@ from autopar.report.explain_text import (
     signed,
 )
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.search.explain_stages import StagedExplanation
+from autopar.search.explanation.explain_stages import StagedExplanation
 
 
 def explain_stages_text(explanation: StagedExplanation) -> str:

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from autopar.plan import Estimate
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.search.alternatives import Alternative
-from autopar.search.explain import Explanation, Offer
-from autopar.search.ledger import Item
+from autopar.search.costs.ledger import Item
+from autopar.search.explanation.alternatives import Alternative
+from autopar.search.explanation.explain import Explanation, Offer
 
 WIDTH = 120
 SHOWN = 10

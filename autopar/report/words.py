@@ -5,7 +5,7 @@ from torch import fx
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.report.rows import Words
-from autopar.search.words import SUMMANDS, WHOLE, describe, dim_tags
+from autopar.search.costs.words import SUMMANDS, WHOLE, describe, dim_tags
 
 
 def choice_words(captured: CapturedModel, mesh: Mesh) -> Words:

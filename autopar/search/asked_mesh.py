@@ -5,7 +5,7 @@ from typing import Literal
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, MeshError
 from autopar.mesh import Mesh, make_mesh, parse_mesh
-from autopar.search.named_configuration import parse_configuration
+from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.pipeline_parts import devices_text, part_of
 
 

@@ -15,10 +15,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from autopar.errors import ContestFileError
+from autopar.search.graph.strategy_graph import StrategyGraph
 from autopar.search.pairwise import contest
 from autopar.search.pairwise.convert import flatten
 from autopar.search.pairwise.problem import Pairwise
-from autopar.search.strategy_graph import StrategyGraph
 
 VERSION = 1
 

@@ -16,12 +16,12 @@ from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
-from autopar.search.build import build
-from autopar.search.ilp import solve
-from autopar.search.pricing import Pricer
-from autopar.search.program import make_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.costs.work_bound import work_bound
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import build
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.work_bound import work_bound
 from autopar.staged_plan import StagedPlan
 
 Answer = Plan | StagedPlan

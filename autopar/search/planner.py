@@ -18,25 +18,25 @@ from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTime
 from autopar.graph import CapturedModel, target_name
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
-from autopar.search.baselines import BASELINES, baseline_plan, memory_limit
-from autopar.search.build import build
-from autopar.search.build_recompute import RecomputeBuilder
-from autopar.search.completion import within
-from autopar.search.evaluate import evaluate_program
-from autopar.search.extract import extract
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.work_bound import work_bound
+from autopar.search.exact.completion import within
+from autopar.search.exact.highs_log import Progress
+from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.fitting import fitting
-from autopar.search.highs_log import Progress
-from autopar.search.ilp import CutoffError, solve
-from autopar.search.moments import Share
-from autopar.search.options import Restriction
-from autopar.search.pricing import Pricer
-from autopar.search.problem import Problem
-from autopar.search.program import Program, make_program
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.extract import extract
+from autopar.search.graph.moments import Share
+from autopar.search.graph.options import Restriction
+from autopar.search.graph.problem import Problem
+from autopar.search.graph.strategy_graph import Ints, Solution, usage
+from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.strategy_graph import Ints, Solution, usage
-from autopar.search.work_bound import work_bound
 
 GB = 1e9
 TRIAL_GAP = 1e-2

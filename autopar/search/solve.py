@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autopar.search import ilp
-from autopar.search.highs_log import Progress
+from autopar.search.exact import ilp
+from autopar.search.exact.highs_log import Progress
+from autopar.search.graph.strategy_graph import Solution, StrategyGraph
 from autopar.search.pairwise.problem import Pairwise
-from autopar.search.strategy_graph import Solution, StrategyGraph
 
 
 def solve(

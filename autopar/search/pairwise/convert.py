@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.search.graph.strategy_graph import Edge, StrategyGraph
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
-from autopar.search.strategy_graph import Edge, StrategyGraph
 
 
 def flatten(graph: StrategyGraph) -> Pairwise:

@@ -13,8 +13,8 @@ from time import monotonic
 
 import numpy as np
 
-from autopar.search.array_model import Answer
-from autopar.search.array_worker import Worker
+from autopar.search.exact.array_model import Answer
+from autopar.search.exact.array_worker import Worker
 from autopar.search.pairwise.bound import DualBound, Floors
 from autopar.search.pairwise.problem import Ints, evaluate, fits, usage
 from autopar.search.pairwise.transport import Transport

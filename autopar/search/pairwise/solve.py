@@ -16,9 +16,10 @@ from time import monotonic, sleep
 import numpy as np
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.search.array_model import Answer, ArrayModel
-from autopar.search.array_worker import Worker
-from autopar.search.highs_log import Progress
+from autopar.search.exact.array_model import Answer, ArrayModel
+from autopar.search.exact.array_worker import Worker
+from autopar.search.exact.highs_log import Progress
+from autopar.search.graph.strategy_graph import Solution
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
@@ -28,7 +29,6 @@ from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
 from autopar.search.pairwise.regions import GAP
 from autopar.search.pairwise.restricted import first_rung, solve_restricted
 from autopar.search.pairwise.tighten import Tightened, tighten
-from autopar.search.strategy_graph import Solution
 
 REDUCTION_SHARE = 0.35
 """Of the time, at most."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.array_model import ArrayModel
+from autopar.search.exact.array_model import ArrayModel
 from autopar.search.pairwise.bound import Remainder
 from autopar.search.pairwise.prices import granted, mean_usage, priced
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise

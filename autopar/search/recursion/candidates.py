@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from autopar.search.options import Option, Restriction, joint_choices, make_option
+from autopar.search.graph.options import Option, Restriction, joint_choices, make_option
 from autopar.search.recursion.neighbours import Neighbours
 
 Joint = tuple[str, ...]

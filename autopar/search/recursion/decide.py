@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_even
-from autopar.search.options import Option
+from autopar.search.graph.options import Option
 from autopar.search.recursion.candidates import Candidates, Joint
 from autopar.search.recursion.homes import Home, Homes
 from autopar.search.recursion.neighbours import Neighbours, Travel

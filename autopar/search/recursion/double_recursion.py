@@ -17,15 +17,15 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.candidates import Candidates
 from autopar.search.recursion.decide import Axes, Decider, Decision
 from autopar.search.recursion.homes import Homes, Priced
 from autopar.search.recursion.ledger import Key, Ledger, make_ledger
 from autopar.search.recursion.neighbours import Neighbours, find_neighbours
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
-from autopar.search.strategy_graph import Floats
 
 PRICE_ROUNDS = 6
 """How many prices of memory are tried from the first on under which the answer fits."""

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.placement import INVARIANT, REPLICATE, Layout, Placement, Shard
-from autopar.search.pricing import Pricer
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.storages import is_storable
 from autopar.search.recursion.ledger import Key
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import Ways
-from autopar.search.storages import is_storable
 
 Axes = tuple[int, ...]
 

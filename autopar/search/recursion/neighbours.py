@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.search.clusters import Cluster, make_clusters
-from autopar.search.folding import Folding, Signature, fold_program
-from autopar.search.journeys import SINK
-from autopar.search.pricing import Pricer
-from autopar.search.program import Program, Tensor
+from autopar.search.costs.folding import Folding, Signature, fold_program
+from autopar.search.costs.journeys import SINK
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, Tensor
+from autopar.search.graph.clusters import Cluster, make_clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

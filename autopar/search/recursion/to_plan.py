@@ -7,13 +7,13 @@ import numpy as np
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import route
-from autopar.search.parameters import ParameterSpace
-from autopar.search.problem import Problem
-from autopar.search.program import Program
+from autopar.search.costs.program import Program
+from autopar.search.graph.parameters import ParameterSpace
+from autopar.search.graph.problem import Problem
+from autopar.search.graph.strategy_graph import Ints
 from autopar.search.recursion.decide import Decider
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import SEARCHED_AXES, Path
-from autopar.search.strategy_graph import Ints
 
 ORIGIN = "double-recursive"
 

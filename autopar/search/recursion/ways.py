@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from autopar.placement import REPLICATE, Layout, Placement, Shard, chunk_size, local_shape
 from autopar.redistribution import COLLECTIVES, TABLE, Step, flattened_step, is_possible, single_step
-from autopar.search.pricing import Pricer, total
-from autopar.search.program import Tensor
+from autopar.search.costs.pricing import Pricer, total
+from autopar.search.costs.program import Tensor
 
 Path = tuple[Step, ...]
 

@@ -1,0 +1,97 @@
+"""Which way do the parameters of one message take over several axes? The cheapest for all of them together.
+
+A gather or reduction over two axes a and b can go
+    one axis after the other    in either order where both are legal; of the second what the first has left
+    flattened                   one collective of all ranks of both axes
+    in levels                   gradients of whole copies alone: a reduce-scatter over the fast axis, an all-reduce of
+                                the part over the slow one, an all-gather over the fast one
+so that three start-ups of few ranks stand against one of many, and bytes over slow links against bytes over fast ones.
+The search chose for each parameter alone, whose message is small and mostly start-up; a bucket's message is not.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.mesh import Mesh
+from autopar.placement import Layout
+from autopar.plan import Plan, Way
+from autopar.redistribution import Step, flattened_step, is_possible, messages, single_step
+from autopar.search.costs.journeys import Journey
+from autopar.search.costs.pricing import Pricer
+
+Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
+"""What each step of a way does: forward, backward, over which axes, which of them inside."""
+Ways = Mapping[Word, Way]
+
+
+def ways_of(journey: Journey, plan: Plan, *, free: bool) -> Ways:
+    """Ways that change each axis once, and the one that the plan takes, first; only this if not `free`."""
+    wanted = {layout for _, _, layout in journey.wanted if layout != journey.source}
+    if len(wanted) != 1:
+        return {}
+    (target,) = wanted
+    taken = journey.path(target)
+    path = (journey.source, *(step.target for step in taken))
+    found: dict[Word, Way] = {word_of(taken): Way(path=path)}
+    if free:
+        for word, way in ways_between(journey.source, target, journey.tensor.shape, plan.mesh).items():
+            found.setdefault(word, way)
+    return found
+
+
+def ways_between(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> dict[Word, Way]:
+    """Ways that change each axis once, for a tensor of that shape."""
+    found: dict[Word, Way] = {}
+    for steps in _walks(source, target, shape, mesh):
+        way = Way(path=(source, *(step.target for step in steps)))
+        for own in (way, *_in_levels(way, steps, mesh)):
+            found.setdefault(word_of(own.steps(mesh)), own)
+    return found
+
+
+def word_of(steps: Sequence[Step]) -> Word:
+    return tuple((step.forward, step.backward, step.axes, step.inside) for step in steps)
+
+
+def _walks(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[tuple[Step, ...]]:
+    """Sequences of steps that bring one axis, or several alike, to where it ends."""
+    if source == target:
+        yield ()
+    changed = [a for a in range(mesh.num_axes) if source.axes[a] != target.axes[a]]
+    for count in range(1, len(changed) + 1):
+        for axes in itertools.combinations(changed, count):
+            if len({(source.axes[a], target.axes[a]) for a in axes}) > 1:
+                continue
+            after = target.axes[axes[0]]
+            step = single_step(source, axes[0], after) if count == 1 else flattened_step(source, axes, after)
+            if step is not None and is_possible(step, shape, mesh):
+                for rest in _walks(step.target, target, shape, mesh):
+                    yield (step, *rest)
+
+
+def _in_levels(way: Way, steps: Sequence[Step], mesh: Mesh) -> Iterator[Way]:
+    for step in steps:
+        axes = [a for a in step.axes if mesh.shape[a] > 1]
+        if (step.forward, step.backward) != ("", "all_reduce") or len(axes) < len(step.axes):
+            continue
+        for count in range(1, len(axes)):
+            for inside in itertools.combinations(axes, count):
+                yield Way(path=way.path, inside=tuple(mesh.names[a] for a in inside))
+
+
+def seconds_of(word: Word, journeys: Sequence[Journey], plan: Plan, pricer: Pricer, *, free: bool = True) -> float:
+    """Seconds of a step that parameters take in one message for each collective of the word."""
+    total = 0.0
+    ways = [ways_of(journey, plan, free=free)[word].steps(plan.mesh) for journey in journeys]
+    for alike in zip(*ways, strict=True):
+        for backward in (0, 1):
+            sent = [
+                messages(step, j.tensor.shape, j.tensor.element_size, plan.mesh)[backward]
+                for step, j in zip(alike, journeys, strict=True)
+                if not backward or j.in_backward
+            ]
+            again = plan.lifetimes.get(journeys[0].tensor.name) == "use" and alike[0].forward == "all_gather"
+            for parts in zip(*sent, strict=True):
+                first, nbytes = parts[0], sum(message.nbytes for message in parts)
+                total += pricer.message(first.kind, first.axes, nbytes, True)[0] * (2 if again and not backward else 1)
+    return total

@@ -1,0 +1,64 @@
+"""In which order does a rank run a plan's ops and redistributions? The calls of the local graph, none of them made.
+
+The same order as `passes.insert_collectives`: an operand travels just before the first op that wants it so. Backward
+runs them in exactly the reverse order, as autograd does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.placement import Layout
+from autopar.plan import Plan
+from autopar.redistribution import Step
+from autopar.search.costs.journeys import SINK, Journey
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Op, Program
+from autopar.search.costs.replays import Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """An op, or a step of the tensor that `results` names. `gradients`: which operands get a gradient from it."""
+
+    op: Op | None = None
+    step: Step | None = None
+    operands: tuple[Value, ...]
+    results: tuple[Value | None, ...]
+    gradients: tuple[bool, ...]
+
+
+def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey]) -> list[Call]:
+    """All calls of the forward pass, in order."""
+    seen: set[Value] = set()
+    calls: list[Call] = []
+
+    def travel(name: str, layout: Layout) -> Iterator[Call]:
+        journey = journeys[name]
+        for step in journey.path(layout):
+            if (name, step.target) not in seen:
+                seen.add((name, step.target))
+                yield Call(
+                    step=step,
+                    operands=((name, step.source),),
+                    results=((name, step.target),),
+                    gradients=(step.target in journey.in_backward,),
+                )
+
+    for op in program.ops:
+        price = pricer.op(op, plan.choices[op.name])
+        for name, layout in zip(op.operands, price.operands, strict=True):
+            calls += travel(name, layout)
+        named = zip(op.results, price.results, strict=True)
+        calls.append(
+            Call(
+                op=op,
+                operands=tuple(zip(op.operands, price.operands, strict=True)),
+                results=tuple(None if name is None else (name, layout) for name, layout in named),
+                gradients=tuple(g and op.has_backward for g in op.operand_grads),
+            )
+        )
+    for name in (*program.captured.ends, *program.mutated):
+        for position, _, layout in journeys[name].wanted:
+            if position == SINK:
+                calls += travel(name, layout)
+    return calls

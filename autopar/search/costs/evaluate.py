@@ -1,0 +1,190 @@
+"""What does a plan cost, exactly, on the whole unfolded graph? Seconds by kind and bytes by kind at the peak moment."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.graph import CapturedModel
+from autopar.placement import Layout
+from autopar.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.redistribution import Step
+from autopar.search.costs.fused import Fused, find_fused, fused_messages
+from autopar.search.costs.journeys import Journey, make_journeys
+from autopar.search.costs.live import MEMORY_KINDS, Live, regathered
+from autopar.search.costs.pricing import Pricer, Timed
+from autopar.search.costs.program import Program, Tensor, make_program
+from autopar.search.costs.replays import Replays, Value, find_replays
+
+KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
+
+
+def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
+    """Seconds of one step and memory at its peak; nothing is overlapped, seconds add up."""
+    program = make_program(captured)
+    return evaluate_program(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+
+
+def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
+    """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
+    journeys = make_journeys(program, plan, pricer)
+    replays = find_replays(plan, program, pricer, journeys)
+    seconds = _summed(_charges(plan, program, pricer, journeys, replays))
+    total = sum(seconds.values())
+    unmerged = _total(replace(plan, ways={}), program, pricer) if plan.ways else total
+    alone = _total(replace(plan, ways={}, buckets=()), program, pricer) if plan.buckets else unmerged
+    live = Live(plan, program, pricer, journeys, replays).bytes
+    peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
+    memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
+    return replace(
+        plan.estimate,
+        seconds=seconds,
+        saved=alone - total,
+        saved_by_ways=unmerged - total,
+        memory=memory,
+        rates=pricer.rates.name,
+    )
+
+
+def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
+    journeys = make_journeys(program, plan, pricer)
+    replays = find_replays(plan, program, pricer, journeys)
+    return sum(_summed(_charges(plan, program, pricer, journeys, replays)).values())
+
+
+def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for charge in charges:
+        seconds[charge.kind] += charge.seconds
+    return seconds
+
+
+def find_live(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})) -> Live:
+    """Bytes at every moment, by kind; of a pipeline's stage `sent` says how the next takes what it sends."""
+    journeys = make_journeys(program, plan, pricer, sent)
+    return Live(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Seconds of a step that an op or a tensor's way takes; `axes` are those that a collective joins, `backward` tells
+    in which pass it runs (what is paid once a step, before or after the micro-batches, too)."""
+
+    kind: str
+    name: str
+    seconds: float
+    axes: tuple[int, ...] = ()
+    backward: bool = False
+
+
+def itemised(
+    plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
+) -> tuple[list[Charge], Live]:
+    """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
+    journeys = make_journeys(program, plan, pricer, sent)
+    replays = find_replays(plan, program, pricer, journeys)
+    charges = _charges(plan, program, pricer, journeys, replays)
+    return list(charges), Live(plan, program, pricer, journeys, replays)
+
+
+def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
+    """Most bytes at once in forward and backward of a step before which the optimizer has no state."""
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    live = find_live(plan, make_program(captured), pricer).bytes
+    return float(np.sum([nbytes for kind, nbytes in live.items() if kind != "optimizer"], axis=0).max())
+
+
+def _charges(
+    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
+) -> Iterator[Charge]:
+    parts = plan.microbatches
+
+    def sent(name: str, timed: Timed, times: int = parts, *, backward: bool = True) -> Iterator[Charge]:
+        return (Charge(kind, name, duration * times, axes, backward) for kind, duration, axes in timed)
+
+    def stepped(tensor: Tensor, step: Step) -> tuple[Timed, Timed]:
+        return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
+
+    for op in program.ops:
+        price = pricer.op(op, plan.choices[op.name])
+        yield Charge("forward", op.name, price.forward * parts)
+        yield Charge("backward", op.name, price.backward * parts, backward=True)
+        yield from sent(op.name, price.forward_sent, backward=False)
+        yield from sent(op.name, price.backward_sent)
+        if op.position in replays.ops:
+            yield Charge("recompute", op.name, price.forward * parts, backward=True)
+            yield from sent(op.name, price.forward_sent)
+    for (name, _), (step, _) in replays.steps.items():
+        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    fused = find_fused(plan, journeys)
+
+    def together(group: Fused, *, backward: bool, again: bool = False) -> Iterator[Charge]:
+        for message in fused_messages(group, plan, journeys, backward=backward and not again):
+            seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0] / len(group.values)
+            for name, _ in group.values:
+                times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
+                yield Charge(message.kind, name, seconds * times, message.axes, backward)
+
+    for group in dict.fromkeys(fused.values()):
+        yield from together(group, backward=False)
+        yield from together(group, backward=True)
+    for name, journey in journeys.items():
+        tensor = journey.tensor
+        times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
+        for target, step in journey.made.items():
+            if (name, target) in fused:
+                continue
+            forward, backward = stepped(tensor, step)
+            yield from sent(name, forward, times, backward=False)
+            if target in journey.in_backward:
+                yield from sent(name, backward, times)
+        if tensor.kind == "parameter" and tensor.requires_grad:
+            yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
+    for name, step in _gathered_again(plan, journeys, replays, fused):
+        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+    for group in _groups_again(plan, journeys, replays, fused):
+        yield from together(group, backward=True, again=True)
+
+
+def _gathered_again(
+    plan: Plan, journeys: Mapping[str, Journey], replays: Replays, fused: Mapping[Value, Fused]
+) -> Iterator[tuple[str, Step]]:
+    """Gathers that backward makes alone, one for each use, and those that a group gathered again reads."""
+    for value, uses in replays.uses.items():
+        for step in _alone(value, plan, journeys, fused):
+            yield from ((value[0], step) for _ in uses)
+    for group in _groups_again(plan, journeys, replays, fused):
+        for name, layout in group.values:
+            for step in _alone((name, journeys[name].made[layout].source), plan, journeys, fused):
+                yield name, step
+
+
+def _alone(value: Value, plan: Plan, journeys: Mapping[str, Journey], fused: Mapping[Value, Fused]) -> Iterator[Step]:
+    """Steps alone that remake a value, back to one of a group."""
+    if plan.lifetimes.get(value[0]) == "use":
+        for step in regathered(journeys[value[0]].path(value[1])):
+            if (value[0], step.target) in fused:
+                return
+            yield step
+
+
+def _groups_again(
+    plan: Plan, journeys: Mapping[str, Journey], replays: Replays, fused: Mapping[Value, Fused]
+) -> Iterable[Fused]:
+    """Groups that backward gathers again: each once."""
+    found: dict[Fused, None] = {}
+    waiting = [value for value, uses in replays.uses.items() if uses]
+    while waiting:
+        name, layout = waiting.pop()
+        if plan.lifetimes.get(name) != "use":
+            continue
+        for step in regathered(journeys[name].path(layout)):
+            group = fused.get((name, step.target))
+            if group is not None:
+                if group not in found:
+                    found[group] = None
+                    waiting += [(n, journeys[n].made[v].source) for n, v in group.values]
+                break
+    return found

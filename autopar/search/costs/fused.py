@@ -1,0 +1,64 @@
+"""Which steps of parameters travel in one message? The groups of `passes.fuse_collectives`, found without a graph."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.placement import is_even
+from autopar.plan import ONCE_A_STEP, Plan
+from autopar.redistribution import Message, Step, messages
+from autopar.search.costs.journeys import Journey
+from autopar.search.costs.replays import Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fused:
+    """values: what the steps of one message make, a parameter in a layout each. direct: made of storage itself, so that
+    what backward sends may be waited for later."""
+
+    values: tuple[Value, ...]
+    direct: bool
+
+
+def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused]:
+    """The group of every value that is made in one."""
+    bucket = {name: number for number, names in enumerate(plan.buckets) for name in names}
+    found: dict[tuple[object, ...], list[Value]] = {}
+    for name, journey in journeys.items() if bucket else ():
+        tensor = journey.tensor
+        if tensor.kind != "parameter" or name not in bucket:
+            continue
+        even = is_even(tensor.shape, journey.source, plan.mesh)
+        lifetime = plan.lifetimes.get(name)
+        for layout, step in journey.made.items():
+            if not _fuses(step) or math.prod(plan.mesh.shape[a] for a in step.axes) == 1:
+                continue
+            depth = len(journey.path(layout)) - 1
+            key = (
+                *(bucket[name], depth, not depth and even, lifetime in ONCE_A_STEP, tensor.dtype, tensor.requires_grad),
+                *(
+                    step.forward,
+                    step.backward,
+                    step.axes,
+                    step.inside,
+                    lifetime == "use" and step.forward == "all_gather",
+                ),
+            )
+            found.setdefault(key, []).append((name, layout))
+    groups = [Fused(values=tuple(v), direct=bool(key[2])) for key, v in found.items() if len(v) > 1]
+    return {value: group for group in groups for value in group.values}
+
+
+def _fuses(step: Step) -> bool:
+    return step.forward == "all_gather" or (not step.forward and step.backward == "all_reduce")
+
+
+def fused_messages(group: Fused, plan: Plan, journeys: Mapping[str, Journey], *, backward: bool) -> tuple[Message, ...]:
+    """What a group sends in a pass: what each alone would, together."""
+    sent: list[tuple[Message, ...]] = []
+    for name, layout in group.values:
+        journey = journeys[name]
+        if not backward or layout in journey.in_backward:
+            step, tensor = journey.made[layout], journey.tensor
+            sent.append(messages(step, tensor.shape, tensor.element_size, plan.mesh)[backward])
+    return tuple(replace(alike[0], nbytes=sum(m.nbytes for m in alike)) for alike in zip(*sent, strict=True))

@@ -1,0 +1,151 @@
+"""Which gradients does a backward pass hold, and when? A walk over its calls, as autograd makes, adds and lets go.
+
+A gradient lives from the backward of a value's last reader to that of its producer. Sums hand theirs on, so that one
+storage may be the gradient of several values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from autopar.rules.spare import handed_on, short_name
+from autopar.search.costs.calls import Call
+from autopar.search.costs.replays import Value
+
+
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """A gradient's storage: since when, and how many values' gradients it is."""
+
+    name: str
+    nbytes: int
+    since: int
+    last: int
+    owners: int = 1
+
+
+OUTSIDE = 2
+"""Owners of a gradient that comes from outside, where somebody holds it."""
+
+
+PERMUTING = ("permute", "transpose", "t")
+RESHAPING = ("view", "reshape", "_unsafe_view")
+
+
+class Released(NamedTuple):
+    """A gradient that was let go, live from moment `first` to moment `last`."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+
+class Gradients:
+    """Gradients of a backward pass, or of the part of it that gives gradients to `wanted` values.
+
+    moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. skipped:
+    tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
+    first, whose backward comes last: until then what arrived for them waits.
+
+    released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        moments: Mapping[int, int],
+        begins: frozenset[int],
+        nbytes: Callable[[Value], int],
+        skipped: Callable[[str], bool],
+        wanted: Callable[[Value], bool] = lambda _: True,
+        buckets: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.nbytes = nbytes
+        self.buckets = buckets
+        self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
+        self.permuted: set[Value | None] = set()
+        self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
+        self.released: list[Released] = []
+        self.held: dict[Value, Gradient] = {}
+        self.arrived: dict[int, Gradient] = {}
+        for number in reversed(range(len(calls))):
+            call = calls[number]
+            if call.step is None or not skipped(call.operands[0][0]):
+                self._back(number, call, moments[number], number in begins, wanted)
+
+    def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Callable[[Value], bool]) -> None:
+        """What one call makes, hands on, adds up and lets go."""
+        given = [self.held.pop(value, None) for value in call.results if value is not None]
+        arrived = next((g for g in given if g is not None), None)
+        if arrived is None and begins:
+            arrived = Gradient("", 0, now, now, owners=OUTSIDE)
+        if arrived is not None:
+            self.arrived[number] = arrived
+        if number in self.buckets:
+            self._together(self.buckets[number], number, call, given, now)
+            return
+        if arrived is not None:
+            for slot, (value, differentiable) in enumerate(zip(call.operands, call.gradients, strict=True)):
+                if differentiable and wanted(value):
+                    self._arrive(value, self._given(call, slot, value, arrived, now), now)
+        for gradient in given:
+            if gradient is not None:
+                self._release(gradient, now)
+
+    def _together(self, first: int, number: int, call: Call, given: list[Gradient | None], now: int) -> None:
+        """A call of a bucket; with the last of them all are reduced."""
+        self.waiting.setdefault(first, []).append((call, given))
+        if number != first:
+            return
+        calls = self.waiting.pop(first)
+        for own, arrived in calls:
+            if any(own.gradients) and any(gradient is not None for gradient in arrived):
+                value = own.operands[0]
+                self._arrive(value, Gradient(value[0], self.nbytes(value), now, now), now)
+        for _, arrived in calls:
+            for gradient in arrived:
+                if gradient is not None:
+                    self._release(gradient, now)
+
+    def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
+        """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
+        if call.op is not None:
+            handed = slot in handed_on(call.op.node, call.op.rule) and not self._is_strided(call, value, arrived)
+            is_copied = call.op.rule.alias is None and value not in self.made and arrived.owners > 1
+        else:
+            handed, is_copied = call.step is not None and not call.step.backward, False
+            if call.results[0] in self.permuted:
+                self.permuted.add(value)
+        if handed and not is_copied:
+            arrived.owners += 1
+            return arrived
+        return Gradient(value[0], self.nbytes(value), now, now)
+
+    def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
+        """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""
+        assert call.op is not None
+        name = short_name(call.op.node)
+        before = call.results[0] in self.permuted
+        if not arrived.name and (before != (name in PERMUTING)):
+            self.permuted.add(value)
+        return not arrived.name and before and name in RESHAPING
+
+    def _arrive(self, value: Value, new: Gradient, now: int) -> None:
+        """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
+        old = self.held.get(value)
+        if old is None:
+            self.held[value] = new
+        elif old.owners == 1:
+            old.last = now
+            self._release(new, now)
+        else:
+            self.held[value] = Gradient(value[0], self.nbytes(value), now, now)
+            self._release(old, now)
+            self._release(new, now)
+
+    def _release(self, gradient: Gradient, now: int) -> None:
+        gradient.owners -= 1
+        if not gradient.owners:
+            self.released.append(Released(gradient.name, gradient.nbytes, gradient.since, now))

@@ -1,0 +1,95 @@
+"""Which redistribution steps does a plan insert, and which of them have a backward pass?
+
+The same order as `passes.insert_collectives`: consumers in graph order, a layout is made once and shared by all.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from autopar.mesh import Mesh
+from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.plan import Plan
+from autopar.redistribution import Step
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, Tensor
+
+SINK = -1
+"""Position of the reader that stands for the graph's output."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Journey:
+    """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout)."""
+
+    tensor: Tensor
+    source: Layout
+    made: dict[Layout, Step] = field(default_factory=dict)
+    wanted: list[tuple[int, int, Layout]] = field(default_factory=list)
+    in_backward: set[Layout] = field(default_factory=set)
+
+    def path(self, layout: Layout) -> list[Step]:
+        """Steps from the source to `layout`."""
+        out: list[Step] = []
+        while layout != self.source:
+            step = self.made[layout]
+            out.append(step)
+            layout = step.source
+        return out[::-1]
+
+    def is_copied(self, layout: Layout) -> bool:
+        """Whether `layout` is other storage than the source: some step computes something in the forward pass."""
+        return any(step.forward for step in self.path(layout))
+
+
+def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -> Iterator[tuple[str, Layout]]:
+    """What the graph's output asks of the tensors that it returns; `sent`: what a stage sends on, and how."""
+    if program.loss:
+        yield program.loss, Layout((INVARIANT,) * mesh.num_axes)
+    yield from sent.items()
+    for name in program.mutated:
+        yield name, Layout((REPLICATE,) * mesh.num_axes)
+
+
+def make_journeys(
+    program: Program, plan: Plan, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
+) -> dict[str, Journey]:
+    """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
+    out: dict[str, Journey] = {}
+    for name, tensor in program.tensors.items():
+        if tensor.producer is None:
+            source = plan.layouts[name]
+        else:
+            op = program.ops[tensor.producer]
+            source = pricer.op(op, plan.choices[op.name]).results[tensor.index]
+        journey = out[name] = Journey(tensor=tensor, source=source)
+        for position, slot in program.readers[name]:
+            op = program.ops[position]
+            layout = pricer.op(op, plan.choices[op.name]).operands[slot]
+            _travel(journey, plan, position, slot, layout, op.has_backward)
+    for name, layout in wanted_by_output(program, plan.mesh, sent):
+        _travel(out[name], plan, SINK, 0, layout, name == program.loss or name in sent)
+    return out
+
+
+def _travel(journey: Journey, plan: Plan, position: int, slot: int, layout: Layout, backward: bool) -> None:
+    tensor = journey.tensor
+    journey.wanted.append((position, slot, layout))
+    if layout != journey.source and layout not in journey.made:
+        for step in _steps(journey, plan, layout):
+            if step.target != journey.source and step.target not in journey.made:
+                journey.made[step.target] = step
+    if backward and tensor.requires_grad:
+        journey.in_backward.update(step.target for step in journey.path(layout))
+
+
+def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
+    tensor = journey.tensor
+    steps = plan.steps(tensor.name, journey.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
+    return tuple(_done(step, plan.mesh) for step in steps)
+
+
+def _done(step: Step, mesh: Mesh) -> Step:
+    """The step with what it computes: nothing among one rank."""
+    is_alone = all(mesh.shape[axis] == 1 for axis in step.axes)
+    return replace(step, forward="", backward="") if is_alone else step

@@ -1,0 +1,99 @@
+"""Where do a plan's seconds and bytes go? The sums of `evaluate`, item by item, equal blocks on one line.
+
+Seconds are of a step; bytes are those that a rank holds at the peak, the first moment that has most of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+
+from autopar.graph import target_name
+from autopar.placement import Layout
+from autopar.plan import Plan
+from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.folding import pattern
+from autopar.search.costs.live import Live
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """`count` things of one kind, alike but for the numbers in their paths; `amount` is theirs together.
+
+    over: the mesh axes that a collective joins.
+    """
+
+    kind: str
+    what: str
+    count: int
+    amount: float
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Items, dearest first. peak: what runs at the peak. levels: link level -> seconds of collectives whose slowest
+    links are of that level."""
+
+    seconds: tuple[Item, ...]
+    nbytes: tuple[Item, ...]
+    peak: str
+    levels: dict[str, float]
+
+
+def ledger(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:
+    """The items of a plan; `sent`: of a stage, the layouts in which the next takes what it sends."""
+    charges, live = itemised(plan, program, pricer, sent or {})
+    peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
+    names, words = plan.mesh.names, cache(partial(describe, program))
+    seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)
+    at_peak = (h for h in live.holdings if h.first <= peak <= h.last)
+    nbytes = _items((h.kind, words(h.name), h.name, h.nbytes, ()) for h in at_peak)
+    levels: dict[str, float] = {level.name: 0.0 for level in pricer.cluster.levels}
+    for charge in charges:
+        if charge.seconds and charge.axes:
+            levels[pricer.slowest_level(charge.axes)] += charge.seconds
+    return Ledger(seconds=seconds, nbytes=nbytes, peak=_moment(live, peak), levels=levels)
+
+
+def describe(program: Program, name: str) -> str:
+    """An op, or the tensor that it made, as `model.layers.*.mlp.up_proj: linear`; a parameter by its own name."""
+    tensor = program.tensors.get(name)
+    if tensor is not None and tensor.producer is None:
+        own = next((p.names[0] for p in program.captured.parameters if p.placeholder == name), name)
+        return pattern(own)
+    if tensor is not None:
+        assert tensor.producer is not None
+        op = program.ops[tensor.producer]
+    else:
+        op = next(op for op in program.ops if op.name == name)
+    called = target_name(op.node.target).removeprefix("aten.").split(".")[0]
+    return f"{pattern(op.module)}: {called}" if op.module else called
+
+
+def _items(rows: Iterable[tuple[str, str, str, float, tuple[str, ...]]]) -> tuple[Item, ...]:
+    amounts: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    members: dict[tuple[str, str, tuple[str, ...]], set[str]] = {}
+    for kind, what, name, amount, over in rows:
+        if amount:
+            key = (kind, what, over)
+            amounts[key] = amounts.get(key, 0.0) + amount
+            members.setdefault(key, set()).add(name)
+    items = [
+        Item(kind=kind, what=what, count=len(members[kind, what, over]), amount=amount, over=over)
+        for (kind, what, over), amount in amounts.items()
+    ]
+    return tuple(sorted(items, key=lambda item: -item.amount))
+
+
+def _moment(live: Live, number: int) -> str:
+    word, call = live.moment(number)
+    if call is None:
+        return "the optimizer's step"
+    if call.op is None:
+        return f"the {word} of redistributing {call.operands[0][0]}"
+    called = target_name(call.op.node.target).removeprefix("aten.").split(".")[0]
+    return f"the {word} of {called} in {call.op.module or 'no module'}"

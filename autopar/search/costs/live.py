@@ -1,0 +1,341 @@
+"""Which bytes does a rank hold at every moment of a step? A walk over its calls, forward and back, as autograd goes.
+
+Moments: each call forward, each call backward in reverse, replays just before the backward that waits for them, and the
+optimizer's step. Redistributions are calls. With several micro-batches these are the moments of the last one. Live are
+    parameters, optimizer   storage of parameters and their optimizer state, always, as wide as they are stored
+    gradients               in storage layout, from the first backward that makes one to the end; with several
+                            micro-batches from the beginning, and in each layout in use if they are reduced once a step;
+                            as wide as stored, but for one micro-batch only after backward
+    activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
+                            backward (`search.replays`); views share storage
+    gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
+                            them; the part that is cast to what is computed on: for the step, or as long as it is read
+    buckets                 (`search.fused`) are gathered, or gathered again, when the first of them is used, beside
+                            flat buffers; gradients wait for the last of their bucket
+    working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
+                            values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
+                            a call allocates beside (`rules.spare`, buffers of collectives along a dim but the first)
+    inputs                  inputs of the step, buffers and constants, always; their slices as any other value
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.placement import Layout, Shard
+from autopar.plan import ONCE_A_STEP, Plan
+from autopar.redistribution import Step
+from autopar.search.costs.calls import Call, make_calls
+from autopar.search.costs.fused import Fused, find_fused
+from autopar.search.costs.gradients import Gradients
+from autopar.search.costs.journeys import SINK, Journey
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.costs.replays import Replays, Value, root_of
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that an op or a tensor holds from moment `first` to moment `last`.
+
+    role: `fixed`: there through all micro-batches; `gradient`: of a value, `leaf`: of a parameter, which is then added
+    to what is there, `given`: of what a stage received.
+    """
+
+    kind: str
+    name: str
+    nbytes: float
+    first: int
+    last: int
+    role: str = ""
+
+
+class Live:
+    """`bytes[kind]` at every moment; `at[p]` is the number of the call that op p is, its moment forward too;
+    `backward` and `replay` are the moments of a call's backward pass and of its replay, `end` that of the optimizer.
+    Of a pipeline's stage: what is sent is held from its making to the end of backward, gradients of what was received
+    too; `ends` are bytes of each sent storage."""
+
+    def __init__(
+        self, plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
+    ) -> None:
+        self.plan, self.program, self.pricer = plan, program, pricer
+        self.journeys, self.replays = journeys, replays
+        self.calls = make_calls(program, plan, pricer, journeys)
+        self.several = plan.microbatches > 1 or program.captured.is_stage
+        self.ends: dict[Value, int] = {}
+        self.held: set[Value] = set()
+        self.fused = find_fused(plan, journeys)
+        self.first: dict[Fused, int] = {}
+        for number, call in enumerate(self.calls):
+            if (group := self._group(call)) is not None:
+                self.first.setdefault(group, number)
+        self.at = {call.op.position: i for i, call in enumerate(self.calls) if call.op is not None}
+        self.backward: dict[int, int] = {}
+        self.replay: dict[int, int] = {}
+        self._order()
+        self.holdings: list[Holding] = []
+        self.bytes = {kind: np.zeros(self.end + 1) for kind in MEMORY_KINDS}
+        self._values()
+        self._parameters()
+        self._gradients()
+        for number, call in enumerate(self.calls):
+            self._beside(number, call)
+
+    def _order(self) -> None:
+        """Moments of the calls' backward passes and replays, by number of the call."""
+        steps = {v: i for i, call in enumerate(self.calls) if call.step is not None for v in call.results}
+        waiting: dict[int, list[int]] = defaultdict(list)
+        for position, waits in self.replays.ops.items():
+            waiting[self.at[waits]].append(self.at[position])
+        for value, (_, waits) in self.replays.steps.items():
+            waiting[self.at[waits]].append(steps[value])
+        moment = len(self.calls)
+        for number in reversed(range(len(self.calls))):
+            for again in sorted(waiting[number]):
+                self.replay[again] = moment
+                moment += 1
+            self.backward[number] = moment
+            moment += 1
+        self.end = moment
+
+    def _add(self, kind: str, name: str, nbytes: float, first: int, last: int, role: str = "") -> None:
+        self._hold(Holding(kind, name, nbytes, first, last, role))
+
+    def _hold(self, holding: Holding) -> None:
+        if holding.nbytes:
+            self.bytes[holding.kind][holding.first : holding.last + 1] += holding.nbytes
+            self.holdings.append(holding)
+
+    def _group(self, call: Call) -> Fused | None:
+        """The bucket that a step travels with."""
+        value = call.results[0]
+        return None if call.step is None or value is None else self.fused.get(value)
+
+    def moment(self, number: int) -> tuple[str, Call | None]:
+        """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
+        if number < len(self.calls):
+            return "forward", self.calls[number]
+        for word, moments in (("backward", self.backward), ("replay", self.replay)):
+            for call, moment in moments.items():
+                if moment == number:
+                    return word, self.calls[call]
+        return "optimizer", None
+
+    def _values(self) -> None:
+        """What calls make, and what is handed in; but copies of parameters that live for a use or a step."""
+        made: dict[Value, int] = {}
+        last: dict[Value, int] = {}
+        uses: dict[Value, set[int]] = defaultdict(set)
+        for kept, savers in self.replays.savers.items():
+            uses[kept].update(self.backward[self.at[p]] for p in savers)
+        for number, call in enumerate(self.calls):
+            for name, layout in call.operands:
+                root = self.root(name, layout)
+                last[root] = number
+                if number in self.replay:
+                    uses[root].add(self.replay[number])
+            for value in call.results:
+                if value is not None and self.root(*value) == value:
+                    group = self.fused.get(value)
+                    made[value] = number if group is None else self.first[group]
+                    last[value] = number
+        for name in self.program.captured.sends:
+            self._sends(name, made)
+        self.again = {
+            group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
+        }
+        for value, number in made.items():
+            self._value(value, number, last[value], uses[value])
+        for name, journey in self.journeys.items():
+            if journey.tensor.kind == "parameter":
+                self._cast(journey, uses)
+            elif journey.tensor.kind != "op":
+                times = self.plan.microbatches if journey.tensor.kind == "input" else 1
+                self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end, "fixed")
+
+    def _sends(self, name: str, made: Container[Value]) -> None:
+        """What a stage sends is held, and where it is no contiguous tensor a copy that is."""
+        journey = self.journeys[name]
+        for layout in (layout for position, _, layout in journey.wanted if position == SINK):
+            if (root := self.root(name, layout)) in made:
+                self.held.add(root)
+            is_view = journey.tensor.kind == "op" and not journey.is_copied(layout)
+            if is_view and not self.program.captured.nodes[name].meta["val"].is_contiguous():
+                nbytes = self.ends[name, layout] = self._nbytes((name, layout))
+                self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1)
+            elif root in made:
+                self.ends[root] = self._nbytes(root)
+
+    def _cast(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
+        """Of a parameter: the rank's part as it is computed on, which what is gathered again is made of too."""
+        name = journey.tensor.name
+        last = self.end - 1 if self.several else len(self.calls) - 1
+        for layout in () if self.several else (journey.source, *journey.made):
+            path = journey.path(layout)
+            again = regathered(path) if self.plan.lifetimes.get(name) == "use" else []
+            if len(again) == sum(bool(step.forward) for step in path):
+                last = max({last} | uses.get((name, layout), set()))
+        nbytes = self.pricer.cast_nbytes(journey.tensor, journey.source)
+        self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
+
+    def root(self, name: str, layout: Layout) -> Value:
+        return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
+
+    def _nbytes(self, value: Value) -> int:
+        return self.pricer.local_nbytes(self.journeys[value[0]].tensor, value[1])
+
+    def _value(self, value: Value, made: int, last: int, uses: set[int]) -> None:
+        journey = self.journeys[value[0]]
+        if journey.tensor.kind != "op" and not journey.is_copied(value[1]):
+            return
+        kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
+        nbytes = self._nbytes(value)
+        if self._is_once_a_step(value[0]):
+            self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
+        elif value in self.held:
+            self._add("activations", value[0], nbytes, made, self.end - 1)
+            if value in self.replays.first:
+                self._add(kind, value[0], nbytes, self.replay[made], max(uses))
+        elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
+            self._add(kind, value[0], nbytes, made, last)
+            if uses and value in self.fused:
+                self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
+            for moment in () if value in self.fused else uses:
+                self._add(kind, value[0], nbytes, moment, moment)
+        elif not uses:
+            self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
+        elif value in self.replays.first:
+            self._add("working", value[0], nbytes, made, last)
+            self._add(kind, value[0], nbytes, self.replay[made], max(uses))
+        else:
+            self._add(kind, value[0], nbytes, made, max(uses))
+
+    def _parameters(self) -> None:
+        """Storage and state, and gradients as far as they are there from the beginning."""
+        end = self.end
+        for journey in self.journeys.values():
+            tensor = journey.tensor
+            if tensor.kind != "parameter":
+                continue
+            stored = self.pricer.stored_nbytes(tensor, journey.source)
+            self._add("parameters", tensor.name, stored, 0, end, "fixed")
+            readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
+            if not (tensor.requires_grad and readers):
+                continue
+            self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end, "fixed")
+            if self._is_once_a_step(tensor.name):
+                for layout in readers:
+                    nbytes = self.pricer.stored_nbytes(tensor, layout)
+                    self._add("gradients", tensor.name, nbytes, 0, end - 1, "fixed")
+                self._add("gradients", tensor.name, stored, end, end, "fixed")
+            elif self.several:
+                self._add("gradients", tensor.name, stored, 0, end, "fixed")
+
+    def gradients(self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True) -> Gradients:
+        """The backward pass, or the part of it for `wanted` values, which may begin at further calls."""
+        ends = self.program.captured.ends
+        first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
+        begin = frozenset({*first, *begins})
+        buckets = {
+            i: self.first[group] for i, call in enumerate(self.calls) if (group := self._group(call)) is not None
+        }
+        return Gradients(self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted, buckets)
+
+    def _gradients(self) -> None:
+        """Backward, call by call."""
+        found = self.gradients()
+        for holding in self.holdings_of(found):
+            self._hold(holding)
+        for (name, layout), gradient in found.held.items():
+            tensor = self.journeys[name].tensor
+            if tensor.kind == "parameter" and not self.several:
+                is_cast = tensor.stored_size != tensor.element_size
+                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
+                if is_cast:  # autograd casts back what it cast first when all else is done
+                    self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
+
+    def holdings_of(self, found: Gradients) -> Iterator[Holding]:
+        """What of a backward pass is live for a while, or is added to what there is."""
+        for released in found.released:
+            yield Holding("working", *released, "gradient")
+        for (name, _), gradient in found.held.items():
+            if self.journeys[name].tensor.kind != "parameter":
+                yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
+            elif self.several:
+                yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, "leaf")
+
+    def _is_once_a_step(self, name: str) -> bool:
+        """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
+        return self.several and self.plan.lifetimes.get(name) in ONCE_A_STEP
+
+    def _beside(self, number: int, call: Call) -> None:
+        """Temporary bytes of one call, and what autograd keeps inside it."""
+        forward, backward = number, self.backward[number]
+        if (group := self._group(call)) is not None:
+            if number == self.first[group]:
+                self._rows(group, forward, backward)
+            return
+        if call.step is not None:
+            source, target = (self._nbytes(v) for v in (call.operands[0], call.results[0]) if v is not None)
+            step = call.step
+            self._add("working", call.operands[0][0], buffers(step.forward, step, source, target), forward, forward)
+            if any(call.gradients):
+                self._add(
+                    "working", call.operands[0][0], buffers(step.backward, step, target, source), backward, backward
+                )
+            return
+        op = call.op
+        assert op is not None
+        price = self.pricer.op(op, self.plan.choices[op.name])
+        unread = zip(op.result_shapes, op.result_sizes, price.results, call.results, strict=True)
+        nobodys = sum(self.pricer.nbytes(s, size, layout) for s, size, layout, value in unread if value is None)
+        if op.rule.alias is None:
+            self._add("working", op.name, price.spare_forward + nobodys, forward, forward)
+        if any(call.gradients):
+            self._add("working", op.name, price.spare_backward, backward, backward)
+        if price.kept:
+            self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
+
+    def _rows(self, group: Fused, forward: int, backward: int) -> None:
+        """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
+        name, layout = group.values[0]
+        step = self.journeys[name].made[layout]
+        if step.forward != "all_gather":
+            return
+        rows = sum(self._nbytes(value) for value in group.values)
+        row = sum(self._nbytes((n, self.journeys[n].made[v].source)) for n, v in group.values)
+        self._add("working", name, rows + row, forward, forward)
+        if (again := self.again.get(group, forward)) != forward:
+            # gathered again before the backward that reads it makes its gradients: they never meet the buffers
+            made = sum(h.nbytes for h in self.holdings if h.first == again and h.role in ("gradient", "leaf"))
+            self._add("working", name, max(rows + row - made, 0.0), again, again)
+        if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
+            self._add("working", name, rows, backward, backward)
+
+
+def regathered(path: list[Step]) -> list[Step]:
+    """The gathers that backward repeats to remake the end of `path`: those after the last other computed step."""
+    out: list[Step] = []
+    for step in reversed(path):
+        if step.forward == "all_gather":
+            out.append(step)
+        elif step.forward:
+            break
+    return out
+
+
+def buffers(kind: str, step: Step, source: int, target: int) -> int:
+    """Bytes that a collective allocates beside operand and result: chunks put in order along a dim but the first."""
+    sides = [p.dim for p in (step.before, step.after) if isinstance(p, Shard)]
+    if kind == "all_to_all":
+        return 2 * source
+    if kind == "all_gather":
+        return target if sides[0] else 0
+    if kind == "reduce_scatter":
+        return source if sides[0] else 0
+    return 0

@@ -1,0 +1,73 @@
+"""How often is each op and each tensor of a pipeline's stages paid for, on some ranks or on some way through a step?
+
+An op counts as often as its stage does. A tensor is brought to its readers in every stage that reads it, each paying
+for itself: where a stage reads it in all the ways in which it is read at all, at least what its one group would cost.
+So it counts as often as those stages together, or, where there is none, as the stage that counts least.
+
+Forward and backward may count differently. What is decided alike costs alike: F f + B b, with F and B the counts of all
+instances, is at least min(F, B) (f + b).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.costs.folding import Folding
+from autopar.search.costs.journeys import SINK
+from autopar.search.costs.program import Program
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paid:
+    """`stage_of[position]` of each op; `forward[stage]`, `backward[stage]`: how often a passage there counts; `once`,
+    how often what is paid once a step does."""
+
+    stage_of: NDArray[np.int64]
+    forward: Floats
+    backward: Floats
+    once: Floats
+
+    def of_ops(self, instances: Sequence[Sequence[int]]) -> float:
+        """Of a cluster, by positions of the ops of every instance."""
+        sides = (self.forward, self.backward)
+        return min(float(sum(side[self.stage_of[list(positions)]].min() for positions in instances)) for side in sides)
+
+    def of_tensors(self, names: Sequence[str], program: Program, folding: Folding) -> tuple[float, float]:
+        """Of a kind: passages, no fewer than what is paid once, and what is paid once."""
+        sides, once = np.zeros(2), 0.0
+        for name in names:
+            found = whole_readers(program, folding, self.stage_of, name)
+            reading = reading_stages(program, self.stage_of, name)
+            for number, side in enumerate((self.forward, self.backward)):
+                sides[number] += side[reading].min() if found is None else side[found].sum()
+            once += float(self.once[reading].sum())
+        passing = float(sides.min())
+        return passing, min(once, passing)
+
+
+def stages_of(begins: Sequence[int], num_ops: int) -> NDArray[np.int64]:
+    """The stage of each op, by the positions of the ops with which stages after the first begin."""
+    return np.searchsorted(np.asarray(begins), np.arange(num_ops), side="right")
+
+
+def reading_stages(program: Program, stage_of: NDArray[np.int64], name: str) -> list[int]:
+    """The stages with an op that reads the tensor."""
+    return sorted({int(stage_of[p]) for p, _ in program.readers[name]})
+
+
+def whole_readers(program: Program, folding: Folding, stage_of: NDArray[np.int64], name: str) -> list[int] | None:
+    """Stages in which the tensor is read in every way in which it is read at all; None if there is none such."""
+    ways: dict[int, set[int]] = {}
+    for position, _ in program.readers[name]:
+        ways.setdefault(int(stage_of[position]), set()).add(folding.class_of[position])
+    producer = program.tensors[name].producer
+    if name == program.loss or name in program.mutated:
+        ways.setdefault(int(stage_of[producer]) if producer is not None else 0, set()).add(SINK)
+    if not ways:
+        return []
+    every: set[int] = set().union(*ways.values())
+    return [stage for stage, seen in ways.items() if seen == every] or None

@@ -1,0 +1,229 @@
+"""What does one choice of one op cost, and one redistribution step? Cached prices for evaluation and search alike.
+
+Compute is `cost_models.compute` on local shapes, the formulas of `autopar simulate`; views cost nothing. Forward moves
+the bytes of its local operands and results, backward reads what autograd kept and the results' gradients, and writes
+the operands'. Collectives are α–β on the links of their axes, slower by what a training step's contention takes of them
+where that is fitted, apart for parameters and for activations. Nothing overlaps yet: the runtime waits for every
+collective where it stands, so a step is a plain sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import Form, cheapest, least
+from autopar.cost_models.compute import Rates, rates_of
+from autopar.cost_models.links import axis_links
+from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
+from autopar.mesh import Mesh
+from autopar.placement import Layout, local_shape
+from autopar.plan import TrainConfig
+from autopar.redistribution import Message, Step, messages
+from autopar.rules.rule import Local, is_splittable, layouts, localized
+from autopar.rules.spare import handed_on, spare
+from autopar.search.costs.program import Op, Tensor
+
+Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
+"""(collective, seconds, mesh axes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpPrice:
+    """One op under one choice an axis. Bytes of one rank: `working` beside operands and results that are saved or are
+    parameters, `spare` (`rules.spare`) among it, `kept` what autograd keeps beside saved operands and results."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    forward: float
+    backward: float
+    forward_sent: Timed
+    backward_sent: Timed
+    seconds: float
+    working_forward: int
+    working_backward: int
+    spare_forward: int
+    spare_backward: int
+    kept: int
+
+
+@dataclass(kw_only=True)
+class Pricer:
+    """Prices of one program on one mesh of one cluster: signatures of another program mean other ops."""
+
+    mesh: Mesh
+    cluster: Cluster
+    config: TrainConfig
+    _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
+    _steps: dict[tuple[Step, tuple[int, ...], int, bool], tuple[Timed, Timed]] = field(default_factory=dict)
+    _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
+    _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
+    _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
+
+    def for_another(self) -> "Pricer":
+        """The same mesh for another program; what links take is known already."""
+        return Pricer(
+            mesh=self.mesh,
+            cluster=self.cluster,
+            config=self.config,
+            _steps=self._steps,
+            _forms=self._forms,
+            _sent=self._sent,
+            _bytes=self._bytes,
+        )
+
+    @cached_property
+    def rates(self) -> Rates:
+        return rates_of(self.cluster.device)
+
+    def message(self, kind: str, axes: tuple[int, ...], nbytes: int, parameter: bool) -> tuple[float, str]:
+        """Seconds of a collective along mesh axes, and the algorithm that takes them. `parameter`: of what is sent."""
+        key = (kind, axes, nbytes, parameter)
+        found = self._sent.get(key)
+        if found is None:
+            forms = self._forms.get((kind, axes))
+            if forms is None:
+                forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
+                self._forms[kind, axes] = forms
+            found = self._sent[key] = least(forms, nbytes, self.rates.link(parameter))
+        return found
+
+    def slowest_level(self, axes: tuple[int, ...]) -> str:
+        """The name of the slowest link level that a group along mesh axes crosses; "" of one rank."""
+        crossings = axis_links(self.cluster, self.mesh.shape, axes).crossings
+        return crossings[0].level.name if crossings else ""
+
+    def timed(self, sent: tuple[Message, ...], parameter: bool = False) -> Timed:
+        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter)[0], m.axes) for m in sent)
+
+    def step(self, step: Step, shape: tuple[int, ...], element_size: int, parameter: bool) -> tuple[Timed, Timed]:
+        """Collectives of the forward and of the backward pass of one redistribution step."""
+        key = (step, shape, element_size, parameter)
+        if key not in self._steps:
+            forward, backward = messages(step, shape, element_size, self.mesh)
+            self._steps[key] = self.timed(forward, parameter), self.timed(backward, parameter)
+        return self._steps[key]
+
+    def nbytes(self, shape: tuple[int, ...], element_size: int, layout: Layout) -> int:
+        key = (shape, element_size, layout)
+        if key not in self._bytes:
+            total = element_size
+            for size in local_shape(shape, layout, self.mesh):
+                total *= size
+            self._bytes[key] = total
+        return self._bytes[key]
+
+    def local_nbytes(self, tensor: Tensor, layout: Layout) -> int:
+        return self.nbytes(tensor.shape, tensor.element_size, layout)
+
+    def stored_nbytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Bytes of a parameter as it is stored, and of its gradient."""
+        return self.nbytes(tensor.shape, tensor.stored_size, layout)
+
+    def cast_nbytes(self, tensor: Tensor, layout: Layout) -> int:
+        """Bytes of the rank's part in the dtype that is computed on, 0 where that is what is stored."""
+        return self.local_nbytes(tensor, layout) if tensor.stored_size != tensor.element_size else 0
+
+    def is_allowed(self, op: Op, names: tuple[str, ...]) -> bool:
+        return is_splittable(op.rule, tuple(op.choices[n] for n in names), self.mesh)
+
+    def op(self, op: Op, names: tuple[str, ...]) -> OpPrice:
+        """The price of `op` under the choices called `names`, one a mesh axis."""
+        key = (op.signature, names)
+        price = self._ops.get(key)
+        if price is None:
+            price = self._ops[key] = self._price(op, names)
+        return price
+
+    def _price(self, op: Op, names: tuple[str, ...]) -> OpPrice:
+        rule, mesh = op.rule, self.mesh
+        chosen = tuple(op.choices[n] for n in names)
+        wanted, given = layouts(chosen, op.operand_grads, op.result_grads)
+        sizes = [self.nbytes(*t) for t in zip(op.operand_shapes, op.operand_sizes, wanted, strict=True)]
+        results = [self.nbytes(*t) for t in zip(op.result_shapes, op.result_sizes, given, strict=True)]
+        local = localized(op.node, chosen, mesh, wanted, given, op.operand_shapes, op.result_shapes)
+        parts = local.parts()
+        forward = backward = 0.0
+        forward_sent: Timed = ()
+        backward_sent: Timed = ()
+        if rule.alias is None:
+            forward, backward = _compute_seconds(op, sizes, results, parts, self.rates, local)
+        if rule.messages is not None:
+            sent = rule.messages(local)
+            forward_sent = self.timed(sent[0])
+            backward_sent = self.timed(sent[1]) if op.has_backward else ()
+        saves, saves_results = (rule.saves, rule.saves_results) if op.has_backward else ((), ())
+        unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
+        unsaved += [n for i, n in enumerate(results) if i not in saves_results]
+        handed = handed_on(op.node, rule)
+        gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in handed]
+        gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
+        ahead, back = (round(part * max([*sizes, *results], default=0)) for part in spare(op.node, rule))
+        is_view = rule.alias is not None
+        return OpPrice(
+            operands=wanted,
+            results=given,
+            forward=forward,
+            backward=backward,
+            forward_sent=forward_sent,
+            backward_sent=backward_sent,
+            seconds=forward + backward + total(forward_sent) + total(backward_sent),
+            working_forward=0 if is_view else sum(unsaved) + ahead,
+            working_backward=0 if is_view or not op.has_backward else sum(gradients) + back,
+            spare_forward=ahead,
+            spare_backward=back if op.has_backward else 0,
+            kept=-(-rule.saves_nbytes // parts) if op.has_backward else 0,
+        )
+
+    def optimizer_seconds(self, tensor: Tensor, storage: Layout) -> float:
+        """One optimizer step over the rank's shard, padding and casts included."""
+        return self.update_seconds(tensor, self.local_nbytes(tensor, storage) / tensor.element_size)
+
+    def update_seconds(self, tensor: Tensor, elements: float) -> float:
+        """One optimizer step over so many elements of a parameter."""
+        sizes = tensor.stored_size, tensor.element_size
+        return optimizer_step_seconds(self.config.optimizer, elements, sizes[0], self.rates, sizes[1])
+
+    def state_nbytes(self, tensor: Tensor, storage: Layout) -> int:
+        """Optimizer state of the rank's shard."""
+        elements = self.local_nbytes(tensor, storage) // tensor.element_size
+        return elements * optimizer_state_nbytes(self.config.optimizer, tensor.stored_size)
+
+
+def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:
+    """Bytes that forward and backward move: `kept` are those that autograd keeps beside operands and results."""
+    rule, written = op.rule, sum(results)
+    read = sum(min(n, written) if i in rule.looked_up else n for i, n in enumerate(sizes))
+    saved = sum(sizes[i] for i in rule.saves) + sum(results[i] for i in rule.saves_results)
+    given = [n for n, g in zip((*sizes, *results), op.operand_grads + op.result_grads, strict=True) if g]
+    return rule.reads * read + written + (kept if op.has_backward else 0.0), saved + kept + sum(given)
+
+
+def _compute_seconds(
+    op: Op, sizes: list[int], results: list[int], parts: int, rates: Rates, local: Local
+) -> tuple[float, float]:
+    """Forward and backward of one rank."""
+    rule, backward = op.rule, 0.0
+    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)
+    backward_flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
+    if rule.product is not None:
+        batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
+        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
+        forward = rates.products([(batch, m, n, k)], nbytes, op.dtype)
+        gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
+        if op.has_backward:
+            asked = [sizes for operand, sizes in gradients.items() if op.operand_grads[operand]]
+            backward = rates.products(asked, nbytes, op.dtype)
+    elif rule.is_attention:
+        forward = rates.attention(rule.flops / parts, moved[0], op.dtype)
+        if op.has_backward:
+            backward = rates.attention(backward_flops, moved[1], op.dtype, backward=True)
+    else:
+        forward = rates.other(rule.flops / parts, moved[0], op.dtype)
+        if op.has_backward:
+            backward = rates.other(backward_flops, moved[1], op.dtype)
+    return forward, backward
+
+
+def total(timed: Timed) -> float:
+    return sum(seconds for _, seconds, _ in timed)

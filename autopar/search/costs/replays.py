@@ -1,0 +1,112 @@
+"""What does backward wait for, and from which moment? Kept or replayed values, and the ops and steps run again.
+
+A *value* is a tensor in a layout that has storage of its own: views, and steps that compute nothing, lead back to it.
+Some op's backward needs it because the op saves it; a replay needs what it reads. A value is kept from forward to its
+last use, unless the plan recomputes its op (`Plan.recompute`) or redistributes it again (`Plan.remade`): then it lives
+from the first backward that waits for it, directly or through other replays, when it is replayed, to its last use.
+Positions stand for the backward of the op there; a replay of demand d runs at the beginning of the backward of op d.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autopar.placement import Layout
+from autopar.plan import Plan
+from autopar.redistribution import Step
+from autopar.search.costs.journeys import Journey
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+
+Value = tuple[str, Layout]
+"""A tensor in a layout."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Replays:
+    """uses[value]: positions at whose backward it is read, by the op that saves it or by replays (`savers` alone of
+    the former). first[value]: where a replayed value is made. ops[position], steps[value]: where they run again."""
+
+    uses: dict[Value, list[int]] = field(default_factory=lambda: defaultdict(list))
+    savers: dict[Value, list[int]] = field(default_factory=lambda: defaultdict(list))
+    first: dict[Value, int] = field(default_factory=dict)
+    ops: dict[int, int] = field(default_factory=dict)
+    steps: dict[Value, tuple[Step, int]] = field(default_factory=dict)
+
+
+def root_of(
+    program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey], name: str, layout: Layout
+) -> Value:
+    """The value whose storage a tensor in a layout is."""
+    while True:
+        journey = journeys[name]
+        is_made = journey.tensor.kind != "parameter"
+        while is_made and layout != journey.source and not journey.made[layout].forward:
+            layout = journey.made[layout].source
+        view = program.aliases.get(name)
+        if view is None or layout != journey.source:
+            return name, layout
+        op = program.ops[view[0]]
+        name, layout = op.operands[view[1]], pricer.op(op, plan.choices[op.name]).operands[view[1]]
+
+
+def find_replays(plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> Replays:
+    """What the backward pass of a plan waits for."""
+    return _Search(plan, program, pricer, journeys).run()
+
+
+class _Search:
+    def __init__(self, plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> None:
+        self.plan, self.program, self.pricer, self.journeys = plan, program, pricer, journeys
+        self.found = Replays()
+        self.demand: dict[Value, int] = {}
+
+    def run(self) -> Replays:
+        found = self.found
+        for op in self.program.ops:
+            if op.has_backward:
+                price = self.pricer.op(op, self.plan.choices[op.name])
+                kept = [(op.operands[i], price.operands[i]) for i in op.rule.saves]
+                kept += [(r, price.results[i]) for i in op.rule.saves_results if (r := op.results[i]) is not None]
+                for saved, layout in kept:
+                    value = self.value(saved, layout)
+                    found.savers[value].append(op.position)
+                    self._wait(value, op.position)
+        for op in reversed(self.program.ops):
+            for name in op.results:
+                if name is not None:
+                    self._copies(name)
+            self._replay(op.position)
+        return found
+
+    def value(self, name: str, layout: Layout) -> Value:
+        return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
+
+    def _wait(self, value: Value, position: int) -> None:
+        self.found.uses[value].append(position)
+        self.demand[value] = max(position, self.demand.get(value, -1))
+
+    def _copies(self, name: str) -> None:
+        journey = self.journeys[name]
+        again = self.plan.remade.get(name, ()) if journey.tensor.requires_grad else ()
+        for layout, step in reversed(journey.made.items()):
+            position = self.demand.get((name, layout))
+            if position is not None and layout in again and step.forward:
+                self.found.first[name, layout] = position
+                self.found.steps[name, layout] = (step, position)
+                self._wait(self.value(name, step.source), position)
+
+    def _replay(self, number: int) -> None:
+        op = self.program.ops[number]
+        if op.name not in self.plan.recompute or op.rule.alias is not None or not any(op.result_grads):
+            return
+        price = self.pricer.op(op, self.plan.choices[op.name])
+        made = [(n, price.results[i]) for i, n in enumerate(op.results) if n is not None]
+        waited = [self.demand[v] for v in made if v in self.demand]
+        if op.has_backward and (op.rule.saves_results or op.rule.saves_nbytes):
+            waited.append(number)
+        if not waited:
+            return
+        position = self.found.ops[number] = max(waited)
+        self.found.first.update((v, position) for v in made if v in self.demand)
+        for name, layout in zip(op.operands, price.operands, strict=True):
+            self._wait(self.value(name, layout), position)

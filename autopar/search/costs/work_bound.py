@@ -1,0 +1,51 @@
+"""What does a step cost at least, whatever the plan? All work split evenly over all ranks, and nothing sent.
+
+    sum over micro-batches and ops of max(flops / n / rate, bytes / n / bandwidth), forward and backward
+    + sum over parameters of the optimizer's step over 1/n of the elements
+
+with n ranks (1 for ops without a rule, which run whole). A choice splits an op into at most n parts, and a rank's part
+of a tensor has at least 1/n of its elements. A weak bound, but one that costs nothing.
+"""
+
+import math
+
+from autopar.search.costs.pricing import Pricer, moved_nbytes
+from autopar.search.costs.program import Op, Program
+
+
+def work_bound(program: Program, pricer: Pricer) -> float:
+    """Seconds that no plan of `program` on the pricer's mesh stays below, in its cost model."""
+    return sum(work_seconds(program, pricer))
+
+
+def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
+    """Seconds of all micro-batches, and of the optimizer."""
+    cache: dict[int, float] = {}
+    passing = update = 0.0
+    for op in program.ops:
+        if op.signature not in cache:
+            cache[op.signature] = _op_seconds(op, pricer)
+        passing += cache[op.signature] * program.microbatches
+    for tensor in program.tensors.values():
+        if tensor.kind == "parameter" and tensor.requires_grad:
+            update += pricer.update_seconds(tensor, math.prod(tensor.shape) / pricer.mesh.size)
+    return passing, update
+
+
+def _op_seconds(op: Op, pricer: Pricer) -> float:
+    rule, rates = op.rule, pricer.rates
+    if rule.alias is not None:
+        return 0.0
+    parts = pricer.mesh.size if rule.known else 1
+    shapes, sizes = (*op.operand_shapes, *op.result_shapes), (*op.operand_sizes, *op.result_sizes)
+    nbytes = [math.prod(shape) * size / parts for shape, size in zip(shapes, sizes, strict=True)]
+    split = len(op.operand_shapes)
+    moved = moved_nbytes(op, nbytes[:split], nbytes[split:], rule.saves_nbytes / parts)
+    flops = rule.flops, 2 * rule.flops if rule.backward_flops is None else rule.backward_flops
+    is_product = rule.product is not None
+    if rule.product is not None:  # a bias is not counted, and each gradient's product moves what forward's does
+        factors = [nbytes[rule.product.left], nbytes[rule.product.right], *nbytes[split:]]
+        both = op.operand_grads[rule.product.left] + op.operand_grads[rule.product.right]
+        moved = sum(factors), both * sum(factors)
+    passes = zip(flops, moved, strict=True) if op.has_backward else [(flops[0], moved[0])]
+    return sum(rates.least(f / parts, n, op.dtype, products=is_product, attention=rule.is_attention) for f, n in passes)

@@ -1,0 +1,70 @@
+"""What does a choice of options really cost? The cheapest arcs for it, exactly, and whether it fits the memory.
+
+The mixed program leaves more in its solutions than they need: free cycles of arcs, and, where its arcs are continuous,
+halves of two trees. Every solution that leaves the solver is completed here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.search.exact.steiner import Metric, arborescence, cheapest_arcs
+from autopar.search.graph.strategy_graph import Group, Ints, StrategyGraph, evaluate, usage
+
+MAX_TERMINALS = 8
+"""Beyond so many different wanted vertices the union of shortest paths is taken instead of the exact tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completed:
+    """A choice with arcs, its exact seconds, and whether it stays within the limit at every moment."""
+
+    choice: Ints
+    arcs: tuple[Ints, ...]
+    seconds: float
+    fits: bool
+
+
+def complete(
+    graph: StrategyGraph, metrics: Sequence[Metric], choice: Ints, proposed: Sequence[Ints] | None = None
+) -> Completed | None:
+    """The choice with the cheapest arcs; where these do not fit, with the `proposed` ones where arcs take memory.
+
+    None when the choice is not compatible.
+    """
+    ends = [terminals(group, choice) for group in graph.groups]
+    if not all(
+        np.isfinite(m.distance[root, sorted(wanted)]).all() for m, (root, wanted) in zip(metrics, ends, strict=True)
+    ):
+        return None
+    arcs = [tree(m, root, wanted) for m, (root, wanted) in zip(metrics, ends, strict=True)]
+    fits = within(graph, choice, arcs)
+    if not fits and proposed is not None and graph.memory is not None:
+        for i in {term.group for term in graph.memory.arcs}:
+            try:
+                arcs[i] = arborescence(graph.groups[i], proposed[i], *ends[i])
+            except ValueError:
+                return None
+        fits = within(graph, choice, arcs)
+    seconds = evaluate(graph, choice, tuple(arcs))
+    return Completed(choice=choice, arcs=tuple(arcs), seconds=seconds, fits=fits) if np.isfinite(seconds) else None
+
+
+def terminals(group: Group, choice: Ints) -> tuple[int, set[int]]:
+    """The vertex that is given and those that are wanted under a choice."""
+    wanted = {int(c.wants[choice[c.node]]) for c in group.consumers} - {-1}
+    return int(group.gives[choice[group.producer]]), wanted
+
+
+def tree(metric: Metric, root: int, wanted: set[int]) -> Ints:
+    """The cheapest arcs, exact up to `MAX_TERMINALS` different wanted vertices."""
+    if len(wanted - {root}) <= MAX_TERMINALS:
+        return cheapest_arcs(metric, root, wanted)
+    union = sorted({arc for vertex in wanted for arc in metric.path(root, vertex)})
+    return arborescence(metric.group, np.array(union, np.int64), root, wanted)
+
+
+def within(graph: StrategyGraph, choice: Ints, arcs: Sequence[Ints]) -> bool:
+    """Whether memory stays within the limit at every moment."""
+    return graph.memory is None or bool((usage(graph, choice, tuple(arcs)) <= graph.memory.limit).all())

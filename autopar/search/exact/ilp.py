@@ -1,0 +1,391 @@
+"""Which solution of a strategy graph is cheapest, and how far can any other be below it? HiGHS on the mixed program.
+
+1. Without the memory limit first: a smaller program, and where its optimum fits it is the optimum.
+2. The linear relaxation; it is nearly integral, so that rounding gives an incumbent of cost U and, with z its optimum,
+   any solution that uses an option or arc of reduced cost d costs at least z + d. What cannot beat U by the gap goes.
+3. The mixed program on the rest. Its solution is completed with exact arcs; where continuous arcs made it look cheaper
+   than it is, the arcs of those groups become binary and it is solved again.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.search.exact.completion import Completed, complete, within
+from autopar.search.exact.formulation import Formulation, formulate
+from autopar.search.exact.highs_log import Progress, progress_of
+from autopar.search.exact.least_peak import least_peak
+from autopar.search.exact.memory_prices import ascend, plane, remembered
+from autopar.search.exact.priced_memory import priced
+from autopar.search.exact.reduction import reduce
+from autopar.search.exact.relaxation import floor, incompatible
+from autopar.search.exact.steiner import Metric, metric
+from autopar.search.graph.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
+
+GIGA = 1e9
+TOLERANCE = 1e-7
+"""The relative gap below which HiGHS's own tolerances forbid to look."""
+FIRST_SLACK = 0.01
+"""How much reduced cost, as a part of the relaxation's optimum, the first program admits."""
+ROUNDS = 30
+"""How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
+
+
+def solve(
+    graph: StrategyGraph,
+    *,
+    relative_gap: float = 1e-3,
+    seconds: float | None = None,
+    hint: ArrayLike | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    cutoff: float = np.inf,
+    binds: bool = False,
+    say_least: bool = True,
+    prices: dict[int, float] | None = None,
+) -> Solution:
+    """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
+
+    `cutoff`: a solution of so many seconds or more is of no use; once it is proved that there is no other, stop.
+    `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
+    `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
+    from which prices of memory start; replaced by those found.
+
+    `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
+    the incumbent and the bound as they improve.
+
+    Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`),
+    SearchTimeoutError when `seconds` end before anything is found, and CutoffError where the cutoff is reached.
+    """
+    started = time.monotonic()
+    deadline = None if seconds is None else started + seconds
+    run = _Run(
+        relative_gap=relative_gap,
+        started=started,
+        deadline=deadline,
+        report=on_progress,
+        cutoff=cutoff,
+        prices={} if prices is None else prices,
+    )
+    hints = [] if hint is None else [np.asarray(hint, np.int64)]
+    lower = -np.inf
+    if graph.memory is not None and not binds:
+        free = run.optimise(replace(graph, memory=None), hints, phase="without limit")
+        if free.infeasible:
+            raise incompatible()
+        lower = free.bound
+        if free.best is not None:
+            hints.append(free.best.choice)
+            if within(graph, free.best.choice, free.best.arcs):
+                return run.solution(graph, free)
+    found = run.optimise(graph, hints, phase="within limit" if graph.memory is not None else "program")
+    found = replace(found, bound=max(found.bound, lower))
+    if found.best is not None:
+        return run.solution(graph, found)
+    if found.infeasible:
+        raise incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
+    raise SearchTimeoutError(
+        f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint"
+    )
+
+
+class CutoffError(Exception):
+    """No solution is below the cutoff; `bound` seconds are proved."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"every solution takes {bound:.6g} s or more")
+        self.bound = bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Outcome:
+    """`best` lives in the graph that was given to `optimise`; `infeasible` where it is proved that nothing fits."""
+
+    best: Completed | None
+    bound: float
+    infeasible: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """What all programs of one call share: tolerances, the clock, and the seconds that each phase took."""
+
+    relative_gap: float
+    started: float
+    deadline: float | None
+    report: Callable[[Progress], None] | None
+    cutoff: float = np.inf
+    prices: dict[int, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def over(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def proved(self, best: Completed | None, bound: float) -> bool:
+        return best is not None and best.seconds - bound <= max(self.relative_gap, TOLERANCE) * abs(best.seconds)
+
+    def solution(self, graph: StrategyGraph, outcome: _Outcome) -> Solution:
+        best = outcome.best
+        assert best is not None
+        seconds = evaluate(graph, best.choice, best.arcs)
+        return Solution(
+            choice=best.choice,
+            arcs=best.arcs,
+            seconds=seconds,
+            bound=min(outcome.bound, seconds),
+            status="optimal" if self.proved(best, outcome.bound) else "time limit",
+            phases=dict(self.phases),
+        )
+
+    def optimise(self, graph: StrategyGraph, hints: Sequence[Ints], *, phase: str) -> _Outcome:
+        """Relaxation, rounding, fixing, program; InfeasibleError when no choice is compatible."""
+        started = time.monotonic()
+        reduced = reduce(graph)
+        small = reduced.graph
+        metrics = [metric(group) for group in small.groups]
+        started = self._passed(phase, "reduction", started)
+        starts = [lowered for hint in hints if (lowered := reduced.lower(hint)) is not None]
+        search = self._free if small.memory is None else self._limited
+        best, bound = search(small, metrics, starts, phase, started)
+        if best is None and bound == np.inf:
+            return _Outcome(best=None, bound=np.inf, infeasible=True)
+        if best is not None:
+            choice, arcs = reduced.lift(best.choice, best.arcs)
+            best = replace(best, choice=choice, arcs=arcs)
+        return _Outcome(best=best, bound=bound)
+
+    def _free(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
+    ) -> tuple[Completed | None, float]:
+        """Without a limit: (best, bound), and bound inf where no choice is compatible."""
+        linear = formulate(graph)
+        answer = linear.model.solve(relaxed=True, seconds=self.left())
+        started = self._passed(phase, "relaxation", started)
+        if answer.infeasible:
+            return None, np.inf
+        if answer.values is not None:
+            starts = [*starts, linear.choice(answer.values)]
+        best: Completed | None = None
+        for start in starts:
+            best = better(best, complete(graph, metrics, start))
+        started = self._passed(phase, "rounding", started)
+        bound = answer.bound / linear.scale if answer.optimal else floor(graph)
+        if bound >= self.cutoff:
+            raise CutoffError(bound)
+        self._stands(phase, best, bound)
+        if not self.proved(best, bound) and not self.over():
+            if answer.reduced_costs is None or not answer.optimal:
+                found, proved = self._program(graph, metrics, phase=phase)
+                best, bound = better(best, found), max(bound, proved)
+            else:
+                extra = linear.least_extra(answer.reduced_costs)
+                best, bound = self._widen(graph, bound, extra, best, phase=phase)
+            self._passed(phase, "program", started)
+        return best, bound
+
+    def _limited(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
+    ) -> tuple[Completed | None, float]:
+        """Within the limit: by prices of memory, then the mixed program of what these do not rule out."""
+        assert graph.memory is not None
+        best: Completed | None = None
+        bound = floor(graph)
+
+        def met(choice: Ints) -> float:
+            nonlocal best
+            best = better(best, complete(graph, metrics, choice))
+            self._stands(phase, best, bound)
+            return np.inf if best is None else best.seconds
+
+        own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={})
+
+        def solved(cheap: StrategyGraph) -> tuple[Ints | None, tuple[Ints, ...], float]:
+            found = own.optimise(cheap, [], phase="priced")
+            return (None, (), found.bound) if found.best is None else (found.best.choice, found.best.arcs, found.bound)
+
+        planes = []
+        for start in starts:
+            met(start)
+            if (whole := complete(replace(graph, memory=None), metrics, start)) is not None:
+                planes.append(plane(graph, whole.choice, whole.arcs))
+        ascent = ascend(
+            graph,
+            solved,
+            met,
+            planes=planes,
+            relative_gap=self.relative_gap,
+            cutoff=self.cutoff,
+            over=self.over,
+            start=remembered(self.prices, graph.memory.moments),
+        )
+        if graph.memory.moments and ascent.prices.any():
+            self.prices.clear()
+            self.prices.update(zip(graph.memory.moments, ascent.prices.tolist(), strict=True))
+        started = self._passed(phase, "prices", started)
+        bound = max(bound, ascent.bound)
+        if bound == np.inf:
+            return None, np.inf
+        if bound >= self.cutoff:
+            raise CutoffError(bound)
+        self._stands(phase, best, bound)
+        if not self.proved(best, bound) and not self.over():
+            linear = formulate(priced(graph, ascent.prices))
+            answer = linear.model.solve(relaxed=True, seconds=self.left())
+            if answer.reduced_costs is None or not answer.optimal:
+                found, proved = self._program(graph, metrics, phase=phase)
+                best, bound = better(best, found), max(bound, proved)
+            else:
+                options, arcs = linear.least_extra(answer.reduced_costs)
+                arcs = [part[: len(group.arc_seconds)] for part, group in zip(arcs, graph.groups, strict=True)]
+                relaxed = answer.bound / linear.scale + float(ascent.prices @ (graph.memory.base - graph.memory.limit))
+                best, proved = self._widen(graph, relaxed, (options, arcs), best, phase=phase)
+                bound = max(bound, proved)
+            self._passed(phase, "program", started)
+        return best, bound
+
+    def _widen(
+        self,
+        graph: StrategyGraph,
+        relaxed: float,
+        extra: tuple[list[Floats], list[Floats]],
+        best: Completed | None,
+        *,
+        phase: str,
+    ) -> tuple[Completed | None, float]:
+        """Programs of options and arcs with at most `slack` of reduced cost; what they leave out costs more than
+        relaxed + slack. Wider until that proves the best found; (best, bound), and bound inf where nothing fits."""
+        bound = relaxed
+        slack = FIRST_SLACK * max(abs(relaxed), 1e-12)
+        while True:
+            if best is not None:
+                slack = min(slack, best.seconds - relaxed)
+            masks = [[part <= slack for part in parts] for parts in extra]
+            whole = all(mask.all() for parts in masks for mask in parts)
+            try:
+                rest = reduce(graph, options=masks[0], arcs=masks[1])
+            except InfeasibleError:
+                proved = np.inf
+            else:
+                metrics = [metric(group) for group in rest.graph.groups]
+                found, proved = self._program(rest.graph, metrics, phase=phase)
+                if found is not None:
+                    choice, arcs = rest.lift(found.choice, found.arcs)
+                    best = better(best, replace(found, choice=choice, arcs=arcs))
+            bound = max(bound, proved if whole else min(proved, relaxed + slack))
+            if best is not None and relaxed + slack >= best.seconds:
+                bound = max(bound, min(proved, best.seconds))
+            self._stands(phase, best, bound)
+            if whole or self.proved(best, bound) or self.over():
+                return best, bound
+            if best is None:
+                slack *= 4
+            elif slack < best.seconds - relaxed:
+                slack = best.seconds - relaxed
+            else:
+                return best, bound
+
+    def _program(
+        self, graph: StrategyGraph, metrics: Sequence[Metric], *, phase: str
+    ) -> tuple[Completed | None, float]:
+        """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits."""
+        best: Completed | None = None
+        bound = floor(graph)
+        integral: set[int] = set()
+        limit_at_first = None if graph.memory is None else graph.memory.limit
+        tried = graph
+        for _ in range(ROUNDS):
+            program = formulate(tried, integral_groups=integral)
+
+            def on_message(
+                lines: Sequence[str],
+                scale: float = program.scale,
+                before: float = time.monotonic() - self.started,
+            ) -> None:
+                if self.report is not None and (progress := progress_of(lines, phase, scale)) is not None:
+                    self.report(replace(progress, elapsed=before + progress.elapsed))
+
+            answer = program.model.solve(
+                relative_gap=self.relative_gap / 2,
+                seconds=self.left(),
+                on_message=on_message if self.report is not None else None,
+            )
+            untouched = tried is graph
+            if answer.infeasible:
+                return best, (np.inf if untouched else bound)
+            if untouched:
+                bound = max(bound, answer.bound / program.scale)
+            if answer.values is None:
+                break
+            choice = program.choice(answer.values)
+            proposed = [np.flatnonzero(answer.values[columns] > 0.5) for columns in program.arcs]
+            found = complete(graph, metrics, choice, proposed)
+            best = better(best, found)
+            if self.proved(best, bound) or self.over():
+                break
+            loose = _loose_groups(graph, program, answer.values, found) - integral
+            if loose:
+                integral |= loose
+            elif found is None or not found.fits:
+                assert graph.memory is not None and tried.memory is not None and limit_at_first is not None
+                excess = abs(limit_at_first) * 1e-9
+                if found is not None:
+                    excess = max(excess, float(usage(graph, found.choice, found.arcs).max() - limit_at_first))
+                tried = replace(tried, memory=replace(tried.memory, limit=tried.memory.limit - excess))
+            else:
+                break
+        return best, bound
+
+    def _stands(self, phase: str, best: Completed | None, bound: float) -> None:
+        if self.report is not None:
+            incumbent = np.inf if best is None else best.seconds
+            elapsed = time.monotonic() - self.started
+            self.report(Progress(phase=phase, incumbent=incumbent, bound=min(bound, incumbent), elapsed=elapsed))
+
+    def _passed(self, phase: str, step: str, since: float) -> float:
+        now = time.monotonic()
+        name = f"{phase}: {step}"
+        self.phases[name] = self.phases.get(name, 0.0) + now - since
+        return now
+
+
+def better(best: Completed | None, other: Completed | None) -> Completed | None:
+    """The cheaper of two that fit."""
+    if other is None or not other.fits:
+        return best
+    return other if best is None or other.seconds < best.seconds else best
+
+
+def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, found: Completed | None) -> set[int]:
+    """Groups whose continuous arcs made the solution cheaper, or smaller, than any set of arcs is."""
+    weighted = set() if graph.memory is None else {term.group for term in graph.memory.arcs}
+    misfit = found is None or not found.fits
+    loose = set()
+    for i, columns in enumerate(program.arcs):
+        if not columns.size:
+            continue
+        if i in weighted and misfit:
+            loose.add(i)
+        elif found is not None:
+            paid = float(values[columns] @ graph.groups[i].arc_seconds)
+            exact = float(graph.groups[i].arc_seconds[found.arcs[i]].sum())
+            if exact > paid + 1e-7 * abs(found.seconds):
+                loose.add(i)
+    return loose
+
+
+def _infeasible(graph: StrategyGraph, run: _Run, say_least: bool) -> InfeasibleError:
+    memory = graph.memory
+    assert memory is not None
+    asked = f"no choice fits the memory limit of {memory.limit / GIGA:.6g} GB"
+    if not say_least:
+        return InfeasibleError(asked)
+    least = least_peak(graph, seconds=run.left())
+    if least is None:
+        return InfeasibleError(f"{asked}; the time ended before the least that would do was found; allow more memory")
+    return InfeasibleError(f"{asked}; the least that would do is {least / GIGA:.6g} GB", least_nbytes=least)

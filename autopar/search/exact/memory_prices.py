@@ -1,0 +1,135 @@
+"""What is a byte worth at each moment? The prices under which the priced strategy graph bounds best.
+
+The bound of `priced_memory` is concave in the prices and linear wherever one choice stays the best. Every choice found
+is a plane above it, seconds + u (bytes - limit); the next prices are those at which the planes found so far promise
+most (Kelley 1960; with one price that is a secant). It ends where promise and bound meet. Choices met on the way that
+fit are solutions, and near the end good ones: one a little below the limit, one a little above.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linprog
+
+from autopar.search.exact.priced_memory import original_arcs, priced
+from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
+
+EVALUATIONS = 24
+"""Most prices tried."""
+FIRST_PRICE = 0.5
+"""Of the seconds without a limit: what as many bytes as the limit cost at first."""
+STEEPER = 4.0
+"""How much more all prices may sum to after no choice has fitted yet."""
+TINY = 1e-9
+CLOSE = 0.25
+"""Of the gap asked for: how near bound and promise end the ascent."""
+
+Solver = Callable[[StrategyGraph], tuple[Ints | None, tuple[Ints, ...], float]]
+"""Solves a graph without a limit: choice, arcs, and a bound on the cost; None where nothing was found in time."""
+Plane = tuple[float, Floats]
+"""Seconds of a choice, and at each moment its bytes above the limit, in limits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ascent:
+    """`bound`: proved for every choice within the limit, by `prices`, in seconds a byte. Infinite where none fits."""
+
+    prices: Floats
+    bound: float = -math.inf
+
+
+def ascend(
+    graph: StrategyGraph,
+    solve: Solver,
+    met: Callable[[Ints], float],
+    *,
+    planes: list[Plane],
+    relative_gap: float,
+    cutoff: float,
+    over: Callable[[], bool],
+    start: Floats | None = None,
+) -> Ascent:
+    """The best prices of a graph with a limit.
+
+    met: told every choice found, answers the seconds of the best that fits (inf while none does). planes: of choices
+    known already. start: prices that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the
+    gap.
+    """
+    memory = graph.memory
+    assert memory is not None
+    unit = abs(memory.limit) or 1.0
+    beyond = (memory.base - memory.limit) / unit
+    out = Ascent(prices=np.zeros(len(beyond)))
+    best, most = math.inf, 0.0
+    prices = np.zeros(len(beyond))
+    for number in range(EVALUATIONS):
+        if start is not None and number == 0:
+            prices = start * unit
+        elif planes:
+            most = most or max(FIRST_PRICE * max(abs(planes[0][0]), TINY), STEEPER * float(prices.sum()))
+            promise, prices = _most_promising(planes, most)
+            if number and float(prices.sum()) >= most * (1 - TINY):
+                if not math.isfinite(best) and _never_fits(graph, solve, prices / unit, float(prices @ beyond)):
+                    out.bound = math.inf
+                    return out
+                most *= STEEPER
+                promise, prices = _most_promising(planes, most)
+            if promise - out.bound <= CLOSE * relative_gap * abs(promise):
+                return out
+        choice, arcs, least = solve(priced(graph, prices / unit))
+        if (bound := least + float(prices @ beyond)) > out.bound:
+            out.bound, out.prices = bound, prices / unit
+        if choice is None:
+            return out
+        arcs = original_arcs(graph, arcs)
+        planes.append(plane(graph, choice, arcs))
+        best = min(best, met(choice))
+        if min(best, cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
+            return out
+    return out
+
+
+def remembered(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
+    """Prices of moments, each given to the nearest of these; None where there are none."""
+    if not prices or not moments:
+        return None
+    rows = np.asarray(moments)
+    out = np.zeros(len(rows))
+    for moment, price in prices.items():
+        out[np.abs(rows - moment).argmin()] += price
+    return out
+
+
+def plane(graph: StrategyGraph, choice: Ints, arcs: tuple[Ints, ...]) -> Plane:
+    memory = graph.memory
+    assert memory is not None
+    return evaluate(graph, choice, arcs), (usage(graph, choice, arcs) - memory.limit) / (abs(memory.limit) or 1.0)
+
+
+def _most_promising(planes: list[Plane], most: float) -> tuple[float, Floats]:
+    """The prices, at most `most` in all, at which the lowest plane is highest, and how high."""
+    moments = len(planes[0][1])
+    rows = np.array([[1.0, *-excess] for _, excess in planes])
+    answer = linprog(
+        np.array([-1.0, *np.zeros(moments)]),
+        A_ub=np.vstack([rows, [0.0, *np.ones(moments)]]),
+        b_ub=np.array([*(seconds for seconds, _ in planes), most]),
+        bounds=[(None, None), *[(0.0, None)] * moments],
+        method="highs-ds",
+    )
+    return float(-answer.fun), np.maximum(answer.x[1:], 0.0)
+
+
+def _never_fits(graph: StrategyGraph, solve: Solver, prices: Floats, beyond: float) -> bool:
+    """Whether these prices prove it: even the choice that pays least for bytes alone pays more than the limit costs."""
+    nodes = tuple(replace(node, seconds=_free(node.seconds)) for node in graph.nodes)
+    groups = tuple(replace(group, arc_seconds=_free(group.arc_seconds)) for group in graph.groups)
+    edges = tuple(replace(edge, seconds=_free(edge.seconds)) for edge in graph.edges)
+    *_, least = solve(priced(replace(graph, nodes=nodes, groups=groups, edges=edges), prices))
+    return least + beyond > 1e-6 * abs(beyond)
+
+
+def _free(seconds: Floats) -> Floats:
+    return np.where(np.isfinite(seconds), 0.0, np.inf)

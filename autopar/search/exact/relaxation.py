@@ -1,0 +1,31 @@
+"""What does every solution of a strategy graph take at least, memory aside, for no more than one linear program?"""
+
+from autopar.errors import InfeasibleError
+from autopar.search.exact.formulation import formulate
+from autopar.search.exact.reduction import reduce
+from autopar.search.graph.strategy_graph import StrategyGraph
+
+
+def least_seconds(graph: StrategyGraph) -> float:
+    """What every solution of a graph without a memory limit takes at least: its linear relaxation, and no more.
+
+    Raises InfeasibleError when no choice is compatible.
+    """
+    small = reduce(graph).graph
+    linear = formulate(small)
+    answer = linear.model.solve(relaxed=True)
+    if answer.infeasible:
+        raise incompatible()
+    return max(answer.bound / linear.scale, floor(small)) if answer.optimal else floor(small)
+
+
+def floor(graph: StrategyGraph) -> float:
+    """What every solution costs at least: the cheapest option of every node and the cheapest pair of every edge."""
+    parts = [*(node.seconds for node in graph.nodes), *(edge.seconds for edge in graph.edges)]
+    return sum(float(seconds.min()) for seconds in parts)
+
+
+def incompatible() -> InfeasibleError:
+    return InfeasibleError(
+        "no choice of options is compatible over all edges and redistributions (memory aside); allow more of them"
+    )

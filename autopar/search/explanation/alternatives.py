@@ -1,0 +1,250 @@
+"""Which other plans were near? The best plan without one thing that this plan does, or with one decision forbidden.
+
+Each is solved in the same space less what is forbidden, under the same limit, so its bound is one for all plans of that
+part. A technique is forbidden everywhere; a decision is what one kind of op, or of parameter, was given.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.placement import Layout, Placement, Shard
+from autopar.plan import Plan
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.ledger import describe
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Op, Program, Tensor
+from autopar.search.costs.words import WHOLE, Tags, dim_tags, factor_tags
+from autopar.search.costs.words import describe as words
+from autopar.search.exact.completion import within
+from autopar.search.exact.ilp import solve
+from autopar.search.graph.build import Builder, build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.extract import extract
+from autopar.search.graph.options import Restriction
+from autopar.search.graph.problem import Problem
+from autopar.search.planner import TRIAL_GAP, make_problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What is forbidden, what is done instead ("" where that is many things), and seconds, a lower bound on those of
+    any such plan, and bytes; or `why_not`. plan: the best of these."""
+
+    without: str
+    instead: str = ""
+    seconds: float | None = None
+    bound: float = 0.0
+    nbytes: float = 0.0
+    why_not: str = ""
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the plan."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
+
+
+Question = tuple[str, Callable[[float], Alternative]]
+"""What it is about, and its answer within so many seconds of solving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Where alternatives are looked for: the plan's own mesh, micro-batches and limit."""
+
+    plan: Plan
+    program: Program
+    pricer: Pricer
+    limit: float
+    relative_gap: float
+
+    def techniques(self) -> Iterator[Question]:
+        """The best plan without each thing that the plan does anywhere, or with what it does nowhere."""
+        plan = self.plan
+        gathered = {v for v in plan.lifetimes.values() if v != "always"}
+        if gathered:
+            without = "parameters stored as they are used, none gathered"
+            yield self._restricted(without, Restriction(storage=self._as_used()))
+        if "use" in gathered:
+            without = "none gathered again for backward"
+            yield self._restricted(without, Restriction(lifetimes=("step", "keep")))
+        elif gathered:
+            yield self._restricted("all gathered again for backward (ZeRO-3)", Restriction(lifetimes=("use",)))
+        if plan.recompute or plan.remade:
+            yield self._restricted("nothing run again in backward", Restriction(), Builder)
+        else:
+            again = Restriction(recompute=lambda op: True)
+            yield self._restricted("blocks run again from their input", again, RecomputeBuilder)
+        meaning = self._meanings()
+        trained = [op for op in self.program.ops if any(op.result_grads)]
+        used = {meaning(op, name) for op in trained for name in plan.choices[op.name]} - {"", "whole", "summands"}
+        for said in sorted(used):
+
+            def allowed(op: Op, axis: int, name: str, said: str = said) -> bool:
+                return meaning(op, name) != said
+
+            yield self._restricted(f"nothing split by {said}", Restriction(choice=allowed))
+
+    def _meanings(self) -> Callable[[Op, str], str]:
+        tags = dim_tags(self.program.captured)
+        named = {op.name: factor_tags(op.node, op.rule, tags) for op in self.program.ops}
+
+        def meaning(op: Op, name: str) -> str:
+            return "whole" if name in ("replicate", "invariant") else named[op.name].get(name, "summands")
+
+        return meaning
+
+    def _as_used(self) -> Callable[[Tensor, Layout], bool]:
+        read: dict[tuple[str, int], set[Placement]] = {}
+
+        def allowed(tensor: Tensor, storage: Layout) -> bool:
+            for axis, placement in enumerate(storage.axes):
+                if isinstance(placement, Shard):
+                    key = tensor.name, axis
+                    if key not in read:
+                        readers = self.program.readers[tensor.name]
+                        ops = [(self.program.ops[p], slot) for p, slot in readers]
+                        read[key] = {op.choices[self.plan.choices[op.name][axis]].operands[s] for op, s in ops}
+                    if placement not in read[key]:
+                        return False
+            return True
+
+        return allowed
+
+    def _restricted(self, without: str, restriction: Restriction, builder: type[Builder] | None = None) -> Question:
+        def answer(seconds: float) -> Alternative:
+            def problem() -> Problem:
+                if builder is not None:
+                    return build(self.program, self.pricer, limit=self.limit, restriction=restriction, builder=builder)
+                return make_problem(self.program, self.pricer, self.limit, restriction=restriction, seconds=seconds)
+
+            return self._solved(problem, without, lambda _: "", seconds)
+
+        return without, answer
+
+    def decisions(self, most: int) -> Iterator[Question]:
+        """The best plan with another decision for each of the `most` dearest kinds of ops and largest of parameters."""
+        problem = self._keeping
+        tags = dim_tags(self.program.captured)
+        spent = {node: self._node_seconds(problem, node) for node in problem.options}
+        for node in sorted(spent, key=lambda n: -spent[n])[:most]:
+            root = problem.clusters[node].root
+            chosen = self.plan.choices[root.name]
+
+            def said(plan: Plan, op: Op = root) -> str:
+                return words_of(op, plan, tags)
+
+            def is_banned(problem: Problem, node: int = node, chosen: tuple[str, ...] = chosen) -> list[bool]:
+                return [option.names[-1] == chosen for option in problem.options[node]]
+
+            label = f"{describe(self.program, root.name)}: {said(self.plan)}"
+            yield label, self._forbidden(node, is_banned, label, said)
+        stored = {
+            node: sum(self.pricer.local_nbytes(self.program.tensors[n], self.plan.layouts[n]) for n in names)
+            for node, (names, _) in problem.parameters.items()
+        }
+        for node in sorted(stored, key=lambda n: -stored[n])[: max(most // 2, 1)]:
+            name = problem.parameters[node][0][0]
+            lifetime = {"always": "step", "microbatch": "keep"}.get(
+                self.plan.lifetimes[name], self.plan.lifetimes[name]
+            )
+
+            def said_of(plan: Plan, name: str = name) -> str:
+                return stored_as(plan, name)
+
+            lifetimes = {lifetime, "keep"} if lifetime == "step" else {lifetime}
+            banned = {(self.plan.layouts[name], v) for v in lifetimes}
+
+            def is_stored(problem: Problem, node: int = node, banned: set[tuple[Layout, str]] = banned) -> list[bool]:
+                return [option in banned for option in problem.parameters[node][1].options]
+
+            label = f"{describe(self.program, name)}: {stored_as(self.plan, name)}"
+            yield label, self._forbidden(node, is_stored, label, said_of)
+
+    @cached_property
+    def _keeping(self) -> Problem:
+        return build(self.program, self.pricer, limit=self.limit)
+
+    @cached_property
+    def _recomputing(self) -> Problem:
+        return build(self.program, self.pricer, limit=self.limit, builder=RecomputeBuilder)
+
+    def _node_seconds(self, problem: Problem, node: int) -> float:
+        """What the plan's ops of a cluster take, all instances."""
+        positions = [p for instance in problem.clusters[node].instances for p in instance]
+        ops = (self.program.ops[p] for p in positions)
+        return sum(self.pricer.op(op, self.plan.choices[op.name]).seconds for op in ops)
+
+    def _forbidden(
+        self, node: int, is_banned: Callable[[Problem], list[bool]], without: str, said: Callable[[Plan], str]
+    ) -> Callable[[float], Alternative]:
+        """Without some options of a node; recompute is allowed where the fastest plan without them does not fit."""
+
+        def less(problem: Problem) -> Problem:
+            graph, banned = problem.graph, np.array(is_banned(problem))
+            changed = replace(graph.nodes[node], seconds=np.where(banned, np.inf, graph.nodes[node].seconds))
+            return replace(
+                problem, graph=replace(graph, nodes=(*graph.nodes[:node], changed, *graph.nodes[node + 1 :]))
+            )
+
+        def answer(seconds: float) -> Alternative:
+            if all(is_banned(self._keeping)):
+                return Alternative(without=without, why_not="there is no other")
+
+            def problem() -> Problem:
+                keeping = less(self._keeping)
+                fastest = solve(replace(keeping.graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
+                fits = within(keeping.graph, fastest.choice, fastest.arcs)
+                return keeping if fits else less(self._recomputing)
+
+            return self._solved(problem, without, said, seconds)
+
+        return answer
+
+    def _solved(
+        self, make: Callable[[], Problem], without: str, said: Callable[[Plan], str], seconds: float
+    ) -> Alternative:
+        try:
+            problem = make()
+            solution = solve(problem.graph, relative_gap=self.relative_gap, seconds=seconds)
+        except InfeasibleError as error:
+            needs = f"does not fit: needs {error.least_nbytes / 1e9:.3g} GB a device" if error.least_nbytes else ""
+            return Alternative(without=without, why_not=needs or str(error))
+        except SearchTimeoutError:
+            return Alternative(without=without, why_not=f"no plan found in {seconds:.0f} s")
+        plan = extract(problem, solution, self.pricer.cluster, self.pricer.config, "ilp")
+        estimate = evaluate_program(plan, self.program, self.pricer)
+        return Alternative(
+            without=without,
+            instead=said(plan),
+            seconds=estimate.step_seconds,
+            bound=min(solution.bound, estimate.step_seconds),
+            nbytes=estimate.peak_nbytes,
+            plan=plan.with_estimate(estimate),
+        )
+
+
+_GATHERED = {
+    "always": "never gathered",
+    "step": "gathered once a step",
+    "microbatch": "gathered and kept to backward",
+    "use": "gathered again for backward",
+}
+
+
+def words_of(op: Op, plan: Plan, tags: Tags) -> str:
+    """An op's choices: `split by batch on data, split by columns on model`."""
+    how = [words(op.node, name, tags) for name in plan.choices[op.name]]
+    if len(set(how)) == 1:
+        return how[0]
+    pairs = zip(how, plan.mesh.names, strict=True)
+    return ", ".join(f"{text if text != WHOLE else 'whole'} on {axis}" for text, axis in pairs)
+
+
+def stored_as(plan: Plan, name: str) -> str:
+    """Where a parameter lies and how long a gathered copy lives: `(S0, I), gathered again for backward`."""
+    return f"({plan.layouts[name]}), {_GATHERED[plan.lifetimes[name]]}"

@@ -1,0 +1,316 @@
+"""Why is a plan in stages as it is? What each stage takes and holds, what the pipeline idles, what binds, what is near.
+
+The step of a pipeline is taken apart by simulating its order again, each line what it adds to those before:
+
+    work                 what the ranks work, shared out evenly over them
+    fill and drain       of the schedule, if all stages were equal and messages took no time
+    uneven stages        stages as they are
+    messages             between stages
+    once a step          of the slowest rank
+
+They add up to the step. What a change would buy is found by planning again with the same mesh, pipeline ranks,
+schedule and micro-batches; bounds are those of that search. Other schedules are priced with the same stages.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autopar.blocks import blocks_text
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import cheapest
+from autopar.cost_models.links import axis_links
+from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import PipelineOrder, make_order
+from autopar.cost_models.timeline import simulate
+from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel, requires_grad
+from autopar.passes.split_stages import split_stages
+from autopar.search.costs.ledger import Ledger, ledger
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
+from autopar.search.joint.joint import Candidate, Joint
+from autopar.search.known.baselines import BASELINES, memory_limit
+from autopar.search.known.named_configuration import parse_configuration
+from autopar.search.known.staged_baselines import staged_baseline
+from autopar.search.meshes import Arrangement
+from autopar.search.pipeline_parts import part_of
+from autopar.search.staged.stages import StagePrice, in_flight, price_stage, priced
+from autopar.staged_plan import SCHEDULES, StagedPlan, stage_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """One stage: seconds of a micro-batch, of its message to the next and once a step; bytes by kind at its own peak,
+    and what the further micro-batches in flight keep beside."""
+
+    number: int
+    rank: int
+    blocks: str
+    forward: float
+    backward: float
+    sent: float
+    once: float
+    memory: Mapping[str, float]
+    flying: int
+    in_flight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedExplanation:
+    """All of it. limit: bytes a device. parts: of the step, in seconds. items: what the slowest stage's seconds and
+    bytes are. schedules: the same stages in another order, seconds and bytes. near, not_below: what the search met.
+    unanswered: what the time given did not suffice for.
+    """
+
+    plan: StagedPlan
+    limit: float
+    parts: Mapping[str, float]
+    stages: tuple[StageFacts, ...]
+    slowest: int
+    items: Ledger
+    offers: tuple[Offer, ...]
+    schedules: Mapping[str, tuple[float, float] | str]
+    near: Mapping[str, float]
+    not_below: Mapping[str, float]
+    baselines: Mapping[str, float | str]
+    unanswered: tuple[str, ...]
+
+    def __str__(self) -> str:
+        from autopar.report.explain_stages_text import explain_stages_text
+
+        return explain_stages_text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; of the plan its estimate."""
+        body = {name: getattr(self, name) for name in ("parts", "slowest", "schedules", "near", "not_below")}
+        return {
+            "model": self.plan.model,
+            "estimate": asdict(self.plan.estimate),
+            "limit_nbytes": self.limit,
+            **body,
+            "stages": [asdict(stage) for stage in self.stages],
+            "ledger": asdict(self.items),
+            "offers": [asdict(offer) for offer in self.offers],
+            "baselines": dict(self.baselines),
+            "unanswered": list(self.unanswered),
+        }
+
+
+def explain_stages(
+    plan: StagedPlan,
+    captured: CapturedModel,
+    cluster: Cluster,
+    *,
+    seconds: float = 60.0,
+    relative_gap: float = 5e-3,
+    progress: Callable[[str], None] | None = None,
+) -> StagedExplanation:
+    """The explanation of a plan of `captured` on `cluster`, questions asked until `seconds` are over.
+
+    Raises:
+        PlanMismatchError: if the plan is for another model.
+        ArgumentError: if its schedule has no prices.
+    """
+    plan.check(captured)
+    asker = _Asker(
+        plan=plan,
+        captured=captured,
+        cluster=cluster,
+        deadline=time.monotonic() + seconds,
+        each=seconds * EACH,
+        relative_gap=relative_gap,
+        tell=progress or (lambda _: None),
+    )
+    return asker.run()
+
+
+def step_parts(plan: StagedPlan, prices: Sequence[StagePrice]) -> dict[str, float]:
+    """Of the estimated step: work, fill and drain, uneven stages, messages, once a step."""
+    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+    even = StagePrice(
+        forward=sum(p.forward for p in prices) / len(prices),
+        backward=sum(p.backward for p in prices) / len(prices),
+        once=0.0,
+    )
+    work = plan.microbatches * sum(p.passing for p in prices) / plan.pipeline
+    equal = _makespan(order, [even] * len(prices))
+    silent = _makespan(order, [replace(p, sent=0.0) for p in prices])
+    whole = _makespan(order, prices)
+    return {
+        "work, shared out evenly": work,
+        "fill and drain of the schedule": equal - work,
+        "uneven stages": silent - equal,
+        "messages between stages": whole - silent,
+        "once a step": plan.estimate.step_seconds - whole,
+    }
+
+
+def _makespan(order: PipelineOrder, prices: Sequence[StagePrice]) -> float:
+    work = [
+        StageWork(
+            actions={"F": (Segment(COMPUTE, p.forward),), "B": (Segment(COMPUTE, p.backward),)},
+            send_forward=p.sent,
+            send_backward=p.sent,
+        )
+        for p in prices
+    ]
+    return float(simulate(make_pipeline(order, work).tasks).finish.max(initial=0.0))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asker:
+    plan: StagedPlan
+    captured: CapturedModel
+    cluster: Cluster
+    deadline: float
+    each: float
+    relative_gap: float
+    tell: Callable[[str], None]
+
+    def run(self) -> StagedExplanation:
+        given, cluster = self.plan, self.cluster
+        part, parts = part_of(cluster, given.pipeline), split_stages(self.captured, given.cuts)
+        limit = memory_limit(cluster, given.config)
+        self.tell("pricing the stages")
+        plan = self.plan = priced(given, parts, cluster, part)
+        prices = self._prices(parts, part)
+        slowest = max(range(plan.num_stages), key=lambda s: prices[s].passing)
+        after = plan.stages[slowest + 1].layouts if slowest + 1 < plan.num_stages else {}
+        own = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
+        sent = {name: after[name] for name in parts[slowest].sends}
+        searched = plan.estimate.solver.get("search", {})
+        unanswered: list[str] = []
+        offers = [
+            self._offer(change, machine, room, parts)
+            for change, machine, room in changes(cluster, limit)
+            if room > 0 and self._asks(change, unanswered)
+        ]
+        return StagedExplanation(
+            plan=plan,
+            limit=limit,
+            parts=step_parts(plan, prices),
+            stages=self._facts(parts, prices),
+            slowest=slowest,
+            items=ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent),
+            offers=tuple(offers),
+            schedules=self._schedules(parts, part),
+            near=searched.get("near", {}),
+            not_below=searched.get("not_below", {}),
+            baselines=self._baselines(own, unanswered),
+            unanswered=tuple(unanswered),
+        )
+
+    def _prices(self, parts: Sequence[CapturedModel], part: Cluster) -> list[StagePrice]:
+        plan, out = self.plan, []
+        send = cheapest("send_recv", axis_links(self.cluster, (plan.pipeline, plan.mesh.size), (0,)))
+        for number, stage in enumerate(parts):
+            after = plan.stages[number + 1].layouts if number + 1 < len(parts) else {}
+            out.append(price_stage(plan.stages[number], stage, part, {n: after[n] for n in stage.sends}, send))
+        return out
+
+    def _facts(self, parts: Sequence[CapturedModel], prices: Sequence[StagePrice]) -> tuple[StageFacts, ...]:
+        plan = self.plan
+        order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+        flying = in_flight(order)
+        return tuple(
+            StageFacts(
+                number=number,
+                rank=plan.stage_rank(number),
+                blocks=blocks_text(
+                    n.meta["module"] for n in stage.graph.nodes if n.op == "call_function" and requires_grad(n)
+                ),
+                forward=price.forward,
+                backward=price.backward,
+                sent=price.sent,
+                once=price.once,
+                memory=price.memory.alone(plan.microbatches),
+                flying=flying[number],
+                in_flight=price.memory.in_flight * (flying[number] - 1),
+            )
+            for number, (stage, price) in enumerate(zip(parts, prices, strict=True))
+            if price.memory is not None
+        )
+
+    def _asks(self, what: str, unanswered: list[str]) -> bool:
+        """Whether there is time for one more question; tells which one."""
+        if self.deadline - time.monotonic() < LEAST:
+            unanswered.append(what)
+            return False
+        self.tell(f"asking: {what}")
+        return True
+
+    def _offer(self, change: str, cluster: Cluster, limit: float, parts: Sequence[CapturedModel]) -> Offer:
+        """The plan as it is under the change, and the best with its arrangement."""
+        plan = self.plan
+        part = part_of(cluster, plan.pipeline)
+        own = priced(plan, parts, cluster, part).estimate
+        same = own.step_seconds if own.peak_nbytes <= limit else None
+        key = Candidate(
+            arrangement=Arrangement(pipeline=plan.pipeline, cluster=part, mesh=plan.mesh),
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+            chunks=plan.num_stages // plan.pipeline,
+        )
+        joint = Joint(
+            graph=lambda _: self.captured,
+            counts=(plan.microbatches,),
+            cluster=cluster,
+            config=replace(plan.config, memory_nbytes=limit),
+            relative_gap=self.relative_gap,
+        )
+        left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
+        try:
+            joint.bound(key)
+            while not joint.sharpen(key, math.inf):
+                pass
+            found, seconds, bound = joint.solve(key, math.inf if same is None else same, left)
+        except CutoffError as error:
+            bound = min(max(error.bound, joint.bound(key)), same or math.inf)
+            return Offer(change=change, same=same, best=same, bound=bound, nbytes=own.peak_nbytes)
+        except InfeasibleError as error:
+            return Offer(change=change, same=same, best=same, why_not=str(error))
+        except SearchTimeoutError:
+            return Offer(change=change, same=same, best=same, why_not="no plan that fits was found in the time given")
+        best, nbytes = seconds, found.estimate.peak_nbytes
+        if same is not None and same < best:
+            best, nbytes = same, own.peak_nbytes
+        return Offer(change=change, same=same, best=best, bound=min(max(bound, joint.bound(key)), best), nbytes=nbytes)
+
+    def _schedules(self, parts: Sequence[CapturedModel], part: Cluster) -> dict[str, tuple[float, float] | str]:
+        """The same stages on the same ranks in every other order."""
+        plan = self.plan
+        out: dict[str, tuple[float, float] | str] = {}
+        for name in SCHEDULES:
+            try:
+                ranks = stage_ranks(name, plan.pipeline, plan.num_stages)
+            except ArgumentError:
+                continue  # it needs other stages
+            if name == plan.schedule or ranks != stage_ranks(plan.schedule, plan.pipeline, plan.num_stages):
+                continue
+            try:
+                estimate = priced(replace(plan, schedule=name), parts, self.cluster, part).estimate
+                out[name] = estimate.step_seconds, estimate.peak_nbytes
+            except ArgumentError as error:
+                out[name] = str(error)
+        return out
+
+    def _baselines(self, pricer: Pricer, unanswered: list[str]) -> dict[str, float | str]:
+        """Named kinds in as many stages, on the same mesh and schedule."""
+        plan, out = self.plan, dict[str, float | str]()
+        if plan.estimate.baselines:
+            return dict(plan.estimate.baselines)
+        chunks, program = plan.num_stages // plan.pipeline, make_program(self.captured)
+        for kind in BASELINES:
+            text = f"{kind}:pp={plan.pipeline},vpp={chunks},schedule={plan.schedule}"
+            if self._asks(f"baseline {text}", unanswered):
+                try:
+                    made = staged_baseline(parse_configuration(text), program, pricer.for_another(), self.cluster)
+                    out[made.origin] = made.estimate.step_seconds
+                except (InfeasibleError, ArgumentError) as error:
+                    out[text] = str(error)
+        return out

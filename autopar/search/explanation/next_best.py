@@ -1,0 +1,241 @@
+"""Which plans come next? The best ones beside a plan, different enough to be worth a race, each ready to run.
+
+Candidates, for the plan's own graph (its number of micro-batches) and memory limit, the last ones while there is time:
+
+    named baselines       ddp, fsdp, megatron, ulysses on the plan's mesh
+    other meshes          the best plan on each that follows the cluster's levels, if the plan was searched over them
+    without one thing     the best plan without a technique, or without one decision, of the plan (`alternatives`)
+    pipelines             for a plan with stages: other schedules, meshes of a stage, numbers of pipeline ranks, one
+                          among them; those of as many ranks and of the same mesh first
+
+Each is the best of its part of the space, so that no two differ in trifles alone; plans that decide alike count once.
+`ranked` lets the timeline pick: the additive cost is its linear shadow, and the proved bound stays that of the shadow.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.passes.split_stages import split_stages
+from autopar.plan import Plan
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.explanation.alternatives import Space
+from autopar.search.graph.moments import Share
+from autopar.search.joint.best_staged import best_staged
+from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.meshes import arrangements, meshes, parts
+from autopar.search.planner import plan_program
+from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.staged.stages import block_starts
+from autopar.search.timeline.plan_timeline import plan_timeline
+from autopar.search.timeline.weave import Overlap
+from autopar.staged_plan import StagedPlan, check_microbatches
+
+DECISIONS = 6
+"""How many of the dearest decisions are forbidden, one at a time."""
+GAP = 5e-3
+SECONDS = 60.0
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2))
+"""And stages a pipeline rank."""
+SHARE, LEAST = 0.25, 0.05
+"""What one question may take of the time given; the share of that below which none is asked."""
+
+
+Some = Plan | StagedPlan
+
+
+def next_best(
+    plan: Some,
+    program: Program,
+    cluster: Cluster,
+    count: int,
+    *,
+    seconds: float = SECONDS,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Some, ...]:
+    """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
+
+    Each fits the memory limit; its `estimate.solver["instead"]` says what it is.
+    """
+    deadline, share = time.monotonic() + seconds, seconds * SHARE
+
+    def left() -> float:
+        """Seconds for the next question, 0 where none is asked any more."""
+        rest = min(deadline - time.monotonic(), share)
+        return rest if rest > LEAST * share else 0.0
+
+    found: list[Some] = []
+    seen = {_decisions(plan)}
+    candidates: Iterator[tuple[Some, str]]
+    if isinstance(plan, StagedPlan):
+        candidates = _pipelines(plan, program, cluster, left, tell)
+    else:
+        candidates = _candidates(plan, program, cluster, left, tell)
+    for other, what in candidates:
+        key = _decisions(other)
+        if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
+            seen.add(key)
+            told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute")}
+            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": what})
+            found.append(other.with_estimate(estimate))
+    return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
+
+
+def _decisions(plan: Some) -> tuple[object, ...]:
+    """What makes two plans one: `origin` and the rest say where they come from."""
+    if isinstance(plan, StagedPlan):
+        return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage) for stage in plan.stages)
+    return (
+        plan.mesh,
+        tuple(sorted(plan.choices.items())),
+        tuple(sorted((name, str(layout)) for name, layout in plan.layouts.items())),
+        tuple(sorted(plan.lifetimes.items())),
+        tuple(sorted((name, str(paths)) for name, paths in plan.routes.items())),
+        plan.recompute,
+        tuple(sorted((name, str(layouts)) for name, layouts in plan.remade.items())),
+    )
+
+
+def _candidates(
+    plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[Some, str]]:
+    """Plans as they are found, with words for each."""
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    limit = memory_limit(cluster, plan.config)
+    if plan.mesh.size == 1:
+        return
+    for name in BASELINES if plan.mesh.num_axes <= SEARCHED_AXES else ():
+        if left():
+            tell(f"planning {name}")
+            try:
+                yield baseline_plan(name, program, pricer, limit), name
+            except InfeasibleError:
+                continue
+    for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
+        if mesh.shape != plan.mesh.shape and left():
+            tell(f"planning mesh {mesh}")
+            own = Pricer(mesh=mesh, cluster=cluster, config=plan.config)
+            try:
+                yield _planned(program, own, left()), f"mesh {mesh}"
+            except (InfeasibleError, SearchTimeoutError):
+                continue
+    if plan.mesh.num_axes > SEARCHED_AXES:
+        return
+    space = Space(plan=plan, program=program, pricer=pricer, limit=limit, relative_gap=GAP)
+    for questions, words in ((space.techniques(), ""), (space.decisions(DECISIONS), "without ")):
+        for asked, answer in questions:
+            if not left():
+                return
+            tell(f"planning {words}{asked}")
+            if (answered := answer(left()).plan) is not None:
+                yield answered, f"{words}{asked}"
+
+
+def _pipelines(
+    plan: StagedPlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[Some, str]]:
+    """The best plans of other arrangements, and without stages."""
+    num_blocks = len(block_starts(program.captured)) + 1
+    near = sorted(
+        arrangements(cluster, tuple(parts(cluster))),
+        key=lambda a: (a.pipeline != plan.pipeline, a.mesh.shape != plan.mesh.shape),
+    )
+    for arrangement in near:
+        p = arrangement.pipeline
+
+        def whole(pricer: Pricer, share: Share) -> Plan:
+            return _planned(program, pricer, left(), share)
+
+        for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
+            if p * chunks > num_blocks or not _runs(schedule, p, plan.microbatches) or not left():
+                continue
+            words = f"{arrangement}, {schedule}" if p > 1 else f"no stages, mesh {arrangement}"
+            tell(f"planning {words}")
+            pricer = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=plan.config)
+            try:
+                if p == 1:
+                    yield _planned(program, pricer, left()), words
+                elif (made := best_staged(program, pricer, cluster, p, schedule, (chunks,), whole).plan) is not None:
+                    yield made, words
+            except (InfeasibleError, SearchTimeoutError):
+                continue
+
+
+def _planned(program: Program, pricer: Pricer, seconds: float, share: Share | None = None) -> Plan:
+    return plan_program(
+        program,
+        pricer,
+        relative_gap=GAP,
+        seconds=max(seconds, LEAST),
+        with_baselines=False,
+        fold=True,
+        say_least=False,
+        share=share,
+    )
+
+
+def _runs(schedule: str, pipeline: int, microbatches: int) -> bool:
+    try:
+        check_microbatches(schedule, pipeline, microbatches)
+    except ArgumentError:
+        return False
+    return True
+
+
+def ranked(
+    plan: Some,
+    others: Sequence[Some],
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+) -> Some:
+    """Of `plan` and `others` the one whose overlapped step is shortest; its bound, baselines and search are `plan`'s.
+
+    `captured`: their graph; that of one micro-batch of the whole model. `estimate.solver["timeline"]` says what each
+    takes by the additive cost and by the timeline.
+    """
+    rows = []
+    for number, one in enumerate((plan, *others)):
+        graph = split_stages(captured, one.cuts) if isinstance(one, StagedPlan) else captured
+        rows.append((plan_timeline(one, graph, cluster, overlap).seconds, number, one))
+    _, chosen, best = min(rows, key=lambda row: row[:2])
+    facts = {
+        "bucket_nbytes": overlap.bucket_nbytes,
+        "ahead": overlap.ahead,
+        "chosen": chosen,
+        "plans": [
+            {
+                "plan": one.estimate.solver["instead"] if number else "first by the sum",
+                "sum_seconds": one.estimate.step_seconds,
+                "timeline_seconds": seconds,
+            }
+            for seconds, number, one in rows
+        ],
+    }
+    solver = {**plan.estimate.solver, "timeline": facts}
+    return best.with_estimate(
+        replace(best.estimate, bound=plan.estimate.bound, baselines=plan.estimate.baselines, solver=solver)
+    )
+
+
+def best_overlapped(
+    plan: Some,
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+    count: int,
+    *,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Some:
+    """`ranked` among a plan and its `count` next best."""
+    others: tuple[Some, ...] = ()
+    if count:
+        own = SECONDS if seconds is None else seconds
+        others = next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell)
+    tell("simulating the best plans")
+    return ranked(plan, others, captured, cluster, overlap)

@@ -1,0 +1,384 @@
+"""The strategy graph of a program on a mesh: one node a cluster, parameter and input, one group a tensor between them.
+
+The space, in one sentence: every cluster of ops takes, on each mesh axis, one joint choice of its members (nothing is
+redistributed inside a cluster, equal blocks decide alike), every tensor between clusters travels once for all readers
+through any layouts nested in mesh order over the placements that its ends use, and every parameter takes any storage
+and lifetime; further restrictions are listed in `options` and `parameters`.
+
+Memory is counted op by op, within 2% of `live`: a cluster keeps and works in its bytes from its first op to its last.
+"""
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.redistribution import Step
+from autopar.search.costs.folding import Folding, Signature, fold_program
+from autopar.search.costs.journeys import SINK
+from autopar.search.costs.paid import Paid
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, Tensor
+from autopar.search.costs.storages import input_layouts
+from autopar.search.graph.clusters import Cluster, make_clusters
+from autopar.search.graph.lattice import Lattice, Lattices
+from autopar.search.graph.moments import Moments, Share
+from autopar.search.graph.options import Restriction, cluster_options
+from autopar.search.graph.parameters import ParameterSpace, held, parameter_space
+from autopar.search.graph.problem import Problem, Reader
+from autopar.search.graph.reduce_moments import few_moments
+from autopar.search.graph.strategy_graph import (
+    ArcMemory,
+    Consumer,
+    Floats,
+    Group,
+    KeptMemory,
+    Memory,
+    Node,
+    NodeMemory,
+    StrategyGraph,
+)
+
+
+def build(
+    program: Program,
+    pricer: Pricer,
+    *,
+    limit: float | None,
+    fold: bool = True,
+    coarse: bool | None = None,
+    restriction: Restriction | None = None,
+    builder: "type[Builder] | None" = None,
+    share: Share | None = None,
+    paid: Paid | None = None,
+) -> Problem:
+    """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
+
+    fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more.
+    share: memory is that of one rank of a pipeline. paid: how often ops and tensors are paid for, else in every
+    micro-batch.
+    """
+    coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
+    folding = fold_program(program, fold=fold)
+    clusters = make_clusters(program, folding, coarse=coarse)
+    made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid)
+    return made.run(limit)
+
+
+class Builder:
+    def __init__(
+        self,
+        program: Program,
+        pricer: Pricer,
+        folding: Folding,
+        clusters: tuple[Cluster, ...],
+        restriction: Restriction,
+        share: Share | None = None,
+        paid: Paid | None = None,
+    ) -> None:
+        self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
+        self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
+        self.lattices = Lattices(pricer, {})
+        self.times = program.microbatches
+        self.paid = paid
+        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=share)
+        self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
+        self.node_memory: list[tuple[int, Floats, Floats]] = []
+        self.kept_memory: list[tuple[int, Floats, Floats, bool, tuple[int, ...]]] = []
+        self.arc_memory: list[tuple[int, Floats, Floats]] = []
+
+    def run(self, limit: float | None) -> Problem:
+        problem = self.problem
+        self.limited = limit is not None
+        for number, cluster in enumerate(problem.clusters):
+            for member, position in enumerate(cluster.instances[0]):
+                self.place[self.folding.class_of[position]] = (number, member)
+            self._cluster(number, cluster)
+        self.output = self._node("output", np.zeros(1))
+        for names, signature in zip(self.folding.travellers, self.folding.signatures, strict=True):
+            self._tensor(names, signature)
+        memory = None if limit is None else self._memory(limit)
+        problem.graph = StrategyGraph(nodes=tuple(problem.nodes), groups=tuple(problem.groups), memory=memory)
+        return problem
+
+    def _node(self, name: str, seconds: Floats) -> int:
+        self.problem.nodes.append(Node(name=name, seconds=seconds))
+        return len(self.problem.nodes) - 1
+
+    def _cluster(self, number: int, cluster: Cluster) -> None:
+        options = cluster_options(cluster, self.pricer, self.restriction.choice)
+        seconds = np.array([o.seconds for o in options]) * self._times_of_ops(cluster)
+        node = self._node(cluster.root.name, seconds)
+        assert node == number
+        self.problem.options[node] = options
+        moments = self.moments
+        keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
+        for positions in cluster.instances:
+            moments.keep(keeping, moments.kept(min(positions), min(positions)), min(positions))
+            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
+        self._count(node, [o.kept for o in options], keeping)
+        self._count(node, [o.working_forward for o in options], forward)
+        self._count(node, [o.working_backward for o in options], backward)
+
+    def _count(self, node: int, nbytes: Iterable[float], coefficient: Floats) -> None:
+        table = np.array(list(nbytes), dtype=np.float64)
+        if table.any():
+            self.node_memory.append((node, table, coefficient))
+
+    def _tensor(self, names: tuple[str, ...], signature: Signature) -> None:
+        tensor = self.program.tensors[names[0]]
+        if tensor.producer is not None and tensor.name in self._cluster_of(tensor.producer).inner:
+            return
+        readers = [self._reader(names, c, slot) for c, slot in sorted(signature)]
+        if tensor.kind == "parameter":
+            self._parameter(names, tensor, readers)
+        elif tensor.kind == "op":
+            self._travel(names, tensor, readers)
+        else:
+            self._input(names, tensor, readers)
+
+    def _cluster_of(self, position: int) -> Cluster:
+        return self.problem.clusters[self.place[self.folding.class_of[position]][0]]
+
+    def _reader(self, names: tuple[str, ...], number: int, slot: int) -> Reader:
+        if number == SINK:
+            whole = INVARIANT if names[0] == self.program.loss else REPLICATE
+            layout = Layout((whole,) * self.pricer.mesh.num_axes)
+            is_loss = names[0] == self.program.loss
+            return Reader(node=self.output, wants=(layout,), savers=0, in_backward=is_loss, positions={})
+        node, member = self.place[number]
+        cluster = self.problem.clusters[node]
+        wants = tuple(o.wants[member][slot] for o in self.problem.options[node])
+        positions = {
+            name: [p for p, s in self.program.readers[name] if s == slot and self.folding.class_of[p] == number]
+            for name in names
+        }
+        return Reader(
+            node=node,
+            wants=wants,
+            savers=cluster.saved_outer.get((member, slot), 0) * len(positions[names[0]]),
+            in_backward=cluster.members[member].has_backward,
+            positions=positions,
+        )
+
+    def _times_of_ops(self, cluster: Cluster) -> float:
+        """How often a cluster's ops are paid for, all instances."""
+        return self.times * cluster.multiplicity if self.paid is None else self.paid.of_ops(cluster.instances)
+
+    def _times(self, names: tuple[str, ...]) -> tuple[float, float]:
+        """How often tensors of a kind are paid for: what each passage takes, and what is paid once a step."""
+        if self.paid is None:
+            return self.times * len(names), len(names)
+        return self.paid.of_tensors(names, self.program, self.folding)
+
+    def _travel(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        assert tensor.producer is not None
+        node, member = self.place[self.folding.class_of[tensor.producer]]
+        given = [o.gives[tensor.index] for o in self.problem.options[node]]
+        seen = [*given, *(w for r in readers for w in r.wants)]
+        axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
+        lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
+        backward = tensor.requires_grad and any(r.in_backward for r in readers)
+        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * self._times(names)[0]
+        group = self._group(names, node, given, readers, lattice, seconds)
+        root = self.problem.clusters[node].members[member]
+        keeps_given = root.has_backward and tensor.index in root.rule.saves_results
+        self._kept(group, names, tensor, lattice.layouts, readers, keeps_given)
+
+    def _group(
+        self,
+        names: tuple[str, ...],
+        producer: int,
+        given: list[Layout],
+        readers: list[Reader],
+        lattice: Lattice,
+        seconds: Floats,
+    ) -> int:
+        number = lattice.number
+        self.problem.groups.append(
+            Group(
+                name=names[0],
+                producer=producer,
+                gives=np.array([number[v] for v in given], dtype=np.int64),
+                consumers=tuple(
+                    Consumer(node=r.node, wants=np.array([number[v] for v in r.wants], dtype=np.int64)) for r in readers
+                ),
+                num_vertices=len(lattice.layouts),
+                arc_source=lattice.source,
+                arc_target=lattice.target,
+                arc_seconds=seconds,
+            )
+        )
+        self.problem.travels.append((names, lattice.layouts, tuple((s,) for s in lattice.steps)))
+        return len(self.problem.groups) - 1
+
+    def _kept(
+        self,
+        group: int,
+        names: tuple[str, ...],
+        tensor: Tensor,
+        layouts: tuple[Layout, ...],
+        readers: list[Reader],
+        keeps_given: bool,
+    ) -> None:
+        keepers = tuple(i for i, r in enumerate(readers) if r.savers)
+        if not keepers and not keeps_given:
+            return
+        coefficient = self.moments.nothing()
+        for name in names:
+            made = self.program.tensors[name].producer
+            assert made is not None
+            savers = [p for i in keepers for p in readers[i].positions[name]]
+            first = min([*savers, *([made] if keeps_given else [])])
+            self.moments.keep(coefficient, self.moments.kept(made, first), first)
+        nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
+
+    def _input(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        """Handed over whole, or as some reader wants it; from the whole every layout is a free slice."""
+        whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
+        wanted = list(dict.fromkeys(w for r in readers for w in r.wants if w != whole))
+        options = [whole]
+        if tensor.kind == "input":
+            options += [w for w in wanted if w in input_layouts(tensor.shape, self.pricer.mesh)]
+        node = self._node(names[0], np.zeros(len(options)))
+        self.problem.inputs[node] = (names, tuple(options))
+        if tensor.kind == "input" and self.times > 1:  # a step holds those of all its micro-batches
+            nbytes = [self.pricer.local_nbytes(tensor, v) * len(names) for v in options]
+            self._count(node, nbytes, self.moments.nothing() + self.times - 1)
+        layouts = (whole, *wanted)
+        lattice = Lattice(
+            layouts=layouts,
+            number={v: i for i, v in enumerate(layouts)},
+            steps=(),
+            source=np.zeros(len(wanted), dtype=np.int64),
+            target=np.arange(1, len(layouts), dtype=np.int64),
+            forward=np.zeros(len(wanted)),
+            backward=np.zeros(len(wanted)),
+        )
+        group = self._group(names, node, options, readers, lattice, lattice.forward)
+        sizes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        keepers = tuple(i for i, r in enumerate(readers) if r.savers)
+        self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))
+
+    def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
+        passing, once = self._times(names)
+        space = parameter_space(
+            tensor,
+            uses,
+            max((r.savers for r in readers), default=0),
+            any(r.in_backward for r in readers),
+            len(readers) > 1,
+            not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
+            self.lattices,
+            self.restriction,
+            passing / once if once else 1.0,
+            self.limited,
+        )
+        node = self._node(names[0], np.array(space.seconds) * once)
+        self.problem.parameters[node] = (names, space)
+        for nbytes, coefficient in held(space, names, self.program, self.moments):
+            self._count(node, nbytes, coefficient)
+        if readers:
+            self._parameter_group(names, node, uses, space, readers)
+
+    def _leaves_as_view(self, position: int) -> bool:
+        """Whether the op is a view that other clusters read, or is read by one inside its cluster."""
+        op = self.program.ops[position]
+        if op.rule.alias is None:
+            return False
+        node, member = self.place[self.folding.class_of[position]]
+        if member == len(self.problem.clusters[node].members) - 1:
+            return True
+        return any(self._leaves_as_view(p) for r in op.results if r is not None for p, _ in self.program.readers[r])
+
+    def _parameter_group(
+        self,
+        names: tuple[str, ...],
+        node: int,
+        uses: tuple[Layout, ...],
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        """Vertices: options, then for one reader its uses; for several (use, cost of gathering it again) on the way to
+        (use, reader). One option is chosen, so that copies from different ones may share a vertex."""
+        num_options = len(space.options)
+        arcs: list[tuple[int, int, float]] = []
+        steps: list[tuple[Step, ...]] = []
+        wants: list[dict[Layout, int]] = []
+        if len(readers) == 1:
+            wants.append({u: num_options + i for i, u in enumerate(uses)})
+            num_vertices = num_options + len(uses)
+            for way in space.ways:
+                arcs.append((way.option, wants[0][way.use], way.seconds + way.again * readers[0].savers))
+                steps.append(way.steps)
+        else:
+            copies = {copy: i for i, copy in enumerate(dict.fromkeys((w.use, w.again) for w in space.ways))}
+            numbers = itertools.count(num_options + len(copies))
+            wants = [{u: next(numbers) for u in uses} for _ in readers]
+            num_vertices = num_options + len(copies) + len(readers) * len(uses)
+            for way in space.ways:
+                arcs.append((way.option, num_options + copies[way.use, way.again], way.seconds))
+                steps.append(way.steps)
+            for (use, again), copy in copies.items():
+                for reader, want in zip(readers, wants, strict=True):
+                    arcs.append((num_options + copy, want[use], again * reader.savers))
+                    steps.append(())
+        layouts = (*(storage for storage, _ in space.options), *[None] * (num_vertices - num_options))
+        self.problem.groups.append(
+            Group(
+                name=names[0],
+                producer=node,
+                gives=np.arange(num_options, dtype=np.int64),
+                consumers=tuple(
+                    Consumer(node=r.node, wants=np.array([want[v] for v in r.wants], dtype=np.int64))
+                    for r, want in zip(readers, wants, strict=True)
+                ),
+                num_vertices=num_vertices,
+                arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
+                arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * self._times(names)[1],
+            )
+        )
+        self.problem.travels.append((names, layouts, tuple(steps)))
+        group = len(self.problem.groups) - 1
+        for lifetime in ("step", "keep", "use"):
+            coefficient = self.moments.nothing()
+            for name in names:
+                positions = [p for r in readers for p in r.positions[name]]
+                savers = [p for r in readers if r.savers for p in r.positions[name]]
+                self.moments.count_copies(coefficient, lifetime, positions, savers)
+            nbytes = np.zeros(len(arcs))
+            for i, way in enumerate(space.ways):
+                nbytes[i] = way.copy + way.gradient if space.options[way.option][1] == lifetime else 0
+            if nbytes.any():
+                self.arc_memory.append((group, nbytes, coefficient))
+
+    def _unread(self) -> int:
+        """Bytes of inputs, buffers and constants that nothing reads."""
+        tensors = (t for n, t in self.program.tensors.items() if t.producer is None and not self.program.readers[n])
+        whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
+        return sum(self.pricer.local_nbytes(t, whole) for t in tensors if t.kind != "parameter")
+
+    def _memory(self, limit: float) -> Memory:
+        columns = [c for *_, c in self.node_memory]
+        columns += [term[2] for term in self.kept_memory]
+        columns += [c for *_, c in self.arc_memory]
+        table = np.array(columns) if columns else np.zeros((0, self.moments.count))
+        instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
+        peaks = self.moments.peaks()
+        chosen = peaks[few_moments(table[:, peaks], self.moments, instances)]
+        return Memory(
+            limit=limit,
+            base=np.full(len(chosen), float(self._unread())),
+            moments=tuple(int(moment) for moment in chosen),
+            nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[chosen]) for n, b, c in self.node_memory),
+            kept=tuple(
+                KeptMemory(group=g, nbytes=b, coefficient=c[chosen], keeps_given=given, keepers=keepers)
+                for g, b, c, given, keepers in self.kept_memory
+            ),
+            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c[chosen]) for g, b, c in self.arc_memory),
+        )

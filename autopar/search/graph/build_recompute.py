@@ -1,0 +1,364 @@
+"""The strategy graph in which every cluster of a block may also be run again in backward instead of being kept.
+
+Each option is there twice, kept and recomputed; the latter pays its forward seconds again and wants all that it reads
+in backward. A tensor's vertices are layers, one vertex a layout:
+
+    F  it exists in forward        F -> F   a step, forward and backward             R -> F   free
+    K  it is kept                  F -> K   its bytes, from forward to backward      K -> R   free
+    R  it is made again            R -> R   a step, forward twice and backward
+    B  wanted in backward          K -> B   free        R -> B   its bytes, while the block runs backward
+
+A kept producer gives F (and K, where its op saves its own result), a recomputed one gives R. A reader wants B if it
+saves the tensor or is recomputed, else F. So a copy can be kept though its source is not, and made again though its
+source is kept.
+
+What leaves a block is kept: else each block could lean on the one before. Replayed bytes count from the moment the
+block's backward begins.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.blocks import block_of
+from autopar.placement import Layout
+from autopar.redistribution import Step
+from autopar.search.costs.pricing import total
+from autopar.search.costs.program import Op, Tensor
+from autopar.search.graph.build import Builder
+from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.lattice import Lattice
+from autopar.search.graph.options import cluster_options
+from autopar.search.graph.parameters import ParameterSpace
+from autopar.search.graph.problem import Problem, Reader
+from autopar.search.graph.strategy_graph import Consumer, Floats, Group
+
+
+class RecomputeBuilder(Builder):
+    """For `build.build(..., builder=RecomputeBuilder)`: clusters inside blocks may be recomputed."""
+
+    def run(self, limit: float | None) -> Problem:
+        self.ends: dict[str, int] = {}
+        for op in self.program.ops:
+            block = block_of(op.module)
+            if block:
+                self.ends[block] = op.position
+        self.plain: dict[int, int] = {}  # node -> number of options that keep
+        return super().run(limit)
+
+    def _end(self, position: int) -> int:
+        """Where the backward of the op's block begins."""
+        block = block_of(self.program.ops[position].module)
+        return self.ends[block] if block else position
+
+    def _is_recomputable(self, cluster: Cluster) -> bool:
+        root = cluster.root
+        if not root.has_backward or all(op.rule.alias is not None for op in cluster.members):
+            return False
+        for positions in cluster.instances:
+            blocks = {block_of(self.program.ops[p].module) for p in positions}
+            results = list(self._views_of(positions[-1]))
+            blocks |= {block_of(self.program.ops[p].module) for r in results for p, _ in self.program.readers[r]}
+            if len(blocks) != 1 or "" in blocks or {self.program.loss, *self.program.mutated} & set(results):
+                return False
+        return True
+
+    def _views_of(self, position: int) -> Iterator[str]:
+        """The op's results and all views of them."""
+        for result in self.program.ops[position].results:
+            if result is not None:
+                yield result
+                for reader, slot in self.program.readers[result]:
+                    if self.program.ops[reader].rule.alias == slot:
+                        yield from self._views_of(reader)
+
+    def _cluster(self, number: int, cluster: Cluster) -> None:
+        options = cluster_options(cluster, self.pricer, self.restriction.choice)
+        again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
+        seconds = np.array([o.seconds for o in options])
+        recomputable = self._is_recomputable(cluster)
+        if recomputable:
+            kept, replayed = seconds, seconds + again
+            if self.restriction.recompute is not None:
+                chosen = any(self.restriction.recompute(op) for op in cluster.members)
+                kept, replayed = (kept + np.inf, replayed) if chosen else (kept, replayed + np.inf)
+            seconds = np.concatenate([kept, replayed])
+        node = self._node(cluster.root.name, seconds * self._times_of_ops(cluster))
+        assert node == number
+        self.plain[node] = len(options)
+        self.problem.num_kept[node] = len(options)
+        self.problem.options[node] = [*options, *options] if recomputable else options
+        moments = self.moments
+        keeping, forward, backward, replaying = (moments.nothing() for _ in range(4))
+        for positions in cluster.instances:
+            first = min(positions)
+            moments.keep(keeping, moments.kept(first, first), first)
+            replaying[moments.held(first, self._end(first), first)] += moments.weight(first)
+            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
+        inside = np.array([o.kept for o in options], dtype=np.float64)
+        self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
+        if recomputable:
+            made = inside + np.array([self._passing(cluster, option.names) for option in options])
+            self._count(node, self._either(node, np.zeros(len(options)), made), replaying)
+        self._count(node, [o.working_forward for o in self.problem.options[node]], forward)
+        self._count(node, [o.working_backward for o in self.problem.options[node]], backward)
+
+    def _again(self, op: Op, names: tuple[str, ...]) -> float:
+        price = self.pricer.op(op, names)
+        return price.forward + total(price.forward_sent) if any(op.result_grads) else 0.0
+
+    def _passing(self, cluster: Cluster, names: tuple[tuple[str, ...], ...]) -> int:
+        """Bytes of what members hand to each other and nothing saves: they exist during a replay alone."""
+        nbytes = 0
+        for i, (op, name) in enumerate(zip(cluster.members[:-1], names, strict=False)):
+            if op.rule.alias is None:
+                given = zip(op.result_shapes, op.result_sizes, self.pricer.op(op, name).results, strict=True)
+                nbytes += sum(self.pricer.nbytes(*g) for j, g in enumerate(given) if (i, j) not in cluster.saved_inner)
+        return nbytes
+
+    def _either(self, node: int, kept: Floats, replayed: Floats) -> Floats:
+        """A table over options: those that keep, then, where there are any, those that recompute."""
+        again = len(self.problem.options[node]) > self.plain[node]
+        return np.concatenate([kept, replayed]) if again else kept
+
+    def _is_again(self, node: int) -> np.ndarray:
+        """Which options recompute."""
+        options = self.problem.options.get(node)
+        return np.zeros(1, bool) if options is None else np.arange(len(options)) >= self.plain[node]
+
+    def _travel(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        assert tensor.producer is not None
+        node, member = self.place[self.folding.class_of[tensor.producer]]
+        given = [o.gives[tensor.index] for o in self.problem.options[node]]
+        seen = [*given, *(w for r in readers for w in r.wants)]
+        axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
+        lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
+        root = self.problem.clusters[node].members[member]
+        saves = root.has_backward and tensor.index in root.rule.saves_results
+        _Layers(self, names, tensor, readers, lattice, node, given, saves).add()
+
+    def _input(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
+        kept = [Reader(node=r.node, wants=r.wants, savers=1, in_backward=r.in_backward, positions=r.positions)
+                if self._is_again(r.node).any() else r for r in readers]  # fmt: skip
+        super()._input(names, tensor, kept)
+
+    def _parameter_group(
+        self,
+        names: tuple[str, ...],
+        node: int,
+        uses: tuple[Layout, ...],
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        _ParameterLayers(self, names, node, space, readers).add()
+
+
+class _Layers:
+    """One tensor's group."""
+
+    def __init__(
+        self,
+        builder: RecomputeBuilder,
+        names: tuple[str, ...],
+        tensor: Tensor,
+        readers: list[Reader],
+        lattice: Lattice,
+        node: int,
+        given: list[Layout],
+        saves_given: bool,
+    ) -> None:
+        self.builder, self.names, self.tensor, self.readers = builder, names, tensor, readers
+        self.lattice, self.node, self.given, self.saves_given = lattice, node, given, saves_given
+        self.arcs: list[tuple[int, int, float]] = []
+        self.steps: list[tuple[Step, ...]] = []
+        self.kept: list[float] = []
+        self.replayed: list[float] = []
+        self.again: list[bool] = []
+
+    def arc(self, a: int, b: int, seconds: float = 0.0, step: Step | None = None, *, kept: float = 0.0,
+            replayed: float = 0.0) -> None:  # fmt: skip
+        self.arcs.append((a, b, seconds))
+        self.steps.append(() if step is None else (step,))
+        self.kept.append(kept)
+        self.replayed.append(replayed)
+        self.again.append(step is not None and replayed > 0)
+
+    def add(self) -> None:
+        builder, lattice, count = self.builder, self.lattice, len(self.lattice.layouts)
+        sizes = [float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts]
+        own = [i for i, r in enumerate(self.readers) if r.positions]
+        again = {i: builder._is_again(self.readers[i].node) for i in own}
+        wanted = {
+            lattice.number[w]
+            for i in own
+            for w, a in zip(self.readers[i].wants, again[i], strict=True)
+            if self.readers[i].savers or a
+        }
+        layered = self.tensor.requires_grad and bool(wanted)
+        F, K, R, B, E = (k * count for k in range(5))
+        backward = self.tensor.requires_grad and any(r.in_backward for r in self.readers)
+        price = lattice.forward + lattice.backward if backward else lattice.forward
+        for a, b, seconds, forward, step in zip(
+            lattice.source, lattice.target, price, lattice.forward, lattice.steps, strict=True
+        ):
+            self.arc(F + int(a), F + int(b), float(seconds), step)
+            if layered:
+                self.arc(R + int(a), R + int(b), float(seconds + forward), step, replayed=sizes[int(a)])
+        for v in range(count if wanted or self._gives_again() else 0):
+            self.arc(F + v, K + v, kept=sizes[v])
+            if layered or self._gives_again():
+                self.arc(K + v, R + v)
+                self.arc(R + v, F + v)
+            if v in wanted:
+                self.arc(K + v, B + v)
+                self.arc(R + v, B + v, replayed=sizes[v])
+        if self.saves_given:
+            for v in sorted({lattice.number[g] for g in self.given}):
+                self.arc(E + v, F + v)
+                self.arc(E + v, K + v)
+        producer = builder._is_again(self.node)
+        start = E if self.saves_given else F
+        gives = [lattice.number[g] + (R if a else start) for g, a in zip(self.given, producer, strict=True)]
+        consumers = []
+        for i, reader in enumerate(self.readers):
+            wants = [lattice.number[w] for w in reader.wants]
+            if i in again:
+                wants = [w + (B if reader.savers or a else F) for w, a in zip(wants, again[i], strict=True)]
+            consumers.append(Consumer(node=reader.node, wants=np.array(wants, dtype=np.int64)))
+        layouts = [*lattice.layouts, *lattice.layouts, *lattice.layouts, *([None] * count), *lattice.layouts]
+        self._finish(consumers, np.array(gives, dtype=np.int64), layouts, sizes)
+
+    def _gives_again(self) -> bool:
+        return bool(self.builder._is_again(self.node).any())
+
+    def _finish(
+        self, consumers: list[Consumer], gives: np.ndarray, layouts: list[Layout | None], sizes: list[float]
+    ) -> None:
+        builder, problem = self.builder, self.builder.problem
+        problem.groups.append(
+            Group(
+                name=self.names[0],
+                producer=self.node,
+                gives=gives,
+                consumers=tuple(consumers),
+                num_vertices=len(layouts),
+                arc_source=np.array([a for a, _, _ in self.arcs], dtype=np.int64),
+                arc_target=np.array([b for _, b, _ in self.arcs], dtype=np.int64),
+                arc_seconds=np.array([s for _, _, s in self.arcs], dtype=np.float64) * builder._times(self.names)[0],
+            )
+        )
+        problem.travels.append((self.names, tuple(layouts), tuple(self.steps)))
+        group = len(problem.groups) - 1
+        problem.replayed_arcs[group] = self.again
+        moments = builder.moments
+        keeping, replaying, own, own_again = (moments.nothing() for _ in range(4))
+        for name in self.names:
+            made = builder.program.tensors[name].producer
+            assert made is not None
+            reading = [p for r in self.readers if r.positions for p in r.positions[name]]
+            last = min(reading, default=made)
+            start = max((builder._end(p) for p in reading), default=made)
+            moments.keep(keeping, moments.kept(made, last), last)
+            replaying[moments.held(made, start, last)] += moments.weight(last)
+            moments.keep(own, moments.kept(made, made), made)
+            own_again[moments.held(made, builder._end(made), made)] += moments.weight(made)
+        for nbytes, coefficient in ((self.kept, keeping), (self.replayed, replaying)):
+            if any(nbytes):
+                builder.arc_memory.append((group, np.array(nbytes), coefficient))
+        if self.saves_given:
+            again = builder._is_again(self.node)
+            given = np.array([sizes[self.lattice.number[g]] for g in self.given])
+            builder._count(self.node, np.where(again, 0.0, given), own)
+            builder._count(self.node, np.where(again, given, 0.0), own_again)
+
+
+class _ParameterLayers:
+    """A parameter's group: as in `build`, with a want of their own for options that read it again in a replay."""
+
+    def __init__(
+        self,
+        builder: RecomputeBuilder,
+        names: tuple[str, ...],
+        node: int,
+        space: ParameterSpace,
+        readers: list[Reader],
+    ) -> None:
+        self.builder, self.names, self.node = builder, names, node
+        self.space, self.readers = space, readers
+
+    def add(self) -> None:
+        builder, space = self.builder, self.space
+        num_options = len(space.options)
+        copies = {c: num_options + i for i, c in enumerate(dict.fromkeys((w.use, w.again, space.options[w.option][1])
+                                                                        for w in space.ways))}  # fmt: skip
+        arcs: list[tuple[int, int, float]] = []
+        steps: list[tuple[Step, ...]] = []
+        held: list[tuple[str, float, int]] = []  # lifetime, bytes, reader that replays or -1
+        for way in space.ways:
+            lifetime = space.options[way.option][1]
+            arcs.append((way.option, copies[way.use, way.again, lifetime], way.seconds))
+            steps.append(way.steps)
+            held.append((lifetime, float(way.copy + way.gradient), -1))
+        bytes_of = {(w.use, w.again, space.options[w.option][1]): float(w.copy) for w in space.ways}
+        number = num_options + len(copies)
+        consumers = []
+        for i, reader in enumerate(self.readers):
+            again = builder._is_again(reader.node)
+            reads = len(reader.positions[self.names[0]])
+            wants: dict[tuple[Layout, bool], int] = {}
+            for use, replays in sorted({(w, bool(a)) for w, a in zip(reader.wants, again, strict=True)}, key=str):
+                wants[use, replays] = number
+                number += 1
+                for copy, vertex in copies.items():
+                    if copy[0] == use:
+                        times = reader.savers + (reads if replays else 0)
+                        arcs.append((vertex, wants[use, replays], copy[1] * times))
+                        steps.append(())
+                        held.append((f"{copy[2]} again", bytes_of[copy], i) if replays else (copy[2], 0.0, -1))
+            consumers.append(
+                Consumer(
+                    node=reader.node,
+                    wants=np.array([wants[w, bool(a)] for w, a in zip(reader.wants, again, strict=True)], np.int64),
+                )
+            )
+        layouts: list[Layout | None] = [storage for storage, _ in space.options]
+        layouts += [None] * (number - num_options)
+        builder.problem.groups.append(
+            Group(
+                name=self.names[0],
+                producer=self.node,
+                gives=np.arange(num_options, dtype=np.int64),
+                consumers=tuple(consumers),
+                num_vertices=number,
+                arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
+                arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * builder._times(self.names)[1],
+            )
+        )
+        builder.problem.travels.append((self.names, tuple(layouts), tuple(steps)))
+        self._memory(held)
+
+    def _memory(self, held: list[tuple[str, float, int]]) -> None:
+        builder, moments = self.builder, self.builder.moments
+        group = len(builder.problem.groups) - 1
+        for lifetime in ("step", "keep", "use"):
+            coefficient = moments.nothing()
+            for name in self.names:
+                positions = [p for r in self.readers for p in r.positions[name]]
+                savers = [p for r in self.readers if r.savers for p in r.positions[name]]
+                moments.count_copies(coefficient, lifetime, positions, savers)
+            nbytes = np.array([n if kind == lifetime else 0.0 for kind, n, _ in held])
+            if nbytes.any():
+                builder.arc_memory.append((group, nbytes, coefficient))
+        for i, reader in enumerate(self.readers):
+            for lifetime in ("keep", "use"):
+                nbytes = np.array([n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, j in held])
+                if not nbytes.any() or (lifetime == "keep" and reader.savers):
+                    continue
+                coefficient = moments.nothing()
+                for name in self.names:
+                    for p in reader.positions[name]:
+                        again = None if lifetime == "keep" else builder._end(p)
+                        coefficient[moments.held(p, again, p)] += moments.weight(p)
+                builder.arc_memory.append((group, nbytes, coefficient))

@@ -1,0 +1,112 @@
+"""Which layouts can a tensor pass through, and what does each step between them cost?"""
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.placement import INVARIANT, REPLICATE, Layout, Placement
+from autopar.redistribution import Step, is_possible, steps_from
+from autopar.search.costs.pricing import Pricer, total
+from autopar.search.costs.storages import orders
+from autopar.search.graph.strategy_graph import Floats, Ints
+
+Placements = tuple[frozenset[Placement], ...]
+"""What may stand on each mesh axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lattice:
+    """Layouts and the steps between them; `forward[arc]`, `backward[arc]` in seconds."""
+
+    layouts: tuple[Layout, ...]
+    number: dict[Layout, int]
+    steps: tuple[Step, ...]
+    source: Ints
+    target: Ints
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(slots=True)
+class Lattices:
+    """Lattices of one mesh, made once for equal tensors."""
+
+    pricer: Pricer
+    _made: dict[object, Lattice]
+
+    def of(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool) -> Lattice:
+        """All layouts with these placements and whole ones (those of parameters nested in any order)."""
+        key = (shape, element_size, grad, axes, parameter)
+        if key not in self._made:
+            self._made[key] = self._make(shape, element_size, grad, axes, parameter)
+        return self._made[key]
+
+    def _make(
+        self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool
+    ) -> Lattice:
+        layouts, steps = _steps(axes, len(shape), grad, self.pricer.mesh.shape, parameter)
+        steps = tuple(s for s in steps if is_possible(s, shape, self.pricer.mesh))
+        number = {layout: i for i, layout in enumerate(layouts)}
+        prices = [self.pricer.step(s, shape, element_size, parameter) for s in steps]
+        return Lattice(
+            layouts=layouts,
+            number=number,
+            steps=steps,
+            source=np.array([number[s.source] for s in steps], dtype=np.int64),
+            target=np.array([number[s.target] for s in steps], dtype=np.int64),
+            forward=np.array([total(forward) for forward, _ in prices], dtype=np.float64),
+            backward=np.array([total(backward) for _, backward in prices], dtype=np.float64),
+        )
+
+
+@lru_cache(maxsize=512)
+def _steps(
+    axes: Placements, rank: int, grad: bool, mesh_shape: tuple[int, ...], nested: bool
+) -> tuple[tuple[Layout, ...], tuple[Step, ...]]:
+    whole: frozenset[Placement] = frozenset({REPLICATE, INVARIANT} if grad else {REPLICATE})
+    sets: list[list[Placement]] = [
+        sorted(a | whole if n > 1 else a, key=str) for a, n in zip(axes, mesh_shape, strict=True)
+    ]
+    layouts: dict[Layout, None] = {}
+    for placements in itertools.product(*sets):
+        layouts.update(dict.fromkeys(orders(placements) if nested else (Layout(placements),)))
+    steps = [s for layout in layouts for s in steps_from(layout, rank, grad) if s.target in layouts]
+    return tuple(layouts), tuple(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Distances:
+    """Cheapest ways between all layouts of a lattice."""
+
+    lattice: Lattice
+    seconds: Floats
+    last: Ints
+
+    def path(self, source: int, target: int) -> list[int]:
+        """Arcs from one layout to another."""
+        out: list[int] = []
+        while source != target:
+            arc = int(self.last[source, target])
+            assert arc >= 0, f"no way from {self.lattice.layouts[source]} to {self.lattice.layouts[target]}"
+            out.append(arc)
+            target = int(self.lattice.source[arc])
+        return out[::-1]
+
+
+def cheapest_ways(lattice: Lattice, seconds: Floats) -> Distances:
+    """Floyd and Warshall over all layouts; `seconds[arc]`. Ties go to fewer steps."""
+    n = len(lattice.layouts)
+    distance = np.full((n, n), np.inf)
+    last = np.full((n, n), -1, dtype=np.int64)
+    np.fill_diagonal(distance, 0.0)
+    for arc in np.argsort(-seconds, kind="stable"):
+        a, b = lattice.source[arc], lattice.target[arc]
+        distance[a, b], last[a, b] = seconds[arc] + 1e-12, arc
+    for k in range(n):
+        through = distance[:, k, None] + distance[None, k, :]
+        shorter = through < distance - 1e-15
+        distance = np.where(shorter, through, distance)
+        last = np.where(shorter, last[None, k, :], last)
+    return Distances(lattice=lattice, seconds=distance, last=last)

@@ -1,0 +1,51 @@
+"""What is a strategy graph made of, and what do its numbers stand for?"""
+
+from dataclasses import dataclass, field
+
+from autopar.placement import Layout
+from autopar.redistribution import Step
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.options import Option
+from autopar.search.graph.parameters import ParameterSpace
+from autopar.search.graph.strategy_graph import Group, Node, StrategyGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reader:
+    """One way a kind of tensor is read: node and layouts wanted by its options; positions of the ops, of all instances.
+
+    savers: ops an instance of the tensor that keep it. first, last: of the reading ops, per tensor.
+    """
+
+    node: int
+    wants: tuple[Layout, ...]
+    savers: int
+    in_backward: bool
+    positions: dict[str, list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Problem:
+    """A strategy graph and what its numbers stand for.
+
+    options[node]: options of a cluster; parameters, inputs by node: (names of the tensors, their options).
+    num_kept[node]: options from this number on recompute. replayed_arcs[group]: which arcs are of layer R.
+    travels[group]: (names of the tensors, layout of each vertex, None for auxiliary ones; steps of each arc).
+    """
+
+    program: Program
+    pricer: Pricer
+    clusters: tuple[Cluster, ...]
+    nodes: list[Node] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    options: dict[int, list[Option]] = field(default_factory=dict)
+    parameters: dict[int, tuple[tuple[str, ...], ParameterSpace]] = field(default_factory=dict)
+    inputs: dict[int, tuple[tuple[str, ...], tuple[Layout, ...]]] = field(default_factory=dict)
+    travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], tuple[tuple[Step, ...], ...]]] = field(
+        default_factory=list
+    )
+    num_kept: dict[int, int] = field(default_factory=dict)
+    replayed_arcs: dict[int, list[bool]] = field(default_factory=dict)
+    graph: StrategyGraph = field(default_factory=lambda: StrategyGraph(nodes=()))

@@ -1,0 +1,118 @@
+"""Which plan of the whole model is best as the stages of a pipeline, within the memory of each rank?
+
+The first rank has most micro-batches in flight. Its memory is limited in the strategy graph of the whole model, of
+which only its ops count; then all ranks are counted call by call (`search.staged_memory`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import cheapest, least
+from autopar.cost_models.links import axis_links
+from autopar.cost_models.schedules import PipelineOrder, make_order
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.search.costs.paid import stages_of
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.graph.moments import Share
+from autopar.search.joint.critical_path import Way, least_message, longest_way
+from autopar.search.known.baselines import memory_limit
+from autopar.search.staged.rounds import dealt
+from autopar.search.staged.stages import block_starts, choose_cuts, even_cuts, even_starts, simulated, staged
+from autopar.staged_plan import StagedPlan
+
+ATTEMPTS = 4
+"""How often a whole plan is made smaller until its stages fit."""
+
+
+def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -> Share:
+    """What the first pipeline rank, which has most micro-batches in flight, runs and keeps of stages that begin so."""
+    p = len(order.ranks)
+    stage = stages_of(begins, len(program.ops))
+    sizes = dict(enumerate(dealt(len(block_starts(program.captured)) + 1, p, order.num_stages // p)))
+    now = most = 0
+    for action in order.ranks[0]:
+        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * sizes[action.stage]
+        most = max(most, now)
+    own = sum(sizes[number] for number in range(0, order.num_stages, p))
+    end = begins[order.num_stages - p]
+    positions = {op.name: op.position for op in program.ops}
+    before = [0, *(positions[name] for name in block_starts(program.captured))]
+    last = slice(max(start for start in before if start < end), end)
+    return Share(ops=stage % p == 0, in_flight=most / own, last=last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staged:
+    """`plan`: None if none was found that fits. ways: through its step, one for each number of stages a rank."""
+
+    plan: StagedPlan | None
+    bound: float
+    ways: list[Way]
+
+
+def best_staged(
+    program: Program,
+    pricer: Pricer,
+    cluster: Cluster,
+    pipeline: int,
+    schedule: str,
+    chunks: Sequence[int],
+    whole: Callable[[Pricer, Share], Plan],
+) -> Staged:
+    """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and ways to better that.
+
+    chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
+    the first rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
+    stages, is one for all of theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut
+    where they are fastest too, if that fits.
+    """
+    limit = memory_limit(pricer.cluster, pricer.config)
+    starts = [even_starts(program, pipeline, number) for number in chunks]
+    orders = [make_order(schedule, pipeline, program.microbatches, number) for number in chunks]
+    shares = [first_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
+    share = min(shares, key=lambda share: share.in_flight)
+    send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
+    room, bound = limit, 0.0
+    ways: list[Way] = []
+    for attempt in range(ATTEMPTS):
+        own = pricer.for_another()
+        own.config = replace(pricer.config, memory_nbytes=room)
+        try:
+            plan = replace(whole(own, share), config=pricer.config)
+        except InfeasibleError:
+            if attempt == 0:
+                raise
+            return Staged(plan=None, bound=bound, ways=ways)
+        if attempt == 0:
+            bound = plan.estimate.bound / pipeline
+        every = [even_cuts(program, pipeline, number) for number in chunks]
+        if max(chunks) == 1:
+            every.append(choose_cuts(plan, program, own, pipeline))
+        made, ways = [], []
+        for number, cuts in enumerate(every):
+            cut, stages = staged(plan, program, own, pipeline, schedule, cuts)
+            one, timeline, slowest = simulated(cut, stages, cluster, pricer.cluster)
+            made.append(one)
+            if number < len(chunks):
+                passes, messages = longest_way(timeline, len(stages))
+                nbytes = least_message(program, own, [stage.sends for stage in stages[:-1]])
+                ways.append(
+                    Way(
+                        forward=passes[0],
+                        backward=passes[1],
+                        rank=slowest,
+                        sent=messages * least(send, nbytes)[0],
+                        share=shares[number],
+                        begins=starts[number],
+                        num_ranks=pipeline,
+                    )
+                )
+        if fitting := [one for one in made if one.estimate.peak_nbytes <= limit]:
+            best = min(fitting, key=lambda one: one.estimate.step_seconds)
+            return Staged(plan=best, bound=bound, ways=ways)
+        counted = plan.estimate.solver["counted_nbytes"]
+        room = 0.98 * limit / min(one.estimate.peak_nbytes for one in made) * min(counted, room)
+    return Staged(plan=None, bound=bound, ways=ways)

@@ -1,0 +1,105 @@
+"""What does a pipeline's step take at least, whatever its stages decide? The length of one way through it.
+
+The order of a schedule is a graph of actions and messages, and a step takes as long as its longest way at least, for
+every plan. So any way bounds them all: the sum of what its actions take, minimised over all choices. The way taken here
+is that of a plan at hand, which is its own longest, so that the bound is near the plan where others decide alike:
+
+    sum over stages j of F_j f_j + B_j b_j + messages x least message + what is paid once a step on one rank
+
+with F_j and B_j the actions of stage j on the way, and f_j and b_j their seconds. The least message has no byte more
+than an even share of what crosses the cut.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.pipeline import Pipeline
+from autopar.cost_models.timeline_kernel import longest_paths
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.search.costs.paid import Paid, stages_of
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.relaxation import least_seconds
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.moments import Share
+
+GAP = 2e-3
+SECONDS = 15.0
+"""How exactly, and how long at most, a way is searched within the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Way:
+    """forward, backward: how often the way leads through each stage. rank: that pays most once a step.
+
+    sent: seconds of the messages on the way, each the least that it can be. share: of the first rank. begins: positions
+    of the ops with which stages after the first begin.
+    """
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    rank: int
+    sent: float
+    share: Share
+    begins: tuple[int, ...]
+    num_ranks: int
+
+
+def longest_way(pipeline: Pipeline, num_stages: int) -> tuple[NDArray[np.float64], int]:
+    """Of a pipeline whose actions are one task each: how often its longest way passes each stage, forward (row 0) and
+    back (row 1), and how many messages are on it."""
+    tasks, actions = pipeline.tasks, [action for actions in pipeline.order.ranks for action in actions]
+    finish, _ = longest_paths(tasks.seconds, tasks.before, tasks.after)
+    by_end = np.argsort(tasks.after, kind="stable")
+    first = np.searchsorted(tasks.after[by_end], np.arange(len(tasks) + 1))
+    counts = np.zeros((2, num_stages))
+    messages, task = 0, int(finish.argmax())
+    while True:
+        if task < len(actions):
+            counts[0 if actions[task].kind == "F" else 1, actions[task].stage] += 1
+        else:
+            messages += 1
+        before = tasks.before[by_end[first[task] : first[task + 1]]]
+        if not len(before):
+            return counts, messages
+        task = int(before[finish[before].argmax()])
+
+
+def way_seconds(
+    program: Program, pricer: Pricer, way: Way, fold: bool, *, limit: float | None = None, cutoff: float = math.inf
+) -> float:
+    """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the first
+    rank, recompute allowed, or no less than the cutoff."""
+    ranks = np.arange(len(way.forward)) % way.num_ranks
+    paid = Paid(
+        stage_of=stages_of(way.begins, len(program.ops)),
+        forward=way.forward,
+        backward=way.backward,
+        once=np.where(ranks == way.rank, 1.0, 0.0),
+    )
+    if limit is None:
+        return least_seconds(build(program, pricer, limit=None, fold=fold, paid=paid).graph) + way.sent
+    problem = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid)
+    try:
+        found = solve(
+            problem.graph, relative_gap=GAP, seconds=SECONDS, cutoff=cutoff - way.sent, binds=True, say_least=False
+        )
+    except CutoffError as error:
+        return error.bound + way.sent
+    except InfeasibleError:
+        return math.inf
+    except SearchTimeoutError:
+        return 0.0
+    return found.bound + way.sent
+
+
+def least_message(program: Program, pricer: Pricer, crossing: Sequence[Sequence[str]]) -> float:
+    """Bytes a rank of the least of the messages over cuts, each given by the names that cross it."""
+    tensors = [[program.tensors[name] for name in names] for names in crossing]
+    return min(sum(math.prod(t.shape) * t.element_size for t in cut) for cut in tensors) / pricer.mesh.size

@@ -1,0 +1,303 @@
+"""Which mesh, how many stages and micro-batches? All meshes that follow the levels, all divisors of the batch.
+
+Bounds, from cheap to dear, each of them proved; t and o are seconds of a micro-batch and once a step of the whole model
+on the mesh of one of p stages, m the number of micro-batches:
+
+    work           all work split evenly over all devices, nothing sent (`work_bound`)
+    of a divisor   what d micro-batches take at least without a memory limit holds for every multiple of d (with fewer
+                   samples at a time nothing gets faster, see `microbatches`)
+    its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
+                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`)
+    its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known.
+                   Of stages the memory is the first rank's, with all that it has in flight
+
+`best_first` solves no more than it must. Equal blocks are split alike in all stages, and dealt to them evenly.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.folding import Folding, fold_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.work_bound import work_seconds
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.graph.moments import Share
+from autopar.search.joint.best_staged import best_staged
+from autopar.search.joint.critical_path import Way, way_seconds
+from autopar.search.joint.relaxing import Asked, Relaxations
+from autopar.search.known.baselines import memory_limit
+from autopar.search.meshes import Arrangement, arrangements, divisors
+from autopar.search.planner import plan_program
+from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
+from autopar.search.staged.stages import even_starts
+from autopar.staged_plan import StagedPlan
+
+INTERLEAVED = "interleaved-1f1b"
+SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
+CHUNKS = (2, 4, 8, 16)
+"""Stages a rank of interleaved schedules."""
+FEWEST = 2
+"""Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
+MANY = 32
+"""Problems from which on a second process is worth its start, a few seconds of imports."""
+PLAN_SECONDS = 15.0
+"""Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
+IDLE = (1.25, 1.05)
+"""How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
+
+
+Answer = Plan | StagedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One problem of the joint space; `chunks`: most stages a pipeline rank, of interleaved ones any of `CHUNKS`."""
+
+    arrangement: Arrangement
+    microbatches: int
+    schedule: str = ""
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        text += f", {self.schedule}" if self.schedule else ""
+        return text + (f" of up to {self.chunks} stages a rank" if self.chunks > 1 else "")
+
+
+def candidates(
+    cluster: Cluster, counts: tuple[int, ...], pipelines: tuple[int, ...], schedule: str, num_blocks: int
+) -> list[Candidate]:
+    """All problems of a schedule. Of auto those of 1f1b (gpipe takes as long and more memory), and those of interleaved
+    stages that fill the pipeline with fewest micro-batches on a mesh of fewest axes."""
+    if schedule not in ("auto", *SEARCHED):
+        raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
+    out = []
+    every = arrangements(cluster, pipelines)
+    for arrangement in every:
+        p = arrangement.pipeline
+        if p == 1:
+            out += [Candidate(arrangement=arrangement, microbatches=count) for count in counts]
+        elif p <= num_blocks:
+            name = "1f1b" if schedule == "auto" else schedule
+            if name != INTERLEAVED:
+                out += [Candidate(arrangement=arrangement, microbatches=count, schedule=name) for count in counts]
+            axes = min(other.mesh.num_axes for other in every if other.pipeline == p)
+            chunks = max((v for v in CHUNKS if v * p <= num_blocks), default=1)
+            if chunks > 1 and (name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes)):
+                filling = [count for count in counts if count % p == 0]
+                out += [
+                    Candidate(arrangement=arrangement, microbatches=count, schedule=INTERLEAVED, chunks=chunks)
+                    for count in (filling if name == INTERLEAVED else filling[:FEWEST])
+                ]
+    return out
+
+
+@dataclass(slots=True, kw_only=True)
+class Joint:
+    """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
+
+    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often.
+    """
+
+    graph: Callable[[int], CapturedModel]
+    counts: tuple[int, ...]
+    cluster: Cluster
+    config: TrainConfig
+    relative_gap: float
+    fold: bool = True
+    tell: Callable[[str], None] = lambda _: None
+    _programs: dict[int, Program] = field(default_factory=dict)
+    _pricers: dict[Arrangement, Pricer] = field(default_factory=dict)
+    _work: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _own: dict[Candidate, float] = field(default_factory=dict)
+    _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
+    _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
+    _folding: Folding | None = None
+    _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
+    _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
+    _relaxations: Relaxations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._relaxations = Relaxations(program=self.program, pricer=self._prices, fold=self.fold)
+
+    def beside(self, number: int) -> Relaxations:
+        """A context in which a second process finds bounds ahead, where so many problems and two cores are worth it."""
+        self._relaxations.beside = number >= MANY and (os.cpu_count() or 1) > 1
+        return self._relaxations
+
+    def program(self, microbatches: int) -> Program:
+        """The program of one of so many micro-batches.
+
+        Raises InfeasibleError where the loss of the whole batch is no sum over so many parts.
+        """
+        if microbatches not in self._programs:
+            try:
+                self._programs[microbatches] = make_program(self.graph(microbatches))
+            except BatchError as error:
+                if microbatches == 1:
+                    raise
+                raise InfeasibleError(str(error)) from error
+        return self._programs[microbatches]
+
+    def pricer(self, key: Candidate) -> Pricer:
+        """Fresh prices of the candidate's program; those of links are shared."""
+        return self._prices(key.arrangement)
+
+    def _prices(self, arrangement: Arrangement) -> Pricer:
+        if arrangement not in self._pricers:
+            self._pricers[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
+        return self._pricers[arrangement].for_another()
+
+    def bound(self, key: Candidate) -> float:
+        known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
+        least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
+        return max([*known, self._with_bubble(key, max(least))])
+
+    def _work_seconds(self, key: Candidate) -> tuple[float, float]:
+        """All work of a step, and that of the optimizer, on the devices of one stage."""
+        p = key.arrangement.pipeline
+        if p not in self._work:
+            self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
+        return self._work[p]
+
+    def _with_bubble(self, key: Candidate, seconds: float) -> float:
+        """A bound for the candidate from one for as many rounds as there are micro-batches."""
+        once = self.rounds(key, key.microbatches).once
+        return once * seconds + self._more_rounds(key, once * key.microbatches)
+
+    def _more_rounds(self, key: Candidate, rounds: float) -> float:
+        """What the rounds beyond so many take at least: their work."""
+        p = key.arrangement.pipeline
+        return (self.rounds(key, key.microbatches).passing - rounds) * self._work_seconds(key)[0] / key.microbatches / p
+
+    def rounds(self, key: Candidate, microbatches: int) -> Rounds:
+        """Of the candidate's schedule with so many micro-batches."""
+        p, v = key.arrangement.pipeline, key.chunks
+        if v == 1 or not self.fold:
+            return rounds(key.schedule, p, microbatches)
+        known = (key.schedule, p, v, microbatches)
+        if known not in self._rounds:
+            program = self.program(min(self.counts))
+            self._folding = self._folding or fold_program(program)
+            passing, update = self._work_seconds(key)
+            shares = passing / microbatches, update
+            found = [
+                interleaved_rounds(program, self._folding, even_starts(program, p, n), p, microbatches, shares)
+                for n in _chunks(key)
+            ]
+            self._rounds[known] = Rounds(min(one.passing for one in found), min(one.once for one in found))
+        return self._rounds[known]
+
+    def effort(self, key: Candidate) -> float:
+        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
+        return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
+
+    def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, or
+        hardly, with as few micro-batches as can be."""
+        if len(keys) < MANY:
+            return ()
+        out: list[Candidate] = []
+        for p in sorted({key.arrangement.pipeline for key in keys}):
+            own = [key for key in keys if key.arrangement.pipeline == p]
+            axes = min(key.arrangement.mesh.num_axes for key in own)
+            own = [key for key in own if key.arrangement.mesh.num_axes == axes]
+            least = min(self._work_bound(key, key.microbatches) for key in own)
+            for idle in IDLE:
+                near = [key for key in own if self._work_bound(key, key.microbatches) <= idle * least]
+                out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
+        return sorted(dict.fromkeys(out), key=self.bound)
+
+    def foresee(self, keys: Iterator[Candidate], cutoff: float) -> None:
+        with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
+            self._relaxations.foresee(self._wanted(key, cutoff) for key in keys)
+
+    def sharpen(self, key: Candidate, cutoff: float) -> bool:
+        """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
+        always half way to the candidate's own, and last its own rounds: many candidates share these steps."""
+        arrangement, m, times = wanted = self._wanted(key, cutoff)
+        own = self.rounds(key, key.microbatches)
+        is_own = (arrangement, m) in self._least or own == (m, 1.0)
+        found = self._relaxations.of(wanted) / arrangement.pipeline
+        # r t + o is concave in r: of fewer rounds at least their share
+        self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
+        if m != key.microbatches or not is_own:
+            return False
+        self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
+        return True
+
+    def _wanted(self, key: Candidate, cutoff: float) -> Asked:
+        """The relaxation that comes next for this candidate."""
+        shared = [n for n in divisors(key.microbatches) if n in self.counts]
+        first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
+        shared = [n for n in shared if n >= first]
+        known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
+        between = (max(known) + len(shared)) // 2 if known else 0
+        if not known or between < len(shared) - 1:
+            return key.arrangement, shared[between], shared[between]
+        times = int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
+        return key.arrangement, key.microbatches, times
+
+    def _work_bound(self, key: Candidate, microbatches: int) -> float:
+        """What the candidate's work alone takes with so many micro-batches."""
+        p = key.arrangement.pipeline
+        passing, update = self._work_seconds(key)
+        r, g = self.rounds(key, microbatches)
+        return (passing * r / microbatches + g * update) / p
+
+    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
+        p = key.arrangement.pipeline
+        program = self.program(key.microbatches)
+        once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
+
+        def whole(pricer: Pricer, share: Share | None = None) -> Plan:
+            return plan_program(
+                program,
+                pricer,
+                relative_gap=self.relative_gap / 4,  # a better plan leaves fewer bounds to be found
+                seconds=PLAN_SECONDS if seconds is None else min(seconds, PLAN_SECONDS),
+                with_baselines=False,
+                fold=self.fold,
+                progress=lambda text: self.tell(f"{key}: {text}"),
+                cutoff=(cutoff - bubble) / once * p,
+                say_least=False,
+                share=share,
+                prices=self._prices_of_memory.setdefault(p, {}),
+            )
+
+        if p == 1:
+            plan = whole(self.pricer(key))
+            return plan, plan.estimate.step_seconds, plan.estimate.bound
+        try:
+            found = best_staged(program, self.pricer(key), self.cluster, p, key.schedule, _chunks(key), whole)
+        except CutoffError as error:
+            raise CutoffError(self._with_bubble(key, error.bound / p)) from error
+        self._ways[key] = found.ways
+        self._own[key] = max(self._own.get(key, 0.0), self._with_bubble(key, found.bound))
+        if found.plan is None:
+            raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
+        return found.plan, found.plan.estimate.step_seconds, self._own[key]
+
+    def tighten(self, key: Candidate, cutoff: float) -> None:
+        """By ways through the step of each number of stages a rank that it may have: memory aside, then within it."""
+        program, limit = self.program(key.microbatches), memory_limit(key.arrangement.cluster, self.config)
+        bounds = []
+        for way in self._ways.get(key, ()):
+            pricer = self.pricer(key)
+            bounds.append(way_seconds(program, pricer, way, self.fold))
+            if bounds[-1] < cutoff:
+                within = way_seconds(program, pricer, way, self.fold, limit=limit, cutoff=cutoff)
+                bounds[-1] = max(bounds[-1], within)
+        if bounds:
+            self._own[key] = max(self._own.get(key, 0.0), min(bounds))
+
+
+def _chunks(key: Candidate) -> tuple[int, ...]:
+    return tuple(n for n in CHUNKS if n <= key.chunks) if key.schedule == INTERLEAVED else (1,)

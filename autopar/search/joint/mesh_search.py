@@ -1,0 +1,182 @@
+"""Which plan is best over all meshes of a cluster, all numbers of micro-batches and of stages? The search as a whole.
+
+Graphs of all numbers of micro-batches come from two captures (`capture.rebatch`), the problems are those of
+`search.joint`, the order in which they are solved that of `search.best_first`. Here they are put together, and the
+certificate is written.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from autopar.capture.rebatch import SIZES, Batches
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, InfeasibleError, MeshError
+from autopar.graph import CapturedModel
+from autopar.mesh import Mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.plan import Plan, TrainConfig
+from autopar.search.joint.best_first import PROVED, Outcome, best_first
+from autopar.search.joint.joint import Answer, Candidate, Joint, candidates
+from autopar.search.meshes import divisors, parts
+from autopar.search.planner import compare, plan_program
+from autopar.search.staged.stages import block_starts
+from autopar.staged_plan import check_microbatches
+
+NEAR = 8
+"""How many alternatives a plan names."""
+
+
+def search_meshes(
+    batch: int | None,
+    capture: Callable[[int | None], CapturedModel],
+    cluster: Cluster,
+    config: TrainConfig,
+    *,
+    microbatches: int | None = None,
+    pipelines: tuple[int, ...] | None = (1,),
+    mesh: Mesh | None = None,
+    schedule: str = "auto",
+    relative_gap: float,
+    seconds: float | None = None,
+    fold: bool = True,
+    with_baselines: bool = True,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Answer, CapturedModel]:
+    """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
+    `microbatches` is given, all divisors of `batch`, with the graph that it is for.
+
+    capture: the graph of so many samples, of the whole batch for None. The plan's `estimate.solver["search"]` says
+    what was searched and which alternatives were near.
+
+    Raises:
+        BatchError: if the number of micro-batches is open, but the inputs have no batch in common (None).
+        InfeasibleError: if no plan fits.
+    """
+    began = time.monotonic()
+    batches = Batches(capture=capture, sizes=SIZES if batch is None or batch <= max(SIZES) else (min(SIZES), batch))
+    counts = (microbatches,) if microbatches is not None else (1,) if batch is None else divisors(batch)
+
+    def graph(count: int) -> CapturedModel:
+        if batch is None:
+            return accumulate_gradients(capture(batch), count, lambda: capture(batch))
+        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
+
+    while True:
+        left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
+        joint = Joint(
+            graph=graph,
+            counts=counts,
+            cluster=cluster,
+            config=config,
+            relative_gap=relative_gap,
+            fold=fold,
+            tell=tell,
+        )
+        num_blocks = len(block_starts(joint.program(min(counts)).captured)) + 1
+        possible = tuple(n for n in parts(cluster) if n <= num_blocks)
+        if wrong := sorted(set(pipelines or ()) - set(possible)):
+            raise MeshError(
+                f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks allow "
+                f"{', '.join(map(str, possible))}; choose one of them or auto"
+            )
+        keys = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
+        keys = [key for key in keys if key.arrangement.pipeline == 1 or _runs(key)]
+        if mesh is not None:
+            keys = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in keys))
+        if not keys:
+            raise InfeasibleError(
+                f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
+                "choose another number of them, gpipe or auto"
+            )
+        with joint.beside(len(keys)), _uncollected():
+            outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
+        if outcome.answer is None or outcome.key is None:
+            raise _nothing_fits(joint, outcome)
+        count = outcome.key.microbatches
+        own = graph(count) if batch is None else _captured(batches, batch, count)
+        if own.fingerprint == outcome.answer.fingerprint:
+            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began, mesh), own
+        batches.linear = False  # the graphs of other sizes are no line: capture each
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Strategy graphs hold no cycles, but are so many objects that looking for some took a quarter of the search."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _runs(key: Candidate) -> bool:
+    """Whether the schedule runs so many micro-batches."""
+    try:
+        check_microbatches(key.schedule, key.arrangement.pipeline, key.microbatches)
+    except ArgumentError:
+        return False
+    return True
+
+
+def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
+    """The graph of one of `count` micro-batches as it is captured, not moved along the line."""
+    return accumulate_gradients(batches.captured(batch // count), count, lambda: batches.captured(batch))
+
+
+def _certified(
+    outcome: Outcome[Candidate, Answer],
+    joint: Joint,
+    count: int,
+    with_baselines: bool,
+    seconds: float,
+    mesh: Mesh | None,
+) -> Answer:
+    """The plan found with the bound of the whole space and what there is to say of it."""
+    assert outcome.answer is not None and outcome.key is not None
+    plan, key = outcome.answer, outcome.key
+    planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
+    left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items())
+    staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
+    places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
+    facts: dict[str, Any] = {
+        "space": places + (", " + staged if staged else ""),
+        "candidates": count,
+        "planned": len(outcome.solved),
+        "do_not_fit": sum(cost is None for cost in outcome.solved.values()),
+        "status": outcome.status,
+        "seconds": seconds,
+        "near": {name: cost for cost, name in planned[:NEAR]},
+        "not_below": {name: bound for bound, name in left_out[:NEAR]},
+    }
+    estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
+    plan = plan.with_estimate(estimate)
+    if with_baselines and outcome.status == PROVED and isinstance(plan, Plan):
+        return compare(plan, joint.program(key.microbatches), joint.pricer(key), joint.tell)
+    return plan
+
+
+def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
+    """Says what the candidate of fewest samples at a time and most axes needs."""
+    if not outcome.failures:
+        names = ", ".join(map(str, outcome.excluded))
+        return InfeasibleError(f"no plan was found that fits, though none is proved not to: {names}; use more devices")
+    key = max(outcome.failures, key=lambda k: (k.microbatches, k.arrangement.mesh.num_axes))
+    said: InfeasibleError = outcome.failures[key]
+    try:
+        plan_program(
+            joint.program(key.microbatches),
+            joint.pricer(key),
+            relative_gap=joint.relative_gap,
+            seconds=None,
+            with_baselines=False,
+            fold=joint.fold,
+        )
+    except InfeasibleError as error:
+        said = error
+    return InfeasibleError(f"nothing fits on any mesh; on {key}: {said}", least_nbytes=said.least_nbytes)

@@ -1,0 +1,261 @@
+"""Which bytes does a rank of a pipeline hold at its peak? A walk over its schedule, pass by pass.
+
+A pass holds what `search.live` counts of one micro-batch of its stage. Beside it are, of every stage of the rank,
+
+    always      parameters, what lives for the step, the step's inputs (whole: every rank takes the global batch) and
+                `received`: torch's buffers for what a stage gets of every micro-batch, forward and back
+    gradients   from the stage's first backward pass on
+    kept        of each micro-batch between its passes: what backward reads, and what was sent
+    left        where backward has two parts, between them: kept, replayed, and gradients that the first part notes
+    sent        what went to another rank, held by the handle of its message: gpipe, interleaved-1f1b and zbv wait for
+                all of them when the step ends; 1f1b holds a gradient until it has the next, and of the passes before
+                its first one back the last but one's to the end of its steady phase
+
+and, with the optimizer, its state. Neighbouring stages on one rank put what they hand over in place of the buffers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cost_models.schedules import Action, PipelineOrder, make_order
+from autopar.graph import CapturedModel
+from autopar.search.costs.evaluate import find_live
+from autopar.search.costs.live import MEMORY_KINDS, Holding, Live
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.graph.strategy_graph import Floats
+from autopar.search.staged.split_passes import split_passes
+from autopar.staged_plan import SPLITTING, StagedPlan
+
+STAGED_KINDS = (*MEMORY_KINDS, "received", "sent")
+WAITS_AT_END = ("gpipe", "interleaved-1f1b", "zbv")
+"""Schedules that keep the handles of their messages, and with them what was sent, to the end of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageMemory:
+    """Bytes of one stage on one rank by kind (`STAGED_KINDS`).
+
+    passes: at the peak of an action, what its micro-batch keeps included; first: of the first, which makes gradients
+    instead of adding to them. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
+    `given` sent back, `copied` where backward has two parts, for then what passes through is a copy; `taken` and
+    `answered` are received, forward and back.
+    """
+
+    always: Floats
+    gradients: Floats
+    update: Floats
+    passes: Mapping[str, Floats]
+    first: Mapping[str, Floats]
+    kept: Floats
+    left: Floats
+    ends: float
+    given: float
+    copied: float
+    taken: float
+    answered: float
+
+    def alone(self, microbatches: int) -> dict[str, float]:
+        """Bytes by kind at the peak of a step that has one micro-batch in flight at a time."""
+        buffers = _vector("received", microbatches * (self.taken + self.answered))
+        fullest = self.always + self.state + buffers + self.gradients + _larger(self.passes["F"], self.passes["B"])
+        return dict(zip(STAGED_KINDS, _larger(fullest, self.update + buffers).tolist(), strict=True))
+
+    @property
+    def in_flight(self) -> float:
+        """What each further micro-batch in flight adds."""
+        return float(self.kept.sum())
+
+    @property
+    def state(self) -> Floats:
+        """The optimizer's."""
+        return _vector("optimizer", float(self.update[STAGED_KINDS.index("optimizer")]))
+
+
+def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
+    """What `live` counts of a stage, by pass."""
+    turn, end = len(live.calls), live.end
+    inputs = {spec.placeholder for spec in stage.inputs}
+    fixed = [h for h in live.holdings if h.role == "fixed" and h.name not in inputs]
+    moving = [h for h in live.holdings if h.role != "fixed"] + list(_copied_inputs(live, stage))
+    forward, back = [h for h in moving if h.first < turn], [h for h in moving if h.last >= turn]
+    kept = [h for h in forward if h.last >= turn]
+    parts = split_passes(live, kept, back)
+    received = [live.journeys[name] for name in stage.received]
+    taken = [live.pricer.local_nbytes(j.tensor, j.source) for j in received]
+    passes = {"B": back, "I": parts.first, "W": parts.second}
+    return StageMemory(
+        always=_summed(h for h in fixed if h.kind not in ("gradients", "optimizer")),
+        gradients=_summed(h for h in fixed if h.kind == "gradients" and h.first == 0),
+        update=_summed(h for h in fixed if h.last == end),
+        passes={"F": _peak(forward, 0, turn)} | {kind: _peak(part, turn, end) for kind, part in passes.items()},
+        first={kind: _peak(_staying(live, part), turn, end) for kind, part in passes.items()},
+        kept=_summed(kept),
+        left=_summed(parts.left),
+        ends=float(sum(live.ends.values())),
+        given=float(_returned(live, stage)),
+        copied=float(sum(n for n, j in zip(taken, received, strict=True) if j.tensor.requires_grad)),
+        taken=float(sum(taken)),
+        answered=float(sum(_answered(live, stage))),
+    )
+
+
+def rank_memory(
+    actions: Sequence[Action],
+    stages: Mapping[int, StageMemory],
+    batch_nbytes: float,
+    schedule: str,
+    *,
+    with_optimizer: bool = True,
+) -> dict[str, float]:
+    """Bytes by kind at the peak of a rank that runs `actions` of `stages` (by number).
+
+    batch_nbytes: of the global batch. with_optimizer: with the optimizer's state, which is there from the second step.
+    """
+    count = 1 + max(action.microbatch for action in actions)
+    received = [stages[n - 1].ends if n - 1 in stages else s.taken for n, s in stages.items()]
+    given = {n: s.copied if schedule in SPLITTING else s.given for n, s in stages.items()}
+    received += [given[n + 1] if n + 1 in stages else s.answered for n, s in stages.items()]
+    batch = _vector("inputs", batch_nbytes) + _vector("received", count * sum(received))
+    best = batch + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
+    live = batch + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
+    waits, begun = schedule in WAITS_AT_END, set[tuple[int, str]]()
+    warmup = next(i for i, action in enumerate(actions) if action.kind != "F")
+    started, over = warmup - 2, len(actions) // 2 - warmup
+    for number, kind, microbatch in actions:
+        own = stages[number]
+        here = _vector("activations", own.ends if number + 1 in stages else 0.0)  # in the next one's buffers
+        if kind == "F":
+            best = _larger(best, live + own.passes["F"])
+            live = live + own.kept - here
+            continue
+        is_first = (number, kind) not in begun
+        begun.add((number, kind))
+        live = live - (own.left if kind == "W" else own.kept) + here
+        best = _larger(best, live - here + (own.first if is_first else own.passes)[kind])
+        if is_first and kind != "I":
+            live = live + own.gradients
+        if kind == "I":
+            live = live + own.left - here
+        if kind != "I" and waits and number + 1 not in stages:
+            live = live + _vector("sent", own.ends)
+        if schedule == "1f1b" and 0 <= started < over and microbatch in (started, over):
+            live = live + _vector("sent", own.ends if microbatch == started else -own.ends)
+        if kind != "W" and number - 1 not in stages and (waits or is_first):
+            live = live + _vector("sent", given[number])
+    return dict(zip(STAGED_KINDS, best.tolist(), strict=True))
+
+
+def rank_memories(
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    order: PipelineOrder,
+    memories: Sequence[StageMemory],
+    *,
+    with_optimizer: bool = True,
+) -> list[dict[str, float]]:
+    """`rank_memory` of every pipeline rank, for the memory of each stage."""
+    inputs = {
+        spec.placeholder: spec for stage in stages for spec in stage.inputs if spec.placeholder not in stage.received
+    }
+    batch = sum(
+        math.prod(spec.shape) * spec.dtype.itemsize * (plan.microbatches if spec.shape else 1)
+        for spec in inputs.values()
+    )
+    return [
+        rank_memory(
+            order.ranks[rank],
+            {number: memories[number] for number in plan.stages_of(rank)},
+            batch,
+            plan.schedule,
+            with_optimizer=with_optimizer,
+        )
+        for rank in range(plan.pipeline)
+    ]
+
+
+def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[float]:
+    """Most bytes at once of every pipeline rank in a step before which the optimizer has no state.
+
+    cluster: what a stage has.
+    """
+    memories = []
+    for number, stage in enumerate(stages):
+        after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
+        pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+        sent = {name: after[name] for name in stage.sends}
+        memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
+    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+    return [sum(kinds.values()) for kinds in rank_memories(plan, stages, order, memories, with_optimizer=False)]
+
+
+def _copied_inputs(live: Live, stage: CapturedModel) -> Iterator[Holding]:
+    """This rank's parts of inputs that are no rows of the batch, which are copied."""
+    for spec in stage.inputs[: len(stage.inputs) - len(stage.received)]:
+        journey = live.journeys[spec.placeholder]
+        if any(dim > 0 for dim in journey.source.sharded_dims()):
+            savers = live.replays.uses.get((spec.placeholder, journey.source), ())
+            last = max((live.backward[live.at[p]] for p in savers), default=len(live.calls) - 1)
+            yield Holding("inputs", spec.placeholder, live.pricer.local_nbytes(journey.tensor, journey.source), 0, last)
+
+
+def _answered(live: Live, stage: CapturedModel) -> Iterator[int]:
+    """Bytes of the gradients that come back for what a micro-batch sends."""
+    for name in stage.sends:
+        journey = live.journeys[name]
+        if journey.tensor.requires_grad:
+            yield from (live.pricer.local_nbytes(journey.tensor, layout) for p, _, layout in journey.wanted if p < 0)
+
+
+def _returned(live: Live, stage: CapturedModel) -> int:
+    """Bytes of gradients that a micro-batch makes a stage send back: zeros where there is none."""
+    found = {name: gradient for (name, _), gradient in live.gradients().held.items()}
+    wanted = [live.journeys[name] for name in stage.received if live.journeys[name].tensor.requires_grad]
+    zeros = [live.pricer.local_nbytes(j.tensor, j.source) for j in wanted if j.tensor.name not in found]
+    made = {id(found[j.tensor.name]): found[j.tensor.name].nbytes for j in wanted if j.tensor.name in found}
+    return sum(zeros) + sum(made.values())
+
+
+def _staying(live: Live, holdings: Iterable[Holding]) -> list[Holding]:
+    """The same with gradients of parameters that stay, as wide as they are stored."""
+    out = []
+    for holding in holdings:
+        if holding.role == "leaf":
+            tensor = live.journeys[holding.name].tensor
+            nbytes = holding.nbytes / tensor.element_size * tensor.stored_size
+            out.append(replace(holding, kind="gradients", nbytes=nbytes, last=live.end - 1))
+        else:
+            out.append(holding)
+    return out
+
+
+def _vector(kind: str, nbytes: float) -> Floats:
+    out = np.zeros(len(STAGED_KINDS))
+    out[STAGED_KINDS.index(kind)] = nbytes
+    return out
+
+
+def _summed(holdings: Iterable[Holding]) -> Floats:
+    out = np.zeros(len(STAGED_KINDS))
+    for holding in holdings:
+        out[STAGED_KINDS.index(holding.kind)] += holding.nbytes
+    return out
+
+
+def _peak(holdings: Iterable[Holding], first: int, end: int) -> Floats:
+    """The moment of most bytes in `[first, end)`."""
+    changes = np.zeros((end + 1, len(STAGED_KINDS)))
+    for holding in holdings:
+        kind = STAGED_KINDS.index(holding.kind)
+        changes[max(holding.first, first), kind] += holding.nbytes
+        changes[min(holding.last + 1, end), kind] -= holding.nbytes
+    moments = np.cumsum(changes[:end], axis=0)
+    return np.array(moments[int(moments.sum(axis=1).argmax())])
+
+
+def _larger(a: Floats, b: Floats) -> Floats:
+    return a if a.sum() >= b.sum() else b

@@ -1,0 +1,257 @@
+"""How does a plan of the whole model run as the stages of a pipeline, and what does its step then take?
+
+A stage is a run of blocks; what comes before the first block is the first stage's, what comes after the last the last
+one's. Every stage decides as the whole plan does, and what crosses a cut travels in the layout in which it is made.
+Layers a stage: those for which the slowest stage is fastest (`balanced`, exact by dynamic programming); of interleaved
+stages as many each (`even_cuts`).
+
+    seconds    the order of `cost_models.schedules` simulated with each stage's own forward and backward of a
+               micro-batch and its messages to the next; then the slowest rank's share of what is paid once a step
+    bubble     the step less what its busiest rank works
+    memory     of the fullest rank, counted along its order (`search.staged_memory`)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.blocks import block_of
+from autopar.cluster import Cluster
+from autopar.cost_models.collectives import Form, cheapest, least
+from autopar.cost_models.links import axis_links
+from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import PipelineOrder, make_order
+from autopar.cost_models.timeline import simulate
+from autopar.errors import InfeasibleError
+from autopar.graph import CapturedModel, requires_grad
+from autopar.passes.split_stages import owners, split_stages
+from autopar.placement import Layout, local_shape
+from autopar.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.staged.rounds import dealt
+from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
+from autopar.staged_plan import StagedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrice:
+    """Seconds of one micro-batch and once a step. `sent`: seconds of its message to the next stage."""
+
+    forward: float
+    backward: float
+    once: float
+    memory: StageMemory | None = None
+    sent: float = 0.0
+
+    @property
+    def passing(self) -> float:
+        return self.forward + self.backward
+
+
+def block_starts(captured: CapturedModel) -> tuple[str, ...]:
+    """The first call of every block but the first: where the model may be cut."""
+    seen: dict[str, str] = {}
+    for node in captured.graph.nodes:
+        if node.op == "call_function" and requires_grad(node) and (block := block_of(node.meta["module"])):
+            seen.setdefault(block, node.name)
+    return tuple(seen.values())[1:]
+
+
+def even_starts(program: Program, p: int, chunks: int) -> tuple[int, ...]:
+    """Positions of the ops with which interleaved stages begin after the first: blocks dealt evenly."""
+    positions = {op.name: op.position for op in program.ops}
+    return tuple(positions[name] for name in even_cuts(program, p, chunks))
+
+
+def even_cuts(program: Program, p: int, chunks: int) -> tuple[str, ...]:
+    """Cuts that deal blocks evenly to p ranks of so many stages."""
+    starts = block_starts(program.captured)
+    ends = np.cumsum(dealt(len(starts) + 1, p, chunks))[:-1]
+    return tuple(starts[end - 1] for end in ends)
+
+
+def balanced(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Where each part after the first begins, none empty, so that the largest sum of a part is least."""
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    count = len(seconds)
+    best = np.full((parts + 1, count + 1), np.inf)
+    begins = np.zeros((parts + 1, count + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            starts = np.arange(part - 1, end)
+            worst = np.maximum(best[part - 1, starts], sums[end] - sums[starts])
+            chosen = int(worst.argmin())
+            best[part, end], begins[part, end] = worst[chosen], starts[chosen]
+    out, end = [], count
+    for part in range(parts, 1, -1):
+        end = int(begins[part, end])
+        out.append(end)
+    return tuple(reversed(out))
+
+
+def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -> tuple[str, ...]:
+    """Cuts at blocks so that the slowest stage's micro-batch is fastest.
+
+    Raises:
+        InfeasibleError: if there are fewer blocks than stages.
+    """
+    starts = block_starts(program.captured)
+    if len(starts) + 1 < num_stages:
+        raise InfeasibleError(f"{num_stages} stages need as many blocks; {program.captured.name} has {len(starts) + 1}")
+    positions = {op.name: op.position for op in program.ops}
+    begins = np.array([positions[name] for name in starts])
+    seconds = np.zeros(len(starts) + 1)
+    for charge in itemised(plan, program, pricer)[0]:
+        if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
+            continue
+        position = positions.get(charge.name)
+        if position is None:
+            tensor = program.tensors[charge.name]
+            readers = [p for p, _ in program.readers[charge.name]]
+            position = tensor.producer if tensor.producer is not None else min(readers, default=0)
+        seconds[int(np.searchsorted(begins, position, side="right"))] += charge.seconds
+    return tuple(starts[i - 1] for i in balanced(seconds.tolist(), num_stages))
+
+
+def staged(
+    plan: Plan, program: Program, pricer: Pricer, pipeline: int, schedule: str, cuts: tuple[str, ...]
+) -> tuple[StagedPlan, tuple[CapturedModel, ...]]:
+    """The whole model's plan a stage at a time, and the stages."""
+    given = dict(plan.layouts)
+    for op in program.ops:
+        results = pricer.op(op, plan.choices[op.name]).results
+        given.update((name, layout) for name, layout in zip(op.results, results, strict=True) if name is not None)
+    stages = split_stages(program.captured, cuts)
+    made = StagedPlan(
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        cluster=plan.cluster,
+        config=plan.config,
+        mesh=plan.mesh,
+        pipeline=pipeline,
+        schedule=schedule,
+        microbatches=plan.microbatches,
+        cuts=cuts,
+        stages=tuple(_restricted(plan, stage, given) for stage in stages),
+        origin=plan.origin,
+    )
+    return made, stages
+
+
+def _restricted(plan: Plan, stage: CapturedModel, given: Mapping[str, Layout]) -> Plan:
+    """What the whole plan says of one stage."""
+    names = {node.name for node in stage.graph.nodes}
+    placeholders = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
+    return replace(
+        plan,
+        model=stage.name,
+        fingerprint=stage.fingerprint,
+        choices={name: choice for name, choice in plan.choices.items() if name in names and name not in placeholders},
+        layouts={name: given[name] for name in placeholders},
+        lifetimes={name: lifetime for name, lifetime in plan.lifetimes.items() if name in names},
+        routes={name: routes for name, routes in plan.routes.items() if name in names},
+        recompute=plan.recompute & names - set(placeholders),
+        remade={name: layouts for name, layouts in plan.remade.items() if name in names},
+        estimate=Estimate(),
+    )
+
+
+def price_stage(
+    plan: Plan, stage: CapturedModel, cluster: Cluster, sent: Mapping[str, Layout], send: tuple[Form, ...]
+) -> StagePrice:
+    """One stage on its part of the cluster. `sent`: layouts in which the next takes what it sends, by way of `send`."""
+    program, pricer = make_program(stage), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    charges, live = itemised(plan, program, pricer, sent)
+    passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
+    for charge in charges:
+        if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
+            passes["once"] += charge.seconds
+        else:
+            passes["backward" if charge.backward else "forward"] += charge.seconds / plan.microbatches
+    return StagePrice(
+        **passes,
+        memory=stage_memory(live, stage),
+        sent=sent_seconds(program, pricer, sent, send),
+    )
+
+
+def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], send: tuple[Form, ...]) -> float:
+    """What a stage's message to the next takes, one way."""
+    crossing = sum(pricer.local_nbytes(program.tensors[name], layout) for name, layout in sent.items())
+    return least(send, crossing)[0] if crossing else 0.0
+
+
+def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
+    """The plan with its estimate: of a step, and of its fullest rank. `part`: what a stage has of the cluster."""
+    return simulated(plan, stages, cluster, part)[0]
+
+
+def simulated(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster
+) -> tuple[StagedPlan, Pipeline, int]:
+    """`priced`, the pipeline of one task an action, and the rank that pays most once a step."""
+    links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
+    send, reduce = cheapest("send_recv", links), cheapest("all_reduce", links)
+    prices = []
+    for number, stage in enumerate(stages):
+        after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
+        prices.append(price_stage(plan.stages[number], stage, part, {n: after[n] for n in stage.sends}, send))
+    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+    pipeline = make_pipeline(order, [_work(price) for price in prices])
+    makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
+    ranks = [plan.stages_of(rank) for rank in range(plan.pipeline)]
+    shared = shared_seconds(plan, stages, reduce)
+    once = [sum(prices[s].once for s in own) + shared for own in ranks]
+    slowest = int(np.argmax(once))
+    held = rank_memories(plan, stages, order, [price.memory for price in prices if price.memory is not None])
+    memory = max(held, key=lambda kinds: sum(kinds.values()))
+    busy = [plan.microbatches * sum(prices[s].passing for s in own) for own in ranks]
+    forward = [plan.microbatches * sum(prices[s].forward for s in own) for own in ranks]
+    fullest = int(np.argmax(busy))
+    seconds = {
+        "forward": forward[fullest],
+        "backward": busy[fullest] - forward[fullest],
+        "bubble": max(makespan - busy[fullest], 0.0),
+        "once a step": once[slowest],
+    }
+    facts = {
+        "stages": [
+            {"seconds": price.passing, "once": price.once, "memory": sum(held[plan.stage_rank(number)].values())}
+            for number, price in enumerate(prices)
+        ]
+    }
+    rates = Pricer(mesh=plan.mesh, cluster=part, config=plan.config).rates.name
+    estimate = replace(plan.estimate, seconds=seconds, memory=memory, rates=rates)
+    return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
+
+
+def _work(price: StagePrice) -> StageWork:
+    actions = {"F": (Segment(COMPUTE, price.forward),), "B": (Segment(COMPUTE, price.backward),)}
+    return StageWork(actions=actions, send_forward=price.sent, send_backward=price.sent)
+
+
+def shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tuple[Form, ...]) -> float:
+    """Gradients of weights that stages on several ranks share are summed once a step."""
+    seconds = 0.0
+    for name, sharing in owners(stages).items():
+        if len({plan.stage_rank(number) for number in sharing}) > 1:
+            spec = next(p for p in stages[sharing[0]].parameters if p.placeholder == name)
+            if spec.trainable:
+                shape = local_shape(spec.shape, plan.stages[sharing[0]].layouts[name], plan.mesh)
+                seconds += least(reduce, math.prod(shape) * spec.storage.itemsize)[0]
+    return seconds
+
+
+def in_flight(order: PipelineOrder) -> list[int]:
+    """The most micro-batches of each stage between their forward and their backward."""
+    now, most = [0] * order.num_stages, [0] * order.num_stages
+    for actions in order.ranks:
+        for action in actions:
+            now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most

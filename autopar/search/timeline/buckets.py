@@ -1,0 +1,171 @@
+"""Which parameters are gathered, and their gradients reduced, in one message? Borders chosen in the cost model.
+
+Parameters are taken in the order of their first use. Neighbours share a bucket only if they can take the same ways: the
+same collectives over the same axes (`search.bucket_ways`), one dtype, both trained or both frozen, one lifetime. Which
+of these a bucket takes is decided for all of its bytes.
+
+    kept copies     the merge of MG-WFBP (`cost_models.gradient_exchange.merged_gradients`): gradients are ready when
+                    the backward passes of all later ops are over, and a message costs alpha + beta bytes. Neighbours
+                    are merged on where a message would take longer to start than to travel: starting takes the
+                    processor's time, which nothing hides
+    gathered for use (ZeRO-3)   those of one block that are used one after the other: a larger bucket would hold more
+                    gathered copies at once, which such a parameter is there to avoid
+
+What is gathered for use after the last block, and so needed again at once, is kept until then, as torch's fully_shard
+keeps what is in no block; not where the plan would not fit the memory limit then. Nor are there buckets where with them
+it would not fit.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.blocks import block_of
+from autopar.cluster import Cluster
+from autopar.cost_models.gradient_exchange.merged_gradients import Floats, optimal_merge
+from autopar.graph import CapturedModel
+from autopar.placement import is_even
+from autopar.plan import Plan, Way
+from autopar.redistribution import Message, messages
+from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.journeys import Journey, make_journeys
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.known.baselines import memory_limit
+
+Buckets = tuple[tuple[str, ...], ...]
+
+
+def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
+    """The plan with buckets, priced again. flatten: over several axes a bucket may take other ways than the plan's."""
+    program = make_program(captured)
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    limit = memory_limit(cluster, plan.config)
+    kept = {**plan.lifetimes, **dict.fromkeys(_used_last(plan, program), "microbatch")}
+    free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
+    for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):
+        found = replace(plan, lifetimes=lifetimes)
+        buckets, ways = choose_buckets(found, program, pricer, flatten=own)
+        found = replace(found, buckets=buckets, ways=ways)
+        found = found.with_estimate(evaluate_program(found, program, pricer))
+        if found.estimate.peak_nbytes <= limit:
+            return found
+    return plan
+
+
+def _used_last(plan: Plan, program: Program) -> list[str]:
+    """Parameters gathered for use that forward reads after the last block alone: backward asks for these first."""
+    last = max((op.position for op in program.ops if block_of(op.module)), default=len(program.ops))
+    return [
+        name
+        for name, lifetime in plan.lifetimes.items()
+        if lifetime == "use" and all(position > last for position, _ in program.readers[name])
+    ]
+
+
+def choose_buckets(
+    plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True
+) -> tuple[Buckets, dict[str, Way]]:
+    """Buckets of two and more parameters, and the ways of all that take another than the plan's."""
+    buckets: list[tuple[str, ...]] = []
+    ways: dict[str, Way] = {}
+    for journeys in _runs(plan, program, pricer, flatten):
+        use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
+        for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten):
+            if len(group) > 1:
+                buckets.append(tuple(journey.tensor.name for journey in group))
+            word = _best_word(group, plan, pricer, flatten)
+            for journey in group if word else ():
+                own = ways_of(journey, plan, free=flatten)
+                if word != next(iter(own)):
+                    ways[journey.tensor.name] = own[word]
+    return tuple(buckets), ways
+
+
+def _best_word(group: Sequence[Journey], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
+    """What takes the fewest seconds for all of a group, () if they have no choice; the plan's way wins ties."""
+    words = list(ways_of(group[0], plan, free=flatten))
+    if len(words) < 2:
+        return ()
+    return min(words, key=lambda word: seconds_of(word, group, plan, pricer))
+
+
+def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
+    """Parameters that may share a bucket, in the order of their first use."""
+    open_runs: dict[object, list[Journey]] = {}
+    last_block: str | None = None
+    moving = [j for j in make_journeys(program, plan, pricer).values() if j.tensor.kind == "parameter" and j.made]
+    for journey in sorted(moving, key=_first_use):
+        block = block_of(program.ops[max(_first_use(journey), 0)].module)
+        if block != last_block:
+            for key in [key for key in open_runs if "use" in key]:  # type: ignore[operator]
+                yield open_runs.pop(key)
+        last_block = block
+        open_runs.setdefault(_alike(journey, plan, flatten), []).append(journey)
+    yield from open_runs.values()
+
+
+def _first_use(journey: Journey) -> int:
+    return min(position for position, _, _ in journey.wanted)
+
+
+def _alike(journey: Journey, plan: Plan, flatten: bool) -> tuple[object, ...]:
+    tensor = journey.tensor
+    steps = journey.made.values()
+    taken = frozenset((step.source == journey.source, step.forward, step.backward, step.axes) for step in steps)
+    return (
+        plan.lifetimes.get(tensor.name, ""),
+        frozenset(ways_of(journey, plan, free=flatten)) or taken,
+        is_even(tensor.shape, journey.source, plan.mesh),
+        tensor.element_size,
+        tensor.requires_grad,
+    )
+
+
+def _merged(
+    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool
+) -> list[list[Journey]]:
+    """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
+    after = np.zeros(len(program.ops) + 1)
+    for op in reversed(program.ops):
+        after[op.position] = after[op.position + 1] + pricer.op(op, plan.choices[op.name]).backward
+    order = journeys[::-1]
+    ready = np.array([after[max(_first_use(journey), 0)] for journey in order])
+    word = _best_word(journeys, plan, pricer, flatten)
+    sent = [_messages(journey, plan, word, flatten) for journey in order]
+    nbytes = np.array([float(sum(m.nbytes for m in found)) for found in sent])
+    together: dict[tuple[str, tuple[int, ...]], int] = {}
+    for message in (m for found in sent for m in found):
+        kind = message.kind, message.axes
+        together[kind] = together.get(kind, 0) + message.nbytes
+    if not together:
+        return [[journey] for journey in journeys]
+    alpha = sum(pricer.message(*kind, 1, True)[0] for kind in together)
+    whole = sum(pricer.message(*kind, total, True)[0] for kind, total in together.items())
+    beta = max(whole - alpha, 0.0) / nbytes.sum()
+    groups = _none_too_small(optimal_merge(ready, nbytes, alpha, beta), nbytes, alpha / beta if beta else 0.0)
+    return [order[first : last + 1][::-1] for first, last in groups]
+
+
+def _none_too_small(groups: list[tuple[int, int]], nbytes: Floats, least: float) -> list[tuple[int, int]]:
+    """Neighbours merged until every message has `least` bytes."""
+    out: list[tuple[int, int]] = []
+    for first, last in groups:
+        if out and nbytes[out[-1][0] : out[-1][1] + 1].sum() < least:
+            out[-1] = out[-1][0], last
+        else:
+            out.append((first, last))
+    if len(out) > 1 and nbytes[out[-1][0] : out[-1][1] + 1].sum() < least:
+        out[-2:] = [(out[-2][0], out[-1][1])]
+    return out
+
+
+def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[Message]:
+    """What the gradient of a parameter sends, or the parameter itself if it has none."""
+    tensor = journey.tensor
+    steps = ways_of(journey, plan, free=flatten)[word].steps(plan.mesh) if word else journey.made.values()
+    sent = [messages(step, tensor.shape, tensor.element_size, plan.mesh) for step in steps]
+    return [message for pair in sent for message in pair[tensor.requires_grad]]
