@@ -135,7 +135,7 @@ def plan(
                 baseline,
                 relative_gap=relative_gap,
                 seconds=seconds,
-                with_baselines=with_baselines,
+                with_baselines=with_baselines and not buckets,
                 fold=fold,
                 solver=solver,
                 progress=tell,
@@ -166,7 +166,8 @@ def plan(
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
             mesh=None if searched else own_mesh,
             schedule=schedule,
-            relative_gap=relative_gap, seconds=seconds, fold=fold, with_baselines=with_baselines, tell=tell,
+            relative_gap=relative_gap, seconds=seconds, fold=fold,
+            with_baselines=with_baselines and not buckets, tell=tell,
         )  # fmt: skip
         call = replace(call, bare=bare[0])
     elif microbatches == "auto":
@@ -194,10 +195,17 @@ def plan(
         others = 0 if baseline is not None else RANKED
         found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
     if buckets and isinstance(found, Plan):
+        from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.buckets import with_buckets
 
-        tell("choosing buckets")
-        found = with_buckets(found, captured, machine, flatten=flatten)
+        if baseline is not None:
+            found = with_buckets(found, captured, machine, flatten=flatten)
+        else:
+            found = best_in_buckets(
+                found, captured, machine,
+                flatten=flatten, with_baselines=with_baselines, tell=tell,
+                seconds=seconds, relative_gap=relative_gap, fold=fold, solver=solver,
+            )  # fmt: skip
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

@@ -58,12 +58,13 @@ class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
-    saved: seconds that buckets save, and the ways that they take; the search and what it proves know none.
+    saved: seconds that buckets save, and the ways that they take.
     saved_by_ways: those of them that ways over several axes save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
-    bound: a proved lower bound on the step seconds over the space searched.
-    baselines: named baselines: seconds, or why they do not apply.
+    bound: a proved lower bound on the step seconds over the space searched, every collective alone.
+    bound_in_buckets: one on those of all plans in buckets on this mesh with as many micro-batches; 0 if none is proved.
+    baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Estimate:
     memory: Mapping[str, float] = field(default_factory=dict)
     rates: str = ""
     bound: float = 0.0
+    bound_in_buckets: float = 0.0
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class Estimate:
 
     @property
     def alone_seconds(self) -> float:
-        """The step if every collective went alone, as the search, its bound and the baselines count."""
+        """The step if every collective went alone, as the search and its bound count."""
         return self.step_seconds + self.saved
 
     @property
@@ -91,9 +93,17 @@ class Estimate:
     @property
     def gap(self) -> float:
         """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
-        total = self.alone_seconds
-        gap = (total - self.bound) / total if total else 0.0
-        return gap if gap > ROUNDING else 0.0
+        return _gap(self.alone_seconds, self.bound)
+
+    @property
+    def gap_in_buckets(self) -> float:
+        """How far it can be from the best plan in buckets."""
+        return _gap(self.step_seconds, self.bound_in_buckets)
+
+
+def _gap(seconds: float, bound: float) -> float:
+    gap = (seconds - bound) / seconds if seconds else 0.0
+    return gap if gap > ROUNDING else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ minimises bytes on the wire, so that passes need no cost model.
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -170,6 +170,14 @@ def in_levels(step: Step, inside: tuple[int, ...]) -> Step:
     if (step.forward, step.backward) != ("", "all_reduce") or not inside or not set(inside) < set(step.axes):
         raise ValueError(f"step from {step.source} to {step.target} reduces no gradients inside axes {inside} first")
     return replace(step, inside=inside)
+
+
+def levels_of(step: Step, mesh: Mesh) -> Iterator[Step]:
+    """The step in all the levels that it can go in."""
+    axes = [a for a in step.axes if mesh.shape[a] > 1]
+    if (step.forward, step.backward) == ("", "all_reduce") and len(axes) == len(step.axes):
+        for count in range(1, len(axes)):
+            yield from (in_levels(step, inside) for inside in itertools.combinations(axes, count))
 
 
 def _level_messages(step: Step, nbytes: int, element_size: int, mesh: Mesh) -> tuple[Message, ...]:

@@ -53,7 +53,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # itself and from those before it.
 SEARCH_ORDER = (
     *("costs", "graph", "exact", "pairwise", "recursion", "fitting", "meshes", "pipeline_parts", "graph_file", "solve"),
-    *("staged", "known", "asked_mesh", "timeline", "microbatches", "planner", "joint", "explanation", "__init__"),
+    *(
+        "staged",
+        "known",
+        "asked_mesh",
+        "timeline",
+        "microbatches",
+        "planner",
+        "in_buckets",
+        "joint",
+        "explanation",
+        "__init__",
+    ),
 )
 
 # Beyond layers: passes know what is legal, cost models what is dear, search what is wise.

@@ -102,12 +102,19 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(search_text(searched))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
-        if plan.buckets:
-            step += f" ({seconds_text(estimate.alone_seconds)} if every collective went alone, as the search counts)"
+        proved = ""
         if estimate.bound:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
-            step += f", in the space searched none takes less than {bound} (gap {gap})"
+            proved = f", in the space searched none takes less than {bound} (gap {gap})"
+        alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone{proved}"
+        if plan.buckets and estimate.bound_in_buckets:
+            least, gap = seconds_text(estimate.bound_in_buckets), percent_text(estimate.gap_in_buckets)
+            step += f", on this mesh none in buckets takes less than {least} (gap {gap})"
+        step += alone if plan.buckets else proved
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
+        if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
+            said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
+            lines.append(f"plans compared in buckets, by what found them: {said}")
         if ranked := estimate.solver.get("timeline"):
             lines.append(timeline_text(ranked))
         if (folded := estimate.solver.get("folded_seconds")) is not None:
@@ -254,7 +261,7 @@ def _baseline_table(estimate: Estimate) -> Table:
         if isinstance(result, str):
             table.add_row(name, "", "", result)
         else:
-            ratio = result / estimate.alone_seconds if estimate.alone_seconds else 0.0
+            ratio = result / estimate.step_seconds if estimate.step_seconds else 0.0
             table.add_row(name, seconds_text(result), f"{ratio:.2f}×", "")
     return table
 

@@ -151,8 +151,14 @@ def plan_program(
     return compare(plan, program, pricer, tell) if with_baselines else plan
 
 
-def compare(plan: Plan, program: Program, pricer: Pricer, tell: Callable[[str], None]) -> Plan:
-    """The plan with the named baselines beside it, or the baseline that is cheaper."""
+def compare(
+    plan: Plan,
+    program: Program,
+    pricer: Pricer,
+    tell: Callable[[str], None],
+    finish: Callable[[Plan], Plan] = lambda plan: plan,
+) -> Plan:
+    """The plan with the named baselines, each as `finish` leaves it, beside it, or the baseline that is cheaper."""
     best, compared = plan, dict[str, float | str]()
     limit = memory_limit(pricer.cluster, pricer.config)
     for name in BASELINES if pricer.mesh.size > 1 else ():
@@ -161,10 +167,14 @@ def compare(plan: Plan, program: Program, pricer: Pricer, tell: Callable[[str], 
             continue
         tell(f"pricing the baseline {name}")
         other = _baseline(name, program, pricer, limit)
-        compared[name] = other if isinstance(other, str) else other.estimate.step_seconds
-        if isinstance(other, Plan) and other.estimate.step_seconds < best.estimate.step_seconds:
+        if isinstance(other, str):
+            compared[name] = other
+            continue
+        other = finish(other)
+        compared[name] = other.estimate.step_seconds
+        if other.estimate.step_seconds < best.estimate.step_seconds:
             best = other
-    bound = min(plan.estimate.bound, best.estimate.step_seconds)
+    bound = min(plan.estimate.bound, best.estimate.alone_seconds)
     facts = dict(plan.estimate.solver)
     if best is not plan:
         facts.pop("recompute", None)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.plan import Plan, Way
-from autopar.redistribution import Step, flattened_step, is_possible, messages, single_step
+from autopar.redistribution import Step, flattened_step, is_possible, levels_of, messages, single_step
 from autopar.search.costs.journeys import Journey
 from autopar.search.costs.pricing import Pricer
 
@@ -71,12 +71,8 @@ def _walks(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -
 
 def _in_levels(way: Way, steps: Sequence[Step], mesh: Mesh) -> Iterator[Way]:
     for step in steps:
-        axes = [a for a in step.axes if mesh.shape[a] > 1]
-        if (step.forward, step.backward) != ("", "all_reduce") or len(axes) < len(step.axes):
-            continue
-        for count in range(1, len(axes)):
-            for inside in itertools.combinations(axes, count):
-                yield Way(path=way.path, inside=tuple(mesh.names[a] for a in inside))
+        for own in levels_of(step, mesh):
+            yield Way(path=way.path, inside=tuple(mesh.names[a] for a in own.inside))
 
 
 def seconds_of(word: Word, journeys: Sequence[Journey], plan: Plan, pricer: Pricer, *, free: bool = True) -> float:

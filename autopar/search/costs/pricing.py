@@ -19,7 +19,7 @@ from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_se
 from autopar.mesh import Mesh
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
-from autopar.redistribution import Message, Step, messages
+from autopar.redistribution import Message, Step, levels_of, messages
 from autopar.rules.rule import Local, is_splittable, layouts, localized
 from autopar.rules.spare import handed_on, spare
 from autopar.search.costs.program import Op, Tensor
@@ -49,11 +49,17 @@ class OpPrice:
 
 @dataclass(kw_only=True)
 class Pricer:
-    """Prices of one program on one mesh of one cluster: signatures of another program mean other ops."""
+    """Prices of one program on one mesh of one cluster: signatures of another program mean other ops.
+
+    start_share: what part of the start of a parameter's collective counts; less than 1 where several may share one. At
+    0 a parameter costs what its bytes take by the algorithm, and the levels, that take least a byte: no bucket costs
+    its parameters less.
+    """
 
     mesh: Mesh
     cluster: Cluster
     config: TrainConfig
+    start_share: float = 1.0
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
     _steps: dict[tuple[Step, tuple[int, ...], int, bool], tuple[Timed, Timed]] = field(default_factory=dict)
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
@@ -66,6 +72,7 @@ class Pricer:
             mesh=self.mesh,
             cluster=self.cluster,
             config=self.config,
+            start_share=self.start_share,
             _steps=self._steps,
             _forms=self._forms,
             _sent=self._sent,
@@ -85,7 +92,12 @@ class Pricer:
             if forms is None:
                 forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
                 self._forms[kind, axes] = forms
-            found = self._sent[key] = least(forms, nbytes, self.rates.link(parameter))
+            part = self.rates.link(parameter)
+            found = least(forms, nbytes, part)
+            if parameter and self.start_share < 1:
+                moving = nbytes * min(form.seconds_per_byte for form in forms) / part
+                found = moving + self.start_share * (found[0] - moving), found[1]
+            self._sent[key] = found
         return found
 
     def slowest_level(self, axes: tuple[int, ...]) -> str:
@@ -100,8 +112,12 @@ class Pricer:
         """Collectives of the forward and of the backward pass of one redistribution step."""
         key = (step, shape, element_size, parameter)
         if key not in self._steps:
-            forward, backward = messages(step, shape, element_size, self.mesh)
-            self._steps[key] = self.timed(forward, parameter), self.timed(backward, parameter)
+            ways = (step, *levels_of(step, self.mesh)) if parameter and self.start_share < 1 else (step,)
+            found = []
+            for way in ways:
+                forward, backward = messages(way, shape, element_size, self.mesh)
+                found.append((self.timed(forward, parameter), self.timed(backward, parameter)))
+            self._steps[key] = min(found, key=lambda pair: total(pair[0]) + total(pair[1]))
         return self._steps[key]
 
     def nbytes(self, shape: tuple[int, ...], element_size: int, layout: Layout) -> int:

@@ -41,9 +41,13 @@ Buckets = tuple[tuple[str, ...], ...]
 
 def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
     """The plan with buckets, priced again. flatten: over several axes a bucket may take other ways than the plan's."""
-    program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    limit = memory_limit(cluster, plan.config)
+    return bucketed(plan, make_program(captured), pricer, flatten=flatten)
+
+
+def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True) -> Plan:
+    """`with_buckets` for a program and prices at hand."""
+    limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(_used_last(plan, program), "microbatch")}
     free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
     for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):

@@ -1,0 +1,131 @@
+"""Which plan is best where parameters share messages? Searched with starts that many share, then priced in buckets.
+
+The search counts every collective alone, so a plan of many small messages (data parallelism) may lose to one that sends
+few, and win in buckets. So the plan's problem is solved again with a part of the start of parameters' collectives:
+
+    none        a parameter costs what its bytes take. A bucket costs its parameters no less, whatever it merges and
+                whichever way it goes, so the bound of this search is one for all plans in buckets; it is done first,
+                below what the plan at hand takes, and often proves that there is nothing to find
+    a tenth     nearer to what buckets of a block take
+
+Candidates are these, the plan at hand and the named baselines: each with its own buckets, the cheapest is taken.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.plan import Estimate, Plan
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.known.baselines import BASELINES
+from autopar.search.planner import compare, plan_program
+from autopar.search.timeline.buckets import bucketed
+
+SHARES = (0.0, 0.1)
+"""Parts of a start that count; the first proves."""
+SECONDS = 60.0
+"""For each search."""
+
+
+def best_in_buckets(
+    plan: Plan,
+    captured: CapturedModel,
+    cluster: Cluster,
+    *,
+    flatten: bool = True,
+    with_baselines: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    seconds: float | None = None,
+    **search: Any,
+) -> Plan:
+    """The cheapest in buckets of `plan`, of plans searched for buckets and of named baselines, on its mesh and number
+    of micro-batches; with `plan`'s bound of collectives alone. `estimate.solver["buckets"]` says what each takes.
+
+    flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
+    nothing is proved. seconds: for all searches. search: as `search.planner.plan_program` takes it.
+    """
+    program = make_program(captured)
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+
+    def finish(other: Plan) -> Plan:
+        return bucketed(other, program, pricer, flatten=flatten)
+
+    tell("choosing buckets")
+    first = finish(plan)
+    found, bound = {"the search": first}, 0.0
+    gap: float = search["relative_gap"]
+    deadline = time.monotonic() + (len(SHARES) * SECONDS if seconds is None else seconds)
+
+    def best() -> Plan:
+        return min(found.values(), key=lambda one: one.estimate.step_seconds)
+
+    def is_proved() -> bool:
+        return plan.mesh.size == 1 or bound >= best().estimate.step_seconds * (1 - gap)
+
+    for share in SHARES:
+        left = min(SECONDS, deadline - time.monotonic())
+        if is_proved() or left <= 0:
+            break
+        tell(f"planning for buckets, {share:.0%} of starts counted")
+        other, proved = _searched(program, pricer, share, best().estimate.step_seconds, left, tell, search)
+        bound = bound if share else proved
+        if other is not None:
+            found[f"{share:.0%} of starts"] = finish(other)
+    chosen = best()
+    if with_baselines or not is_proved():
+        chosen = compare(chosen, program, pricer, tell, finish)
+        if chosen.origin in BASELINES:
+            found[chosen.origin] = chosen
+    facts = {"seconds": {name: one.estimate.step_seconds for name, one in found.items()}}
+    baselines = chosen.estimate.baselines if with_baselines else {}
+    return chosen.with_estimate(_certified(replace(chosen.estimate, baselines=baselines), first.estimate, bound, facts))
+
+
+def _searched(
+    program: Program,
+    pricer: Pricer,
+    share: float,
+    cutoff: float,
+    seconds: float,
+    tell: Callable[[str], None],
+    search: dict[str, Any],
+) -> tuple[Plan | None, float]:
+    """The best plan with so much of a start, if it is below the cutoff, and what is proved of all."""
+    own = Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, start_share=share)
+    try:
+        made = plan_program(
+            program,
+            own,
+            seconds=max(seconds, 1.0),
+            with_baselines=False,
+            say_least=False,
+            cutoff=cutoff,
+            progress=tell,
+            **search,
+        )
+    except CutoffError as error:
+        return None, min(error.bound, cutoff)
+    except (InfeasibleError, SearchTimeoutError):
+        return None, 0.0
+    bound = made.estimate.bound
+    made = made.with_estimate(replace(made.estimate, bound=0.0))
+    return made.with_estimate(evaluate_program(made, program, pricer)), bound
+
+
+def _certified(chosen: Estimate, first: Estimate, bound: float, facts: dict[str, Any]) -> Estimate:
+    """What the chosen plan costs, with what was searched and proved."""
+    own = {key: value for key, value in chosen.solver.items() if key == "recompute"}
+    others = {key: value for key, value in first.solver.items() if key != "recompute"}
+    return replace(
+        chosen,
+        bound=min(first.bound, chosen.alone_seconds),
+        bound_in_buckets=min(bound, chosen.step_seconds),
+        solver={**others, **own, "in_buckets": facts},
+    )
