@@ -161,7 +161,6 @@ class StagedModelPlan(StagedPlan):
         Raises:
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
-            ArgumentError: for schedule zbv, whose parts of backward have no prices.
         """
         from autopar.search.timeline.plan_timeline import plan_timeline
 

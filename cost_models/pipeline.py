@@ -74,8 +74,8 @@ class Beside(NamedTuple):
 class StageWork:
     """What one stage does: a passage for each kind of action that the order has; what runs beside; an end.
 
-    `first`, `last`: of the stage's first forward and of its last whole backward, where these are others. `after`: a
-    chain once a step, when all actions and all that runs beside them have ended: the optimizer.
+    `first`, `last`: of the stage's first forward and of its last whole backward or part of the weights, where these are
+    others. `after`: a chain once a step, when all actions and all that runs beside them have ended: the optimizer.
     """
 
     actions: Mapping[str, Passage]
@@ -145,9 +145,10 @@ class _Builder:
         self.passages = [_woven(s.actions.get(kind, ())) for s in stages for kind in KINDS]
         self.passage = self.stage * len(KINDS) + self.kind  # of each action
         for number, work in enumerate(stages):
-            for passage, kind, which in ((work.first, "F", 0), (work.last, "B", -1)):
+            for passage, kinds, which in ((work.first, "F", 0), (work.last, "BW", -1)):
                 if passage is not None:
-                    mine = np.flatnonzero((self.stage == number) & (self.kind == KINDS.index(kind)))
+                    wanted = [KINDS.index(kind) for kind in kinds]
+                    mine = np.flatnonzero((self.stage == number) & np.isin(self.kind, wanted))
                     self.passage[mine[which]] = len(self.passages)
                     self.passages.append(_woven(passage))
 

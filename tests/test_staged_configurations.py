@@ -26,6 +26,7 @@ from autopar.search.known.named_configuration import configured, parse_configura
 from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import block_starts
+from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine
@@ -82,6 +83,18 @@ def test_keys_are_what_the_plan_has() -> None:
     plain = made_of("megatron:tp=2,pp=2,zero=1", llama(2))
     assert plain.schedule == "1f1b" and plain.num_stages == 2
     assert made.estimate.seconds["bubble"] < plain.estimate.seconds["bubble"], "what interleaving is for"
+
+
+def test_backward_in_two_parts_is_priced() -> None:
+    """Its bubble is smaller, its peak counted; the timeline of its ops takes as long as the estimate says."""
+    text, captured = "megatron:tp=2,pp=2,schedule=zbv,zero=1", llama(4)
+    made, plain = made_of(text, captured), made_of("megatron:tp=2,pp=2,zero=1", captured)
+    assert (made.schedule, made.num_stages, made.origin) == ("zbv", 4, "megatron:tp=2,pp=2,schedule=zbv,zero=1")
+    assert made.estimate.seconds["bubble"] < 0.6 * plain.estimate.seconds["bubble"], "what two parts are for"
+    stages = split_stages(captured, made.cuts)
+    assert plan_timeline(made, stages, machine()).seconds == pytest.approx(made.estimate.step_seconds, rel=1e-9)
+    held = [stage["memory"] for stage in made.estimate.solver["stages"]]
+    assert held[0] == held[3] and held[1] == held[2] and max(held) == made.estimate.peak_nbytes
 
 
 def test_micro_batches_in_flight_and_recompute_decide_memory() -> None:

@@ -65,6 +65,7 @@ class Pricer:
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
     _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
+    _towards: dict[tuple[int, tuple[str, ...], frozenset[int]], float] = field(default_factory=dict)
 
     def for_another(self) -> "Pricer":
         """The same mesh for another program; what links take is known already."""
@@ -152,18 +153,17 @@ class Pricer:
         return price
 
     def _price(self, op: Op, names: tuple[str, ...]) -> OpPrice:
-        rule, mesh = op.rule, self.mesh
-        chosen = tuple(op.choices[n] for n in names)
-        wanted, given = layouts(chosen, op.operand_grads, op.result_grads)
-        sizes = [self.nbytes(*t) for t in zip(op.operand_shapes, op.operand_sizes, wanted, strict=True)]
-        results = [self.nbytes(*t) for t in zip(op.result_shapes, op.result_sizes, given, strict=True)]
-        local = localized(op.node, chosen, mesh, wanted, given, op.operand_shapes, op.result_shapes)
+        rule = op.rule
+        wanted, given, local = self._local(op, names)
+        sizes, results = self._sizes(op, wanted, given)
         parts = local.parts()
         forward = backward = 0.0
         forward_sent: Timed = ()
         backward_sent: Timed = ()
         if rule.alias is None:
-            forward, backward = _compute_seconds(op, sizes, results, parts, self.rates, local)
+            forward = _forward_seconds(op, sizes, results, local, self.rates)
+            if op.has_backward:
+                backward = _backward_seconds(op, op.operand_grads, sizes, results, local, self.rates)
         if rule.messages is not None:
             sent = rule.messages(local)
             forward_sent = self.timed(sent[0])
@@ -191,6 +191,33 @@ class Pricer:
             kept=-(-rule.saves_nbytes // parts) if op.has_backward else 0,
         )
 
+    def backward_towards(self, op: Op, names: tuple[str, ...], slots: frozenset[int]) -> float:
+        """Seconds of the part of an op's backward pass that gives these operands their gradients, run by itself.
+
+        A product has one for each operand; any other op reads again what it keeps.
+        """
+        if op.rule.alias is not None:
+            return 0.0
+        key = (op.signature, names, slots)
+        if key not in self._towards:
+            grads = tuple(g and i in slots for i, g in enumerate(op.operand_grads))
+            wanted, given, local = self._local(op, names)
+            sizes, results = self._sizes(op, wanted, given)
+            self._towards[key] = _backward_seconds(op, grads, sizes, results, local, self.rates)
+        return self._towards[key]
+
+    def _local(self, op: Op, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...], Local]:
+        """Layouts of an op's operands and results under its choices, and what a rank has of it."""
+        chosen = tuple(op.choices[n] for n in names)
+        wanted, given = layouts(chosen, op.operand_grads, op.result_grads)
+        local = localized(op.node, chosen, self.mesh, wanted, given, op.operand_shapes, op.result_shapes)
+        return wanted, given, local
+
+    def _sizes(self, op: Op, wanted: Sequence[Layout], given: Sequence[Layout]) -> tuple[list[int], list[int]]:
+        """Bytes of a rank's operands and results."""
+        sizes = [self.nbytes(*t) for t in zip(op.operand_shapes, op.operand_sizes, wanted, strict=True)]
+        return sizes, [self.nbytes(*t) for t in zip(op.result_shapes, op.result_sizes, given, strict=True)]
+
     def optimizer_seconds(self, tensor: Tensor, storage: Layout) -> float:
         """One optimizer step over the rank's shard, padding and casts included."""
         return self.update_seconds(tensor, self.local_nbytes(tensor, storage) / tensor.element_size)
@@ -208,37 +235,51 @@ class Pricer:
 
 def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:
     """Bytes that forward and backward move: `kept` are those that autograd keeps beside operands and results."""
+    read = _read_nbytes(op, sizes, results) + (kept if op.has_backward else 0.0)
+    return read, _back_nbytes(op, op.operand_grads, sizes, results, kept)
+
+
+def _read_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float]) -> float:
+    """Operands read and results written."""
     rule, written = op.rule, sum(results)
     read = sum(min(n, written) if i in rule.looked_up else n for i, n in enumerate(sizes))
-    saved = sum(sizes[i] for i in rule.saves) + sum(results[i] for i in rule.saves_results)
-    given = [n for n, g in zip((*sizes, *results), op.operand_grads + op.result_grads, strict=True) if g]
-    return rule.reads * read + written + (kept if op.has_backward else 0.0), saved + kept + sum(given)
+    return rule.reads * read + written
 
 
-def _compute_seconds(
-    op: Op, sizes: list[int], results: list[int], parts: int, rates: Rates, local: Local
-) -> tuple[float, float]:
-    """Forward and backward of one rank."""
-    rule, backward = op.rule, 0.0
-    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)
-    backward_flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
+def _back_nbytes(
+    op: Op, grads: tuple[bool, ...], sizes: Sequence[float], results: Sequence[float], kept: float
+) -> float:
+    """What backward reads, and writes of operands with `grads`."""
+    saved = sum(sizes[i] for i in op.rule.saves) + sum(results[i] for i in op.rule.saves_results)
+    return saved + kept + sum(n for n, g in zip((*sizes, *results), grads + op.result_grads, strict=True) if g)
+
+
+def _forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, rates: Rates) -> float:
+    """Of one rank."""
+    rule, parts = op.rule, local.parts()
+    if rule.product is not None:
+        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
+        return rates.products([rule.product.sizes(local.operand_shapes, local.result_shapes)], nbytes, op.dtype)
+    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
+    price = rates.attention if rule.is_attention else rates.other
+    return price(rule.flops / parts, moved, op.dtype)
+
+
+def _backward_seconds(
+    op: Op, grads: tuple[bool, ...], sizes: list[int], results: list[int], local: Local, rates: Rates
+) -> float:
+    """Of one rank, towards operands with `grads`."""
+    rule, parts = op.rule, local.parts()
     if rule.product is not None:
         batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
         nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
-        forward = rates.products([(batch, m, n, k)], nbytes, op.dtype)
         gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
-        if op.has_backward:
-            asked = [sizes for operand, sizes in gradients.items() if op.operand_grads[operand]]
-            backward = rates.products(asked, nbytes, op.dtype)
-    elif rule.is_attention:
-        forward = rates.attention(rule.flops / parts, moved[0], op.dtype)
-        if op.has_backward:
-            backward = rates.attention(backward_flops, moved[1], op.dtype, backward=True)
-    else:
-        forward = rates.other(rule.flops / parts, moved[0], op.dtype)
-        if op.has_backward:
-            backward = rates.other(backward_flops, moved[1], op.dtype)
-    return forward, backward
+        return rates.products([sizes for operand, sizes in gradients.items() if grads[operand]], nbytes, op.dtype)
+    moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
+    flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
+    if rule.is_attention:
+        return rates.attention(flops, moved, op.dtype, backward=True)
+    return rates.other(flops, moved, op.dtype)
 
 
 def total(timed: Timed) -> float:

@@ -8,7 +8,7 @@ of no seconds (a view, a slice) hands on what it waits for.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.graph import target_name
 from autopar.placement import Layout
@@ -29,7 +29,8 @@ class Task:
     """Seconds of a rank's device or, over mesh axes, of a link.
 
     stored: what is sent is a parameter, or the gradient of one. inside: a collective of an op's own body, which waits
-    for it. once: of what is paid once a step. nbytes: of the message, 0 where it is inside an op.
+    for it. once: of what is paid once a step. nbytes: of the message, 0 where it is inside an op. call: in backward the
+    number of the call in `Live.calls`, of a gather of the one that reads it; again: of a replay.
     """
 
     kind: str
@@ -42,6 +43,8 @@ class Task:
     stored: bool = False
     inside: bool = False
     once: bool = False
+    call: int = -1
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +126,31 @@ class _Finder:
     def _backward_pass(self) -> Iterator[Task]:
         """In the order of the moments of `Live`; a gather for an op's backward stands before the op's replays."""
         live = self.live
-        gathers: dict[int, list[Value]] = defaultdict(list)
-        for (name, layout), positions in self.replays.uses.items():
-            if self.plan.lifetimes.get(name) == "use":
-                for position in positions:
-                    gathers[position].append((name, layout))
+        gathers: dict[int, list[tuple[Value, int, bool]]] = defaultdict(list)
+        for value in self.replays.uses:
+            if self.plan.lifetimes.get(value[0]) == "use":
+                for position, number, again in self._readers(value):
+                    gathers[position].append((value, number, again))
         moments = [(moment, number, False) for number, moment in live.backward.items()]
         moments += [(moment, number, True) for number, moment in live.replay.items()]
         for _, number, again in sorted(moments):
             call = live.calls[number]
             position = self._waits(call) if again else call.op.position if call.op is not None else -1
-            for name, layout in gathers.pop(position, ()):
-                yield from self._gathered(name, layout, position)
-            yield from self._replayed(call, position) if again else self._backward(call)
+            for (name, layout), reader, is_replay in gathers.pop(position, ()):
+                for task in self._gathered(name, layout, position):
+                    yield replace(task, call=reader, again=is_replay)
+            for task in self._replayed(call, position) if again else self._backward(call):
+                yield replace(task, call=number, again=again)
+
+    def _readers(self, value: Value) -> Iterator[tuple[int, int, bool]]:
+        """Who reads a value in backward: the op that it is gathered for, the call that reads it, whether replayed."""
+        for position in self.replays.savers.get(value, ()):
+            yield position, self.live.at[position], False
+        for number in self.live.replay:
+            call = self.live.calls[number]
+            for operand in call.operands:
+                if self.live.root(*operand) == value:
+                    yield self._waits(call), number, True
 
     def _waits(self, call: Call) -> int:
         """The op at whose backward a call is replayed."""

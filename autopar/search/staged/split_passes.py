@@ -9,6 +9,7 @@ and notes the gradients that heads of other branches get. The second part runs t
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from autopar.search.costs.calls import Call
 from autopar.search.costs.live import Holding, Live
 from autopar.search.costs.replays import Value
 
@@ -22,18 +23,38 @@ class Parts:
     left: tuple[Holding, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Which part runs what. way: values whose gradients the first part hands on; later: those of the second; heads:
+    numbers of the calls that run in both."""
+
+    way: set[Value]
+    later: set[Value]
+    heads: set[int]
+
+    def is_first(self, call: Call) -> bool:
+        """Whether the first part runs a call's backward pass, or some of it."""
+        return any(value in self.way for value in call.results) or not any(v in self.later for v in call.results)
+
+
+def find_cut(live: Live) -> Cut:
+    """Where a stage's backward pass is cut."""
+    way = _on_the_way(live)
+    later, heads = _later(live, way)
+    return Cut(way=way, later=later, heads=heads)
+
+
 def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     """Both parts, of what is kept from forward and what a whole backward pass holds."""
     turn, end = len(live.calls), live.end
-    way = _on_the_way(live)
-    later, heads = _later(live, way)
+    cut = find_cut(live)
+    way, later, heads = cut.way, cut.later, cut.heads
     number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
     awaited = _replayed_later(live, later)
     beside: tuple[list[Holding], list[Holding]] = [], []
     for holding in back:
         if holding.first >= turn and not holding.role:
-            call = live.calls[number_at[holding.first]]
-            is_first = any(value in way for value in call.results) or not any(value in later for value in call.results)
+            is_first = cut.is_first(live.calls[number_at[holding.first]])
             beside[not is_first or (holding.name, holding.first) in awaited].append(holding)
     replayed = [h for h in beside[0] if h.kind == "activations"]
     first = live.gradients(wanted=lambda value: value not in later)

@@ -6,7 +6,8 @@ Layers a stage: those for which the slowest stage is fastest (`balanced`, exact 
 stages as many each (`even_cuts`).
 
     seconds    the order of `cost_models.schedules` simulated with each stage's own forward and backward of a
-               micro-batch and its messages to the next; then the slowest rank's share of what is paid once a step
+               micro-batch (of zbv each part of it) and its messages to the next; then the slowest rank's share of what
+               is paid once a step
     bubble     the step less what its busiest rank works
     memory     of the fullest rank, counted along its order (`search.staged_memory`)
 """
@@ -32,24 +33,28 @@ from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.runs import find_runs
 from autopar.search.staged.rounds import dealt
+from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """Seconds of one micro-batch and once a step. `sent`: seconds of its message to the next stage."""
+    """Seconds of one micro-batch and once a step. `sent`: seconds of its message to the next stage; `weights`: of the
+    second part of backward, where that has two."""
 
     forward: float
     backward: float
     once: float
     memory: StageMemory | None = None
     sent: float = 0.0
+    weights: float = 0.0
 
     @property
     def passing(self) -> float:
-        return self.forward + self.backward
+        return self.forward + self.backward + self.weights
 
 
 def block_starts(captured: CapturedModel) -> tuple[str, ...]:
@@ -162,17 +167,30 @@ def _restricted(plan: Plan, stage: CapturedModel, given: Mapping[str, Layout]) -
 
 
 def price_stage(
-    plan: Plan, stage: CapturedModel, cluster: Cluster, sent: Mapping[str, Layout], send: tuple[Form, ...]
+    plan: Plan,
+    stage: CapturedModel,
+    cluster: Cluster,
+    sent: Mapping[str, Layout],
+    send: tuple[Form, ...],
+    *,
+    splits: bool = False,
 ) -> StagePrice:
-    """One stage on its part of the cluster. `sent`: layouts in which the next takes what it sends, by way of `send`."""
+    """One stage on its part of the cluster. `sent`: layouts in which the next takes what it sends, by way of `send`.
+
+    splits: backward in two parts.
+    """
     program, pricer = make_program(stage), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     charges, live = itemised(plan, program, pricer, sent)
-    passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
+    passes = dict.fromkeys(("forward", "backward", "weights", "once"), 0.0)
     for charge in charges:
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             passes["once"] += charge.seconds
         else:
             passes["backward" if charge.backward else "forward"] += charge.seconds / plan.microbatches
+    if splits:
+        runs = find_runs(plan, program, pricer, live, hoisted=True)
+        for part, tasks in zip(("backward", "weights"), split_backward(plan, runs, live, pricer), strict=True):
+            passes[part] = sum(task.seconds for task in tasks if not task.once)
     return StagePrice(
         **passes,
         memory=stage_memory(live, stage),
@@ -200,9 +218,12 @@ def simulated(
     prices = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
-        prices.append(price_stage(plan.stages[number], stage, part, {n: after[n] for n in stage.sends}, send))
+        sent = {n: after[n] for n in stage.sends}
+        splits = plan.schedule in SPLITTING
+        prices.append(price_stage(plan.stages[number], stage, part, sent, send, splits=splits))
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
-    pipeline = make_pipeline(order, [_work(price) for price in prices])
+    parts = ("I", "W") if plan.schedule in SPLITTING else ("B",)
+    pipeline = make_pipeline(order, [_work(price, parts) for price in prices])
     makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
     ranks = [plan.stages_of(rank) for rank in range(plan.pipeline)]
     shared = shared_seconds(plan, stages, reduce)
@@ -230,8 +251,10 @@ def simulated(
     return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
 
 
-def _work(price: StagePrice) -> StageWork:
-    actions = {"F": (Segment(COMPUTE, price.forward),), "B": (Segment(COMPUTE, price.backward),)}
+def _work(price: StagePrice, parts: tuple[str, ...]) -> StageWork:
+    """parts: those of backward."""
+    seconds = dict(zip(("F", *parts), (price.forward, price.backward, price.weights), strict=False))
+    actions = {kind: (Segment(COMPUTE, value),) for kind, value in seconds.items()}
     return StageWork(actions=actions, send_forward=price.sent, send_backward=price.sent)
 
 

@@ -26,22 +26,22 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
+from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, Woven, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
-from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
+from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.stages import sent_seconds, shared_seconds
 from autopar.search.timeline.weave import Names, Overlap, chain, weave
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,6 @@ def plan_timeline(
     overlap: None for none.
 
     Raises:
-        ArgumentError: for a schedule that splits the backward pass, whose parts have no prices.
         MeshError: if the cluster cannot be shared out over so many pipeline ranks.
     """
     if isinstance(plan, StagedPlan):
@@ -111,8 +110,6 @@ def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Over
 def _staged(
     plan: StagedPlan, graphs: Sequence[CapturedModel], cluster: Cluster, overlap: Overlap | None
 ) -> PlanTimeline:
-    if plan.schedule == "zbv":
-        raise ArgumentError("schedule zbv runs backward in two parts, which have no prices yet; choose 1f1b")
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, part = cheapest("send_recv", links), part_of(cluster, plan.pipeline)
     stages, sends = [], []
@@ -121,7 +118,8 @@ def _staged(
         pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         after = plan.stages[number + 1].layouts if number + 1 < plan.num_stages else {}
         sent = {name: after[name] for name in captured.sends}
-        stages.append(_Stage(plan.stages[number], program, pricer, sent, hoisted=True))
+        splits = plan.schedule in SPLITTING
+        stages.append(_Stage(plan.stages[number], program, pricer, sent, hoisted=True, splits=splits))
         sends.append(sent_seconds(program, pricer, sent, send))
     shared = shared_seconds(plan, graphs, cheapest("all_reduce", links))
     level = links.crossings[0].level.name if links.crossings else ""
@@ -157,9 +155,22 @@ class _Lanes:
 class _Stage:
     """One stage's tasks, and its work by them."""
 
-    def __init__(self, plan: Plan, program: Program, pricer: Pricer, sent: dict[str, Layout], *, hoisted: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        pricer: Pricer,
+        sent: dict[str, Layout],
+        *,
+        hoisted: bool,
+        splits: bool = False,
+    ) -> None:
         self.plan, self.program, self.pricer, self.sent = plan, program, pricer, sent
-        self.runs: Runs = find_runs(plan, program, pricer, itemised(plan, program, pricer, sent)[1], hoisted=hoisted)
+        live = find_live(plan, program, pricer, sent)
+        self.runs: Runs = find_runs(plan, program, pricer, live, hoisted=hoisted)
+        self.back = {"B": self.runs.backward}
+        if splits:
+            self.back = dict(zip("IW", split_backward(plan, self.runs, live, pricer), strict=True))
 
     def work(self, lanes: _Lanes, overlap: Overlap | None) -> StageWork:
         runs, words = self.runs, labels(self.program)
@@ -172,7 +183,7 @@ class _Stage:
             return f"{task.kind} of {words[task.name]}{more} over {over}"
 
         names = Names(lane=lambda axes: lanes.number[self.pricer.slowest_level(axes)], name=name)
-        passes = {"F": runs.forward, "B": runs.backward}
+        passes = {"F": runs.forward, **self.back}
         each = {kind: [task for task in tasks if not task.once] for kind, tasks in passes.items()}
         if overlap is None:
             once = [task for task in (*runs.backward, *runs.optimizer, *runs.forward) if task.once or not task.makes]
@@ -184,9 +195,13 @@ class _Stage:
             return self.pricer.message(kind, axes, nbytes, True)[0]
 
         received = [("gradient", n, self.plan.layouts[n], -1) for n in self.program.captured.received]
-        ends = {"F": [("value", n, layout, -1) for n, layout in self.sent.items()], "B": received}
-        woven = {k: weave(tasks, ends[k], runs.leaves, names, price, overlap) for k, tasks in each.items()}
-        first, last = (weave(passes[k], ends[k], runs.leaves, names, price, overlap) for k in "FB")
+        ends = {"F": [("value", n, layout, -1) for n, layout in self.sent.items()], "W": []}
+
+        def overlapped(kind: str, tasks: Sequence[Task]) -> Woven:
+            return weave(tasks, ends.get(kind, received), runs.leaves, names, price, overlap)
+
+        woven = {kind: overlapped(kind, tasks) for kind, tasks in each.items()}
+        first, last = (overlapped(kind, passes[kind]) for kind in ("F", [*self.back][-1]))
         return StageWork(actions=woven, first=first, last=last, after=chain(runs.optimizer, names))
 
 
