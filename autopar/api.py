@@ -189,23 +189,24 @@ def plan(
         found = planned(captured)
     from autopar.staged_model_plan import staged_model_plan
 
-    if overlap is not None:
-        from autopar.search.explanation.next_best import best_overlapped
-
-        others = 0 if baseline is not None else RANKED
-        found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
-    if buckets and isinstance(found, Plan):
+    if buckets:
         from autopar.search.in_buckets import best_in_buckets
-        from autopar.search.timeline.buckets import with_buckets
+        from autopar.search.timeline.staged_buckets import in_buckets
 
-        if baseline is not None:
-            found = with_buckets(found, captured, machine, flatten=flatten)
+        if isinstance(found, StagedPlan) or baseline is not None:
+            tell("choosing buckets")
+            found = in_buckets(found, captured, machine, flatten=flatten)
         else:
             found = best_in_buckets(
                 found, captured, machine,
                 flatten=flatten, with_baselines=with_baselines, tell=tell,
                 seconds=seconds, relative_gap=relative_gap, fold=fold, solver=solver,
             )  # fmt: skip
+    if overlap is not None:
+        from autopar.search.explanation.next_best import best_overlapped
+
+        others = 0 if baseline is not None else RANKED
+        found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

@@ -144,6 +144,8 @@ def _plans(
     console: Console,
 ) -> Iterator[tuple[str, Plan | StagedPlan]]:
     """The plans asked for, each with its label; the best plan found if none is."""
+    from autopar.search.timeline.staged_buckets import in_buckets
+
     config = TrainConfig(precision=request.precision)
     if saved is not None:
         if isinstance(saved, StagedModelPlan):
@@ -152,7 +154,8 @@ def _plans(
             yield "plan", _repointed(bind(saved, model), captured)
     for name in request.baselines:
         try:
-            yield name, search_plan(captured, _machine(name, mesh), mesh, config, name)
+            machine = _machine(name, mesh)
+            yield name, in_buckets(search_plan(captured, machine, mesh, config, name), captured, machine)
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
@@ -165,7 +168,7 @@ def _plans(
         machine = load_cluster(f"{mesh.size}xcpu")
         with console.status("planning"):
             found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False)
-        yield "ilp", found
+        yield "ilp", in_buckets(found, captured, machine)
 
 
 def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan | StagedPlan:

@@ -1,6 +1,7 @@
 """A recipe with a pipeline is a plan in stages: it computes what one process computes and sends what is predicted; its
 parts are those of its keys, and what contradicts itself, the model or the cluster is refused by name."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pipeline_cases as cases
@@ -15,7 +16,8 @@ from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh, make_mesh
-from autopar.passes.split_stages import split_stages
+from autopar.passes.predict_stages import predicted_rank_messages
+from autopar.passes.split_stages import local_stage, split_stages
 from autopar.plan import TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.asked_mesh import asked_mesh
@@ -25,8 +27,10 @@ from autopar.search.known.baselines import baseline_plan
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.pipeline_parts import part_of
+from autopar.search.staged import stages as staging
 from autopar.search.staged.stages import block_starts
 from autopar.search.timeline.plan_timeline import plan_timeline
+from autopar.search.timeline.staged_buckets import stages_in_buckets
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine
@@ -60,7 +64,8 @@ def test_a_configuration_in_stages_computes_what_one_process_computes(
     captured, file = cases.case(family, microbatches)
     made = made_of(text, captured, TrainConfig(precision="fp64"))
     assert made.world == 4 and set(made.cuts) <= set(block_starts(captured))
-    for answers in ranks(4).run(cases.compared, file, [made.to_json()]):
+    fused = stages_in_buckets(made, split_stages(captured, made.cuts), machine())
+    for answers in ranks(4).run(cases.compared, file, [fused.to_json()]):
         loss_error, error, name = answers[0]
         assert loss_error <= 1e-10
         assert error <= 1e-8, name
@@ -114,6 +119,35 @@ def test_stages_that_do_not_fit_are_planned_with_less_or_refused_with_bytes() ->
     with pytest.raises(InfeasibleError, match=r"its fullest rank needs .* GB of .* GB a device") as caught:
         made_of("ddp:pp=2", captured, TrainConfig(memory_nbytes=0.5 * peak))
     assert caught.value.least_nbytes is not None and 0.5 * peak <= caught.value.least_nbytes <= peak
+
+
+@pytest.mark.parametrize("text", ["fsdp:pp=2", "ddp:pp=2,vpp=2"])
+def test_stages_travel_in_buckets_if_they_fit(text: str) -> None:
+    captured = llama(2)
+    made = made_of(text, captured)
+    stages = split_stages(captured, made.cuts)
+    fused = stages_in_buckets(made, stages, machine())
+    alone = priced(replace(fused, stages=tuple(replace(s, buckets=(), ways={}) for s in fused.stages)), stages)
+    assert sum(len(stage.buckets) for stage in fused.stages) >= 2
+    assert fused.estimate.saved > 0
+    assert fused.estimate.alone_seconds == pytest.approx(alone)
+    assert alone <= made.estimate.step_seconds * (1 + 1e-9)
+    before, after = (messages_of(captured, plan) for plan in (made, fused))
+    assert after < before
+    if (held := fused.estimate.peak_nbytes) > made.estimate.peak_nbytes:
+        tight = replace(made, config=replace(made.config, memory_nbytes=held - 1))
+        assert stages_in_buckets(tight, stages, machine()).estimate.peak_nbytes <= held - 1
+
+
+def priced(plan: StagedPlan, stages: tuple[CapturedModel, ...]) -> float:
+    return staging.priced(plan, stages, machine(), part_of(machine(), plan.pipeline)).estimate.step_seconds
+
+
+def messages_of(captured: CapturedModel, plan: StagedPlan) -> int:
+    """How many collectives one rank runs in a step."""
+    stages = split_stages(captured, plan.cuts)
+    own = {number: local_stage(stages, plan, number) for number in plan.stages_of(0)}
+    return sum(calls for calls, _ in predicted_rank_messages(stages, plan, own, 0).values())
 
 
 BAD: tuple[tuple[str, type[AutoparError], str], ...] = (

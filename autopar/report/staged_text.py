@@ -27,10 +27,18 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
     if estimate.seconds:
         bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
         proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
+        count = sum(len(stage.buckets) for stage in plan.stages)
+        alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone" if count else ""
         lines.append(
-            f"step {seconds_text(estimate.step_seconds)}{proved}; memory at the peak of the fullest rank "
+            f"step {seconds_text(estimate.step_seconds)}{alone}{proved}; memory at the peak of the fullest rank "
             f"{nbytes_text(estimate.peak_nbytes)}"
         )
+        if count:
+            parameters = sum(len(names) for stage in plan.stages for names in stage.buckets)
+            lines.append(
+                f"buckets: {parameters} parameters are gathered or reduced in {count} bucket{'s' * (count > 1)}, which "
+                f"saves {seconds_text(estimate.saved)}"
+            )
         kinds = (f"{kind} {seconds_text(seconds)}" for kind, seconds in estimate.seconds.items() if seconds)
         lines.append(f"of which {', '.join(kinds)}")
     if ranked := estimate.solver.get("timeline"):

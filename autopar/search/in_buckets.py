@@ -27,6 +27,7 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.known.baselines import BASELINES
 from autopar.search.planner import compare, plan_program
 from autopar.search.timeline.buckets import bucketed
+from autopar.search.timeline.staged_buckets import MARK
 
 SHARES = (0.0, 0.1)
 """Parts of a start that count; the first proves."""
@@ -127,5 +128,5 @@ def _certified(chosen: Estimate, first: Estimate, bound: float, facts: dict[str,
         chosen,
         bound=min(first.bound, chosen.alone_seconds),
         bound_in_buckets=min(bound, chosen.step_seconds),
-        solver={**others, **own, "in_buckets": facts},
+        solver={**others, **own, MARK: facts},
     )

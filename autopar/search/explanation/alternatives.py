@@ -33,7 +33,7 @@ from autopar.search.planner import TRIAL_GAP, make_problem
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """What is forbidden, what is done instead ("" where that is many things), and seconds, a lower bound on those of
-    any such plan, and bytes; or `why_not`. plan: the best of these."""
+    any such plan, and bytes; or `why_not`. plan: the best of these; in_buckets: its seconds in buckets, if asked."""
 
     without: str
     instead: str = ""
@@ -41,6 +41,7 @@ class Alternative:
     bound: float = 0.0
     nbytes: float = 0.0
     why_not: str = ""
+    in_buckets: float | None = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:

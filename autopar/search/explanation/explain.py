@@ -26,6 +26,8 @@ from autopar.search.explanation.what_if import faster_arithmetic, faster_link, f
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.timeline.buckets import bucketed
+from autopar.search.timeline.staged_buckets import MARK
 
 GB = 1e9
 FACTOR = 2.0
@@ -57,7 +59,9 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """All of it. limit: bytes a device. limit_costs: seconds that the limit costs the best plan at least and at most,
-    None if that was not asked. unanswered: what the time given did not suffice for.
+    None if that was not asked. unanswered: what the time given did not suffice for. plan: each collective alone, as the
+    search counts; in_buckets: its seconds in buckets, and named baselines are in buckets too, None if it was made
+    without.
     """
 
     plan: Plan
@@ -68,6 +72,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     baselines: Mapping[str, float | str]
     unanswered: tuple[str, ...]
+    in_buckets: float | None = None
 
     def __str__(self) -> str:
         from autopar.report.explain_text import explain_text
@@ -86,6 +91,7 @@ class Explanation:
             "alternatives": [other.to_json() for other in self.alternatives],
             "baselines": dict(self.baselines),
             "unanswered": list(self.unanswered),
+            "in_buckets_seconds": self.in_buckets,
         }
 
 
@@ -104,9 +110,10 @@ def explain(
         PlanMismatchError: if the plan is for another model.
     """
     plan.check(captured)
-    plan = replace(plan, buckets=())  # as the search counts, each collective alone
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    together = evaluate_program(plan, program, pricer).step_seconds if MARK in plan.estimate.solver else None
+    plan = replace(plan, buckets=(), ways={})  # as the search counts, each collective alone
     priced = evaluate_program(plan, program, pricer)
     plan = plan.with_estimate(priced)
     asker = _Asker(
@@ -118,6 +125,7 @@ def explain(
         each=seconds * EACH,
         relative_gap=relative_gap,
         tell=progress or (lambda _: None),
+        together=together,
     )
     return asker.run()
 
@@ -147,6 +155,7 @@ class _Asker:
     each: float
     relative_gap: float
     tell: Callable[[str], None]
+    together: float | None
 
     def run(self) -> Explanation:
         plan, cluster = self.plan, self.pricer.cluster
@@ -167,7 +176,7 @@ class _Asker:
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
                 if self._asks(label, unanswered):
-                    alternatives.append(answer(self._left()))
+                    alternatives.append(self._in_buckets(answer(self._left())))
         alternatives.sort(key=lambda a: math.inf if a.seconds is None else a.seconds)
         return Explanation(
             plan=plan,
@@ -178,7 +187,15 @@ class _Asker:
             alternatives=tuple(alternatives),
             baselines=plan.estimate.baselines or self._baselines(limit, unanswered),
             unanswered=tuple(unanswered),
+            in_buckets=self.together,
         )
+
+    def _in_buckets(self, other: Alternative) -> Alternative:
+        """With its seconds in buckets, if the plan is in buckets."""
+        if self.together is None or other.plan is None:
+            return other
+        seconds = bucketed(other.plan, self.program, self.pricer).estimate.step_seconds
+        return replace(other, in_buckets=seconds)
 
     def _left(self) -> float:
         """Seconds for the next question."""
@@ -237,7 +254,9 @@ class _Asker:
         for name in BASELINES:
             if self._asks(f"baseline {name}", unanswered):
                 try:
-                    out[name] = baseline_plan(name, self.program, self.pricer, limit).estimate.step_seconds
+                    other = baseline_plan(name, self.program, self.pricer, limit)
+                    other = other if self.together is None else bucketed(other, self.program, self.pricer)
+                    out[name] = other.estimate.step_seconds
                 except InfeasibleError as error:
                     out[name] = str(error)
         return out

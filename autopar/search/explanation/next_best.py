@@ -9,7 +9,8 @@ Candidates, for the plan's own graph (its number of micro-batches) and memory li
                           among them; those of as many ranks and of the same mesh first
 
 Each is the best of its part of the space, so that no two differ in trifles alone; plans that decide alike count once.
-`ranked` lets the timeline pick: the additive cost is its linear shadow, and the proved bound stays that of the shadow.
+Where the plan was chosen in buckets they have theirs, and are compared so. `ranked` lets the timeline pick: the
+additive cost is its linear shadow, and the proved bound stays that of the shadow.
 """
 
 import time
@@ -32,6 +33,7 @@ from autopar.search.planner import plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.staged.stages import block_starts
 from autopar.search.timeline.plan_timeline import plan_timeline
+from autopar.search.timeline.staged_buckets import MARK, in_buckets
 from autopar.search.timeline.weave import Overlap
 from autopar.staged_plan import StagedPlan, check_microbatches
 
@@ -76,10 +78,11 @@ def next_best(
     else:
         candidates = _candidates(plan, program, cluster, left, tell)
     for other, what in candidates:
+        other = in_buckets(other, program.captured, cluster) if MARK in plan.estimate.solver else other
         key = _decisions(other)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
-            told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute")}
+            told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute", MARK)}
             estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": what})
             found.append(other.with_estimate(estimate))
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
@@ -218,7 +221,13 @@ def ranked(
     }
     solver = {**plan.estimate.solver, "timeline": facts}
     return best.with_estimate(
-        replace(best.estimate, bound=plan.estimate.bound, baselines=plan.estimate.baselines, solver=solver)
+        replace(
+            best.estimate,
+            bound=plan.estimate.bound,
+            bound_in_buckets=plan.estimate.bound_in_buckets,
+            baselines=plan.estimate.baselines,
+            solver=solver,
+        )
     )
 
 

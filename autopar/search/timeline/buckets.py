@@ -48,7 +48,7 @@ def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatt
 def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True) -> Plan:
     """`with_buckets` for a program and prices at hand."""
     limit = memory_limit(pricer.cluster, plan.config)
-    kept = {**plan.lifetimes, **dict.fromkeys(_used_last(plan, program), "microbatch")}
+    kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
     for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):
         found = replace(plan, lifetimes=lifetimes)
@@ -60,7 +60,7 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     return plan
 
 
-def _used_last(plan: Plan, program: Program) -> list[str]:
+def used_last(plan: Plan, program: Program) -> list[str]:
     """Parameters gathered for use that forward reads after the last block alone: backward asks for these first."""
     last = max((op.position for op in program.ops if block_of(op.module)), default=len(program.ops))
     return [

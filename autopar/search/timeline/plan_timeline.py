@@ -119,7 +119,8 @@ def _staged(
         after = plan.stages[number + 1].layouts if number + 1 < plan.num_stages else {}
         sent = {name: after[name] for name in captured.sends}
         splits = plan.schedule in SPLITTING
-        stages.append(_Stage(plan.stages[number], program, pricer, sent, hoisted=True, splits=splits))
+        alone = replace(plan.stages[number], buckets=(), ways={})
+        stages.append(_Stage(alone, program, pricer, sent, hoisted=True, splits=splits))
         sends.append(sent_seconds(program, pricer, sent, send))
     shared = shared_seconds(plan, graphs, cheapest("all_reduce", links))
     level = links.crossings[0].level.name if links.crossings else ""

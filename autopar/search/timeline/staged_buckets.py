@@ -1,0 +1,93 @@
+"""Which parameters of each stage of a pipeline share a message? Borders as of a plan without stages, stage by stage.
+
+Gathered for each micro-batch, a bucket is held by as many micro-batches as are in flight, which the memory of the
+fullest rank counts; a pipeline that would not fit with buckets goes with fewer, or without. Where backward has two
+parts, a bucket of what is gathered in each micro-batch would tie these together: only what lives for the step is in
+one.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.graph import CapturedModel
+from autopar.passes.split_stages import split_stages
+from autopar.plan import ONCE_A_STEP, Plan
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.known.baselines import memory_limit
+from autopar.search.pipeline_parts import part_of
+from autopar.search.staged.stages import priced
+from autopar.search.timeline.buckets import choose_buckets, used_last, with_buckets
+from autopar.staged_plan import SPLITTING, StagedPlan
+
+MARK = "in_buckets"
+"""What `estimate.solver` has of a plan that was priced in buckets, whether some pay or not."""
+
+
+def in_buckets(
+    plan: Plan | StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True
+) -> Plan | StagedPlan:
+    """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so."""
+    found: Plan | StagedPlan
+    if isinstance(plan, StagedPlan):
+        found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
+    else:
+        found = with_buckets(plan, captured, cluster, flatten=flatten)
+    return found.with_estimate(replace(found.estimate, solver={**found.estimate.solver, MARK: {}}))
+
+
+def stages_in_buckets(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, *, flatten: bool = True
+) -> StagedPlan:
+    """The plan with buckets in its stages, priced again; itself if none of them fits.
+
+    stages: their captured models. flatten: over several axes a bucket may take other ways than the plan's.
+    """
+    part = part_of(cluster, plan.pipeline)
+    programs = [make_program(stage) for stage in stages]
+    limit = memory_limit(part, plan.config)
+    splits = plan.schedule in SPLITTING
+
+    def made(kept: bool, free: bool) -> StagedPlan:
+        pairs = zip(plan.stages, programs, strict=True)
+        own = tuple(_bucketed(stage, program, part, kept, free, splits) for stage, program in pairs)
+        return priced(replace(plan, stages=own), stages, cluster, part)
+
+    tried: list[tuple[Plan, ...]] = []
+    for free, kept in itertools.product(
+        (True, False) if flatten and plan.mesh.num_axes > 1 else (False,), (True, False)
+    ):
+        found = made(kept, free)
+        if found.stages in tried:
+            continue
+        tried.append(found.stages)
+        if found.estimate.peak_nbytes <= limit:
+            return _saving(found, stages, cluster, part)
+    return plan
+
+
+def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: bool, splits: bool) -> Plan:
+    """A stage's plan with buckets. kept: what is gathered for use after the last block is kept until backward."""
+    if kept and not splits:
+        plan = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")})
+    pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
+    buckets, ways = choose_buckets(plan, program, pricer, flatten=free)
+    if splits:
+        buckets = tuple(names for names in buckets if plan.lifetimes.get(names[0]) in ONCE_A_STEP)
+        ways = {name: way for name, way in ways.items() if plan.lifetimes.get(name) in ONCE_A_STEP}
+    return replace(plan, buckets=buckets, ways=ways)
+
+
+def _saving(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
+    """The plan with what its buckets, and the ways that they take, save of a step."""
+
+    def seconds(own: Iterable[Plan]) -> float:
+        return priced(replace(plan, stages=tuple(own)), stages, cluster, part).estimate.step_seconds
+
+    estimate = plan.estimate
+    unmerged = seconds(replace(stage, ways={}) for stage in plan.stages)
+    alone = seconds(replace(stage, ways={}, buckets=()) for stage in plan.stages)
+    total = estimate.step_seconds
+    return plan.with_estimate(replace(estimate, saved=alone - total, saved_by_ways=unmerged - total))
