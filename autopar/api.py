@@ -203,10 +203,18 @@ def plan(
                 seconds=seconds, relative_gap=relative_gap, fold=fold, solver=solver,
             )  # fmt: skip
     if overlap is not None:
-        from autopar.search.explanation.next_best import best_overlapped
+        from autopar.search.overlapped import best_overlapped
 
-        others = 0 if baseline is not None else RANKED
-        found = best_overlapped(found, captured, machine, overlap, others, seconds=seconds, tell=tell)
+        def is_asked(one: Plan | StagedPlan) -> bool:
+            stages = (one.pipeline, one.schedule) if isinstance(one, StagedPlan) else (1, "auto")
+            wanted = (pipeline in (None, "auto", stages[0]), schedule in ("auto", stages[1]))
+            return all(wanted) and (searched or one.mesh.shape == own_mesh.shape)
+
+        others, is_open = 0 if baseline is not None else RANKED, microbatches == "auto"
+        found, captured = best_overlapped(
+            found, captured, machine, overlap, others,
+            batch=call.batch() if is_open else None, capture=captured_at, is_asked=is_asked, seconds=seconds, tell=tell,
+        )  # fmt: skip
     about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
     about["values"] = values_of(captured, model)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)

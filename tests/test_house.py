@@ -63,6 +63,7 @@ SEARCH_ORDER = (
         "in_buckets",
         "joint",
         "explanation",
+        "overlapped",
         "__init__",
     ),
 )

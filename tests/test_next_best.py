@@ -1,24 +1,29 @@
 """The next best plans: different, legal, priced, cheapest first; and the timeline that picks among them."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.cluster import Cluster
+from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import evaluate
-from autopar.search.explanation.next_best import ranked
 from autopar.search.known.random_plan import random_plan
+from autopar.search.overlapped import Ranking
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.staged_model_plan import StagedModelPlan
+from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine
 
 
@@ -44,6 +49,15 @@ def made(overlap: autopar.Overlap | None = None) -> ModelPlan:
 
 def decided(plan: Plan) -> tuple[object, ...]:
     return plan.mesh.shape, sorted(plan.choices.items()), str(plan.layouts), str(plan.lifetimes), plan.recompute
+
+
+def ranked(
+    plan: Plan | StagedPlan, others: Sequence[Plan | StagedPlan], captured: CapturedModel, cluster: Cluster
+) -> Plan | StagedPlan:
+    ranking = Ranking(cluster=cluster, overlap=autopar.Overlap(bucket_nbytes=0))
+    for one in (plan, *others):
+        ranking.add(one, captured)
+    return ranking.best()[0]
 
 
 def test_the_next_best_plans_differ_run_and_cost_more() -> None:
@@ -82,7 +96,7 @@ def test_plans_in_stages_have_other_stages_and_none_beside_them() -> None:
         other.check(plan.captured)
         seconds = other.timeline().seconds
         assert seconds == pytest.approx(other.estimate.step_seconds, rel=1e-9), other.estimate.solver["instead"]
-    best = ranked(plan, others, plan.captured, machine(4, 1e9), autopar.Overlap())
+    best = ranked(plan, others, plan.captured, machine(4, 1e9))
     assert best.estimate.bound == plan.estimate.bound
 
 
@@ -97,14 +111,14 @@ def test_the_timeline_picks_the_shortest_and_keeps_the_bound() -> None:
     times = [plan_timeline(plan, captured, machine(), overlap).seconds for plan in plans]
     slowest = times.index(max(times))
     rest = [plan for number, plan in enumerate(plans) if number != slowest]
-    best = ranked(plans[slowest], rest, captured, machine(), overlap)
+    best = ranked(plans[slowest], rest, captured, machine())
     facts = best.estimate.solver["timeline"]
     assert best.estimate.bound == 1e-9
     assert facts["plans"][facts["chosen"]]["timeline_seconds"] == pytest.approx(min(times))
     assert best.choices == plans[times.index(min(times))].choices
     assert facts["chosen"] > 0 and "which is what the bound is of" in plan_text(best, None, machine())
     fastest = times.index(min(times))
-    same = ranked(plans[fastest], plans[fastest + 1 :], captured, machine(), overlap)
+    same = ranked(plans[fastest], plans[fastest + 1 :], captured, machine())
     assert same.estimate.solver["timeline"]["chosen"] == 0 and "as by the sum" in plan_text(same, None, machine())
 
 
@@ -117,3 +131,32 @@ def test_planning_for_overlap() -> None:
     assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(own)
     assert own < plan.timeline().seconds == pytest.approx(plan.estimate.alone_seconds)
     assert "collectives beside compute" in str(plan)
+
+
+def test_numbers_of_micro_batches_are_ranked_as_one_by_one() -> None:
+    """The shortest overlapped step of all numbers of micro-batches, each planned by itself; 1f1b does not run one."""
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(4, 64)
+
+    def step(number: int | Literal["auto"], schedule: str = "auto") -> float:
+        plan = autopar.plan(
+            model,
+            {"x": x},
+            cluster=machine(4, 1e9),
+            mesh="2",
+            pipeline=2,
+            schedule=schedule,
+            microbatches=number,
+            overlap=autopar.Overlap(),
+            with_baselines=False,
+        )
+        facts = plan.estimate.solver["timeline"]
+        assert isinstance(plan, StagedModelPlan) and plan.mesh.shape == (2,), "as asked"
+        assert number == "auto" or {row["plan"].partition(" micro-")[0] for row in facts["plans"]}.isdisjoint("124")
+        seconds: float = facts["plans"][facts["chosen"]]["timeline_seconds"]
+        assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(seconds)
+        return seconds
+
+    each = [step(1, "gpipe"), step(2), step(4)]
+    assert each[0] < 0.97 * min(each[1:]), "another number than that of the first by the sum"
+    assert step("auto") == pytest.approx(min(each), rel=1e-3)

@@ -23,7 +23,7 @@ def search_text(facts: Mapping[str, Any]) -> str:
 
 
 def timeline_text(facts: Mapping[str, Any]) -> str:
-    """`facts`: what `search.next_best` notes in `estimate.solver["timeline"]`."""
+    """`facts`: what `search.overlapped` notes in `estimate.solver["timeline"]`."""
     plans, chosen = facts["plans"], facts["chosen"]
     own = plans[chosen]
     text = f"collectives beside compute, the step would take {seconds_text(own['timeline_seconds'])}"

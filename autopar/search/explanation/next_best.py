@@ -1,7 +1,9 @@
 """Which plans come next? The best ones beside a plan, different enough to be worth a race, each ready to run.
 
-Candidates, for the plan's own graph (its number of micro-batches) and memory limit, the last ones while there is time:
+Candidates, for the plan's memory limit and one number of micro-batches, its own or another, the last ones while there
+is time:
 
+    its mesh              the best plan on it, of another number than the plan's own
     named baselines       ddp, fsdp, megatron, ulysses on the plan's mesh
     other meshes          the best plan on each that follows the cluster's levels, if the plan was searched over them
     without one thing     the best plan without a technique, or without one decision, of the plan (`alternatives`)
@@ -9,21 +11,18 @@ Candidates, for the plan's own graph (its number of micro-batches) and memory li
                           among them; those of as many ranks and of the same mesh first
 
 Each is the best of its part of the space, so that no two differ in trifles alone; plans that decide alike count once.
-Where the plan was chosen in buckets they have theirs, and are compared so. `ranked` lets the timeline pick: the
-additive cost is its linear shadow, and the proved bound stays that of the shadow.
+Where the plan was chosen in buckets they have theirs, and are compared so.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
-from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Program
 from autopar.search.explanation.alternatives import Space
 from autopar.search.graph.moments import Share
 from autopar.search.joint.best_staged import best_staged
@@ -32,9 +31,7 @@ from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.staged.stages import block_starts
-from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.staged_buckets import MARK, in_buckets
-from autopar.search.timeline.weave import Overlap
 from autopar.staged_plan import StagedPlan, check_microbatches
 
 DECISIONS = 6
@@ -61,6 +58,8 @@ def next_best(
 ) -> tuple[Some, ...]:
     """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
 
+    program: of the plan's graph, or of that with another number of micro-batches.
+
     Each fits the memory limit; its `estimate.solver["instead"]` says what it is.
     """
     deadline, share = time.monotonic() + seconds, seconds * SHARE
@@ -77,13 +76,14 @@ def next_best(
         candidates = _pipelines(plan, program, cluster, left, tell)
     else:
         candidates = _candidates(plan, program, cluster, left, tell)
+    number = f"{program.microbatches} micro-batches, " if program.microbatches != plan.microbatches else ""
     for other, what in candidates:
         other = in_buckets(other, program.captured, cluster) if MARK in plan.estimate.solver else other
         key = _decisions(other)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
             told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute", MARK)}
-            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": what})
+            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": number + what})
             found.append(other.with_estimate(estimate))
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
@@ -93,6 +93,7 @@ def _decisions(plan: Some) -> tuple[object, ...]:
     if isinstance(plan, StagedPlan):
         return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage) for stage in plan.stages)
     return (
+        plan.microbatches,
         plan.mesh,
         tuple(sorted(plan.choices.items())),
         tuple(sorted((name, str(layout)) for name, layout in plan.layouts.items())),
@@ -111,6 +112,14 @@ def _candidates(
     limit = memory_limit(cluster, plan.config)
     if plan.mesh.size == 1:
         return
+    best: Plan | None = plan
+    if program.microbatches != plan.microbatches:
+        tell(f"planning {program.microbatches} micro-batches")
+        try:
+            best = _planned(program, pricer, left())
+            yield best, f"mesh {plan.mesh}"
+        except (InfeasibleError, SearchTimeoutError):
+            best = None
     for name in BASELINES if plan.mesh.num_axes <= SEARCHED_AXES else ():
         if left():
             tell(f"planning {name}")
@@ -126,9 +135,9 @@ def _candidates(
                 yield _planned(program, own, left()), f"mesh {mesh}"
             except (InfeasibleError, SearchTimeoutError):
                 continue
-    if plan.mesh.num_axes > SEARCHED_AXES:
+    if best is None or plan.mesh.num_axes > SEARCHED_AXES:
         return
-    space = Space(plan=plan, program=program, pricer=pricer, limit=limit, relative_gap=GAP)
+    space = Space(plan=best, program=program, pricer=pricer, limit=limit, relative_gap=GAP)
     for questions, words in ((space.techniques(), ""), (space.decisions(DECISIONS), "without ")):
         for asked, answer in questions:
             if not left():
@@ -154,7 +163,7 @@ def _pipelines(
             return _planned(program, pricer, left(), share)
 
         for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
-            if p * chunks > num_blocks or not _runs(schedule, p, plan.microbatches) or not left():
+            if p * chunks > num_blocks or not _runs(schedule, p, program.microbatches) or not left():
                 continue
             words = f"{arrangement}, {schedule}" if p > 1 else f"no stages, mesh {arrangement}"
             tell(f"planning {words}")
@@ -187,64 +196,3 @@ def _runs(schedule: str, pipeline: int, microbatches: int) -> bool:
     except ArgumentError:
         return False
     return True
-
-
-def ranked(
-    plan: Some,
-    others: Sequence[Some],
-    captured: CapturedModel,
-    cluster: Cluster,
-    overlap: Overlap,
-) -> Some:
-    """Of `plan` and `others` the one whose overlapped step is shortest; its bound, baselines and search are `plan`'s.
-
-    `captured`: their graph; that of one micro-batch of the whole model. `estimate.solver["timeline"]` says what each
-    takes by the additive cost and by the timeline.
-    """
-    rows = []
-    for number, one in enumerate((plan, *others)):
-        graph = split_stages(captured, one.cuts) if isinstance(one, StagedPlan) else captured
-        rows.append((plan_timeline(one, graph, cluster, overlap).seconds, number, one))
-    _, chosen, best = min(rows, key=lambda row: row[:2])
-    facts = {
-        "bucket_nbytes": overlap.bucket_nbytes,
-        "ahead": overlap.ahead,
-        "chosen": chosen,
-        "plans": [
-            {
-                "plan": one.estimate.solver["instead"] if number else "first by the sum",
-                "sum_seconds": one.estimate.step_seconds,
-                "timeline_seconds": seconds,
-            }
-            for seconds, number, one in rows
-        ],
-    }
-    solver = {**plan.estimate.solver, "timeline": facts}
-    return best.with_estimate(
-        replace(
-            best.estimate,
-            bound=plan.estimate.bound,
-            bound_in_buckets=plan.estimate.bound_in_buckets,
-            baselines=plan.estimate.baselines,
-            solver=solver,
-        )
-    )
-
-
-def best_overlapped(
-    plan: Some,
-    captured: CapturedModel,
-    cluster: Cluster,
-    overlap: Overlap,
-    count: int,
-    *,
-    seconds: float | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Some:
-    """`ranked` among a plan and its `count` next best."""
-    others: tuple[Some, ...] = ()
-    if count:
-        own = SECONDS if seconds is None else seconds
-        others = next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell)
-    tell("simulating the best plans")
-    return ranked(plan, others, captured, cluster, overlap)

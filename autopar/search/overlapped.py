@@ -1,0 +1,180 @@
+"""Which of the best plans takes the shortest step where collectives run beside compute? The timeline ranks them.
+
+The additive cost is the timeline's linear shadow: it finds the plans that are ranked, and the proved bound stays that
+of the shadow. Where the number of micro-batches is open, the best plans of every number are ranked, those near the
+first one's first. A number is left out where its work alone, shared out over all devices, takes as long as the shortest
+step known: a device is busy at least that long, whatever runs beside it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.capture.rebatch import SIZES, Batches
+from autopar.cluster import Cluster
+from autopar.errors import BatchError
+from autopar.graph import CapturedModel
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.split_stages import split_stages
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.work_bound import work_bound
+from autopar.search.explanation.next_best import SECONDS, Some, next_best
+from autopar.search.meshes import divisors
+from autopar.search.pipeline_parts import part_of
+from autopar.search.timeline.plan_timeline import plan_timeline
+from autopar.search.timeline.weave import Overlap
+from autopar.staged_plan import StagedPlan
+
+OWN = 0.5
+"""Part of the time for the first plan's own number of micro-batches, where there are others."""
+LEAST = 0.05
+"""Seconds below which no other number is looked at."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ranking:
+    """Plans with the seconds of their overlapped steps and their graphs, the first by the sum first."""
+
+    cluster: Cluster
+    overlap: Overlap
+    rows: list[tuple[float, Some, CapturedModel]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def add(self, plan: Some, captured: CapturedModel) -> None:
+        """captured: the plan's graph, that of one micro-batch of the whole model."""
+        graph = split_stages(captured, plan.cuts) if isinstance(plan, StagedPlan) else captured
+        seconds = plan_timeline(plan, graph, self.cluster, self.overlap).seconds
+        self.rows.append((seconds, plan, captured))
+
+    @property
+    def least(self) -> float:
+        return min(row[0] for row in self.rows)
+
+    def best(self) -> tuple[Some, CapturedModel]:
+        """The plan whose step is shortest, and its graph; its bound, baselines and search are the first one's.
+
+        `estimate.solver["timeline"]` says what each takes by the additive cost and by the timeline.
+        """
+        first = self.rows[0][1]
+        chosen = min(range(len(self.rows)), key=lambda number: (self.rows[number][0], number))
+        _, plan, captured = self.rows[chosen]
+        facts: dict[str, Any] = {
+            "bucket_nbytes": self.overlap.bucket_nbytes,
+            "ahead": self.overlap.ahead,
+            "chosen": chosen,
+            "plans": [
+                {
+                    "plan": one.estimate.solver["instead"] if number else "first by the sum",
+                    "sum_seconds": one.estimate.step_seconds,
+                    "timeline_seconds": seconds,
+                }
+                for number, (seconds, one, _) in enumerate(self.rows)
+            ],
+            "left_out": self.left_out,
+        }
+        solver = {**first.estimate.solver, "timeline": facts}
+        estimate = replace(
+            plan.estimate,
+            bound=first.estimate.bound,
+            bound_in_buckets=first.estimate.bound_in_buckets,
+            baselines=first.estimate.baselines,
+            solver=solver,
+        )
+        return plan.with_estimate(estimate), captured
+
+
+def best_overlapped(
+    plan: Some,
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+    count: int,
+    *,
+    batch: int | None = None,
+    capture: Callable[[int], CapturedModel] | None = None,
+    is_asked: Callable[[Some], bool] = lambda _: True,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Some, CapturedModel]:
+    """Of `plan` and its `count` next best the one whose overlapped step is shortest, and its graph.
+
+    batch, capture: of an open number of micro-batches, the samples of a step and the graph of so many samples; then the
+    best of every other number and its `count` next are ranked too. is_asked: only such plans. seconds: of searching.
+    """
+    given = SECONDS if seconds is None else seconds
+    if batch is None or capture is None or not count:
+        return _ranked(plan, captured, cluster, overlap, count, {}, is_asked, given, tell)
+    sizes = SIZES if batch <= max(SIZES) else (min(SIZES), batch)
+    batches = Batches(capture=capture, sizes=sizes)
+
+    def graph(number: int) -> CapturedModel:
+        return accumulate_gradients(batches.at(batch // number), number, lambda: batches.at(batch))
+
+    graphs = {number: graph for number in divisors(batch) if number != plan.microbatches}
+    while True:
+        best, own = _ranked(plan, captured, cluster, overlap, count, graphs, is_asked, given, tell)
+        number = best.microbatches
+        if number == plan.microbatches or not batches.linear:
+            return best, own
+        seen = accumulate_gradients(batches.captured(batch // number), number, lambda: batches.captured(batch))
+        if seen.fingerprint == own.fingerprint:
+            return best, seen
+        batches.linear = False  # the graphs of other sizes are no line: capture each
+
+
+def _ranked(
+    plan: Some,
+    captured: CapturedModel,
+    cluster: Cluster,
+    overlap: Overlap,
+    count: int,
+    graphs: Mapping[int, Callable[[int], CapturedModel]],
+    is_asked: Callable[[Some], bool],
+    seconds: float,
+    tell: Callable[[str], None],
+) -> tuple[Some, CapturedModel]:
+    deadline = time.monotonic() + seconds
+    ranking = Ranking(cluster=cluster, overlap=overlap)
+    ranking.add(plan, captured)
+    if count:
+        own = seconds * OWN if graphs else seconds
+        for other in next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell):
+            if is_asked(other):
+                ranking.add(other, captured)
+    for number, program, share in _numbers(plan, cluster, graphs, ranking, deadline):
+        tell(f"planning {number} micro-batches")
+        for other in next_best(plan, program, cluster, count + 1, seconds=share, tell=tell):
+            if is_asked(other):
+                ranking.add(other, program.captured)
+    return ranking.best()
+
+
+def _numbers(
+    plan: Some,
+    cluster: Cluster,
+    graphs: Mapping[int, Callable[[int], CapturedModel]],
+    ranking: Ranking,
+    deadline: float,
+) -> Iterator[tuple[int, Program, float]]:
+    """Other numbers of micro-batches that may be better, their programs and the seconds that each is given."""
+    pipeline = plan.pipeline if isinstance(plan, StagedPlan) else 1
+    pricer = Pricer(mesh=plan.mesh, cluster=part_of(cluster, pipeline), config=plan.config)
+    near = sorted(graphs, key=lambda number: abs(math.log(number / plan.microbatches)))
+    for place, number in enumerate(near):
+        left = deadline - time.monotonic()
+        if left < LEAST:
+            ranking.left_out[str(number)] = "no time was left"
+            continue
+        try:
+            program = make_program(graphs[number](number))
+        except BatchError as error:
+            ranking.left_out[str(number)] = str(error)
+            continue
+        work = work_bound(program, pricer.for_another()) / pipeline
+        if work >= ranking.least:
+            ranking.left_out[str(number)] = f"its work takes {work:.4g} s"
+            continue
+        yield number, program, left / (len(near) - place)
