@@ -220,6 +220,7 @@ def verify(
     microbatches: Annotated[
         int | None, typer.Option(help="parts of the global batch whose gradients add up; by default the plan's, or 1")
     ] = None,
+    weave: Annotated[bool, typer.Option("--weave", help="two micro-batches at once")] = False,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="fp64, fp32, fp32-mixed (fp64 weights), bf16 or bf16-mixed")] = "fp64",
     set_: Set = None,
@@ -239,6 +240,7 @@ def verify(
         seed=seed,
         batch=global_batch,
         microbatches=microbatches,
+        weave=weave,
         seq=seq,
         precision=precision,
         overrides=overrides(set_),

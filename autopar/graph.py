@@ -84,6 +84,7 @@ class CapturedModel:
 
     accumulation: None where a step is one batch; else the graph is that of one of its micro-batches
     (`passes.accumulate_gradients`).
+    copies: how many micro-batches run at once, each with inputs of its own (`passes.weave_copies`).
     received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
     receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
     """
@@ -96,6 +97,7 @@ class CapturedModel:
     loss: str
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     accumulation: Accumulation | None = None
+    copies: int = 1
     received: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
 

@@ -58,6 +58,7 @@ class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
+    hidden: seconds for which collectives of one micro-batch run beside another's compute (`Plan.copies`).
     saved: seconds that buckets save, and the ways that they take.
     saved_by_ways: those of them that ways over several axes save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
@@ -68,6 +69,7 @@ class Estimate:
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
+    hidden: float = 0.0
     saved: float = 0.0
     saved_by_ways: float = 0.0
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -79,12 +81,12 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.seconds.values())
+        return sum(self.seconds.values()) - self.hidden
 
     @property
     def alone_seconds(self) -> float:
-        """The step if every collective went alone, as the search and its bound count."""
-        return self.step_seconds + self.saved
+        """The step if every collective went alone and nothing beside it, as the search and its bound count."""
+        return sum(self.seconds.values()) + self.saved
 
     @property
     def peak_nbytes(self) -> float:
@@ -114,6 +116,7 @@ class Plan:
     layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.
     lifetimes: for every parameter, one of `LIFETIMES`.
     microbatches: in how many equal parts a step runs the global batch; shapes and choices are those of one part.
+    copies: how many of these run at once, woven so that one computes while another communicates: 1 or 2.
     routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts
         from the producer's to a wanted one, one step between neighbours.
     recompute: ops that backward runs again instead of keeping what they made.
@@ -136,6 +139,7 @@ class Plan:
     recompute: frozenset[str] = frozenset()
     remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     microbatches: int = 1
+    copies: int = 1
     buckets: tuple[tuple[str, ...], ...] = ()
     ways: Mapping[str, Way] = field(default_factory=dict)
     origin: str = "ilp"
@@ -172,6 +176,7 @@ class Plan:
             "cluster": self.cluster,
             "config": asdict(self.config),
             "microbatches": self.microbatches,
+            "copies": self.copies,
             "origin": self.origin,
             "choices": {name: tables.index(",".join(choice)) for name, choice in self.choices.items()},
             "layouts": {name: tables.index(str(layout)) for name, layout in self.layouts.items()},
@@ -250,6 +255,7 @@ def plan_from_json(text: str) -> Plan:
         cluster=body["cluster"],
         config=TrainConfig(**body["config"]),
         microbatches=body.get("microbatches", 1),
+        copies=body.get("copies", 1),
         origin=body["origin"],
         choices={name: tuple(table[i].split(",")) for name, i in body["choices"].items()},
         layouts={name: parse_layout(table[i]) for name, i in body["layouts"].items()},

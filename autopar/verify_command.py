@@ -42,6 +42,7 @@ class Request:
     seed: int = 0
     batch: int | None = None
     microbatches: int | None = None
+    weave: bool = False
     seq: int | None = None
     precision: str = "fp64"
     overrides: dict[str, str] | None = None
@@ -56,6 +57,8 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     check_choice("precision", request.precision, PRECISIONS)
     if request.pipeline is not None and (not request.num_random or request.plan or request.baselines):
         raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
+    if request.weave and (request.plan is not None or request.pipeline is not None):
+        raise ArgumentError("--weave is for baselines and random plans without stages: a saved plan says itself")
     saved = load_plan(request.plan) if request.plan is not None else None
     mesh = _mesh(request, saved)
     request = request if saved is None else _as_planned(request, saved)
@@ -71,7 +74,8 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     request = _as_configured(request, mesh, call)
     captured = _captured(request, loaded.model, call, request.microbatches or 1)
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
-    plans = dict(_plans(request, captured, mesh, saved, loaded.model, console))
+    found = _plans(request, captured, mesh, saved, loaded.model, console)
+    plans = {label: _woven(plan) if request.weave else plan for label, plan in found}
     if len({num_ranks(plan) for plan in plans.values()}) > 1:
         said = ", ".join(f"{label} on {num_ranks(plan)}" for label, plan in plans.items())
         raise ArgumentError(f"plans on different numbers of processes: {said}; verify them one by one")
@@ -169,6 +173,15 @@ def _plans(
         with console.status("planning"):
             found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False)
         yield "ilp", in_buckets(found, captured, machine)
+
+
+def _woven(plan: Plan | StagedPlan) -> Plan | StagedPlan:
+    """The plan with two micro-batches at once."""
+    if isinstance(plan, StagedPlan):
+        raise ArgumentError(
+            "--weave was asked of a plan with stages, which run one micro-batch at a time; leave it out"
+        )
+    return replace(plan, copies=2)
 
 
 def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan | StagedPlan:

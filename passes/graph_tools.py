@@ -65,6 +65,17 @@ def needs_grad(node: fx.Node, value: Any) -> bool:
     return floating and any(bool(operand.meta["requires_grad"]) for operand in operands(node))
 
 
+def copied_name(name: str, copy: int) -> str:
+    """What a value of the batch is called in a copy of a woven graph (`passes.weave_copies`)."""
+    return f"{name}_{copy}th" if copy else name
+
+
+def is_own(node: fx.Node) -> bool:
+    """Is a node of a local graph the call that it was captured as, and no redistribution of what that makes?"""
+    origin = node.meta.get("origin")
+    return origin is not None and node.name == copied_name(origin.name, node.meta.get("copy", 0))
+
+
 def is_aten(target: Any) -> bool:
     """Is a call's target an operator of torch with a schema, not a Python function?"""
     return isinstance(target, _OVERLOAD)

@@ -18,6 +18,7 @@ from autopar.ops.collectives import pad_dim
 from autopar.passes.collective_call import collective_call
 from autopar.passes.recompute import check_recompute, mark_again
 from autopar.passes.verify import verify_local
+from autopar.passes.weave_copies import check_copies
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even, local_shape
 from autopar.plan import Plan
 from autopar.redistribution import Step, messages
@@ -35,6 +36,7 @@ def insert_collectives(captured: CapturedModel, plan: Plan, sent: Mapping[str, L
     """
     plan.check(captured)
     check_recompute(captured, plan)
+    check_copies(plan.copies, captured)
     return _Insertion(captured, plan, sent or {}).run()
 
 

@@ -12,8 +12,10 @@ from torch import fx
 
 from autopar.graph import LocalModel, operands, requires_grad
 from autopar.passes.fuse_collectives import Group, fused_groups
+from autopar.passes.graph_tools import is_own
 from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
 from autopar.passes.recompute import backward_nodes, is_replayed
+from autopar.passes.weave_copies import weave_copies
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
 
@@ -26,7 +28,7 @@ def predicted_messages(local: LocalModel, *, splits: bool = False) -> Sent:
 
     splits: backward in two parts, both of which read what some calls keep.
     """
-    return _Count(local, splits).sent
+    return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits).sent
 
 
 class _Count:
@@ -141,7 +143,7 @@ def regather_chain(node: fx.Node, alone: Container[fx.Node] = ()) -> Iterable[fx
                 return
         else:
             origin: fx.Node = node.meta["origin"]
-            if node.name != origin.name or (alias := rule_of(origin).alias) is None:
+            if not is_own(node) or (alias := rule_of(origin).alias) is None:
                 return
             node = operands(node)[alias]
             continue

@@ -19,6 +19,7 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.ops.recompute import again
+from autopar.passes.graph_tools import is_own
 from autopar.plan import Plan
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Rule
@@ -115,7 +116,7 @@ def is_replayed(node: fx.Node) -> bool:
 def _rule(node: fx.Node) -> Rule | None:
     """The rule of an op of the model, None for what the passes inserted."""
     origin = node.meta.get("origin")
-    if origin is None or origin.op != "call_function" or "step" in node.meta or origin.name != node.name:
+    if origin is None or origin.op != "call_function" or "step" in node.meta or not is_own(node):
         return None
     return rule_of(origin)
 

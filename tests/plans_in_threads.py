@@ -22,7 +22,9 @@ from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
+from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
+from autopar.passes.weave_copies import weave_copies, weave_graph
 from autopar.placement import local_ranges
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.reference import run_captured
@@ -33,8 +35,9 @@ from tests.ranks_in_threads import Done, run_in_threads
 FLOOR = 1e-6
 
 
-def all_gather(out: Tensor, x: Tensor, group: Any = None) -> None:
+def all_gather(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Done:
     out.copy_(torch.stack(group.group.exchange(group.index, x)).reshape(out.shape))
+    return Done()
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Done:
@@ -43,9 +46,10 @@ def reduce_scatter(out: Tensor, x: Tensor, group: Any = None, async_op: bool = F
     return Done()
 
 
-def all_to_all_single(out: Tensor, x: Tensor, group: Any = None) -> None:
+def all_to_all_single(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Done:
     everyone = group.group.exchange(group.index, x)
     out.copy_(torch.cat([e.chunk(len(everyone))[group.index] for e in everyone]))
+    return Done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +98,16 @@ def errors_of(
         kept = {n: "step" if v in ONCE_A_STEP else "microbatch" for n, v in plan.lifetimes.items()}
         plan = replace(plan, lifetimes=kept)
     local = insert_collectives(captured or reference.captured, plan)
-    accumulation = local.captured.accumulation
-    parts = plan.microbatches
+    parts, copies = plan.microbatches, plan.copies
     written = again_graph(local.graph)
-    graph = fx.GraphModule(nn.Module(), start_early(fuse_collectives(written, local.captured.parameters, plan)))
+    running = local if copies == 1 else weave_copies(local)
+    written = written if copies == 1 else weave_graph(written, local.captured)
+    accumulation = running.captured.accumulation
+    inputs = [spec.placeholder for spec in running.captured.inputs]
+    final = start_early(fuse_collectives(written, local.captured.parameters, plan))
+    graph = fx.GraphModule(nn.Module(), final if copies == 1 else start_and_wait(final, set(inputs)))
     # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
-    accumulator = None if accumulation is None else Accumulator(local, written, accumulation)
+    accumulator = None if accumulation is None else Accumulator(running, written, accumulation)
     whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
@@ -113,11 +121,15 @@ def errors_of(
             part = value.detach()[tuple(slice(start, start + n) for start, n in ranges)].clone()
             return part.requires_grad_(name in trainable)
 
-        placeholders = [node.name for node in local.graph.nodes if node.op == "placeholder"]
-        arguments = {n: own(n, whole[n]) for n in placeholders if n not in reference.inputs}
+        placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        arguments = {n: own(n, whole[n]) for n in placeholders if n not in inputs}
         batches = [
-            {n: own(n, value.chunk(parts)[i]) if value.dim() else value for n, value in reference.inputs.items()}
+            [own(n, value.chunk(parts)[i]) if value.dim() else value for n, value in reference.inputs.items()]
             for i in range(parts)
+        ]
+        calls = [
+            dict(zip(inputs, [value for batch in batches[at : at + copies] for value in batch], strict=True))
+            for at in range(0, parts, copies)
         ]
         if accumulation is None or accumulator is None:
 
@@ -126,20 +138,20 @@ def errors_of(
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
 
             with use_draws(Draws(seed=1, step=0, exact=True)), regathering(), use_sink(Late(add) if late else None):
-                loss, *mutated = graph(*({**arguments, **batches[0]}[n] for n in placeholders))
+                loss, *mutated = graph(*({**arguments, **calls[0]}[n] for n in placeholders))
             loss.backward()
             for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
                 torch.testing.assert_close(value, reference.new_buffers[spec.placeholder])
         else:
 
-            def run(body: fx.GraphModule, values: Any, inputs: Any) -> tuple[Tensor, Tensor | None]:
-                given = {**arguments, **values, **inputs}
+            def run(body: fx.GraphModule, values: Any, batch: Any) -> tuple[Tensor, Tensor | None]:
+                given = {**arguments, **values, **batch}
                 with regathering():
                     loss, *results = body(*(given[n.name] for n in body.graph.nodes if n.op == "placeholder"))
                 return loss, results[-1] if accumulation.count is not None else None
 
             leaves = {p.placeholder: arguments[p.placeholder] for p in local.captured.parameters}
-            loss, found = accumulator.step(leaves, batches, run)
+            loss, found = accumulator.step(leaves, calls, run)
             for name, gradient in found:
                 arguments[name].grad = gradient
         worst, name = 0.0, ""

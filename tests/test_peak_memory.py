@@ -146,3 +146,11 @@ def test_buckets(name: str) -> None:
     fused = with_buckets(plan, captured, machine(2))
     assert fused.buckets
     check("llama", fused)
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("megatron", 2), ("random", 2), ("random", 4)])
+def test_two_micro_batches_at_once(name: str, microbatches: int) -> None:
+    captured, mesh = case("llama", microbatches)[0], make_mesh((2,))
+    plan = random_plan(captured, mesh, random.Random(0))
+    plan = plan if name == "random" else make_baseline(name, captured, machine(2), mesh, TrainConfig())
+    check("llama", replace(plan, copies=2))

@@ -248,3 +248,20 @@ def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFi
     assert ends(traces[0]) == pytest.approx(facts["plans"][facts["chosen"]]["timeline_seconds"])
     with pytest.raises(PlanMismatchError, match="bind"):
         load_plan(saved).timeline()
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gpt2", 4)])
+def test_two_micro_batches_at_once_take_what_is_estimated_between_the_bounds(family: str, count: int) -> None:
+    """No less than compute or any link, no more than both together; tensor parallel plans hide some of it."""
+    captured, mesh = part_of(family, count, 4), make_mesh((2,))
+    cluster = machine(2, bandwidth=2e8)
+    drawn_plan = random_plan(captured, mesh, random.Random(count))
+    megatron = make_baseline("megatron", captured, cluster, mesh, TrainConfig())
+    for plan in (drawn_plan, megatron):
+        woven = replace(plan, copies=2)
+        estimate, step = evaluate(woven, captured, cluster), plan_timeline(woven, captured, cluster)
+        assert step.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
+        check_bounds(step, estimate.alone_seconds)
+        computed = sum(estimate.seconds[kind] for kind in ("forward", "backward", "recompute", "optimizer"))
+        assert step.busy["compute"] == pytest.approx(computed, rel=1e-9)
+    assert estimate.hidden > 0.1 * sum(estimate.seconds[kind] for kind in ("all_gather", "all_reduce"))

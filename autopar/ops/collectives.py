@@ -20,6 +20,8 @@ from autopar.ops.traced import local, traceable
 from autopar.placement import chunk_size
 
 Local = Callable[[Tensor], Tensor]
+Arrive = Callable[[], Tensor]
+"""Waits for a collective that has begun, and gives its result."""
 
 # torch 2.13 renames both and warns of the old names, which 2.11 has alone.
 run_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -86,44 +88,67 @@ def begin(
     return finish
 
 
-@local("gather")
-def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+def begin_gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Arrive:
     n = groups.size(axis)
     if n == 1:
-        return x.view_as(x)
+        return lambda: x.view_as(x)
     if x.dtype == torch.bool:  # Gloo has no bool
-        return _gather(x.view(torch.uint8), dim, axis, size, groups).view(torch.bool)
-    x = x.contiguous()
-    out = x.new_empty((n * x.shape[0], *x.shape[1:]))
+        arrive_bytes = begin_gather(x.view(torch.uint8), dim, axis, size, groups)
+        return lambda: arrive_bytes().view(torch.bool)
+    own = x.contiguous()
+    out = own.new_empty((n * own.shape[0], *own.shape[1:]))
     nbytes = out.numel() * out.element_size()
-    send("all_gather", axis, nbytes, groups, lambda group: run_all_gather(out, x, group=group))
-    if dim:
-        out = torch.cat(out.chunk(n), dim)
-    return out if size is None else out.narrow(dim, 0, size)
+    finish = begin("all_gather", axis, nbytes, groups, lambda g: run_all_gather(out, own, group=g, async_op=True))
+
+    def arrive() -> Tensor:
+        finish()
+        whole = torch.cat(out.chunk(n), dim) if dim else out
+        return whole if size is None else whole.narrow(dim, 0, size)
+
+    return arrive
+
+
+@local("gather")
+def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+    return begin_gather(x, dim, axis, size, groups)()
+
+
+def begin_scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Arrive:
+    n = groups.size(axis)
+    if n == 1:
+        return lambda: x.view_as(x)
+    whole = pad_dim(x, dim, n * chunk_size(x.shape[dim], n))
+    rows = (torch.cat(whole.chunk(n, dim)) if dim else whole).contiguous()
+    out = rows.new_empty((rows.shape[0] // n, *rows.shape[1:]))
+    nbytes = rows.numel() * rows.element_size()
+    finish = begin(
+        "reduce_scatter", axis, nbytes, groups, lambda g: run_reduce_scatter(out, rows, group=g, async_op=True)
+    )
+    return lambda: _after(finish, out)
 
 
 @local("scatter_sum")
 def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
-    n = groups.size(axis)
-    if n == 1:
-        return x.view_as(x)
-    chunk = chunk_size(x.shape[dim], n)
-    x = pad_dim(x, dim, n * chunk)
-    x = (torch.cat(x.chunk(n, dim)) if dim else x).contiguous()
-    out = x.new_empty((x.shape[0] // n, *x.shape[1:]))
-    nbytes = x.numel() * x.element_size()
-    send("reduce_scatter", axis, nbytes, groups, lambda group: run_reduce_scatter(out, x, group=group))
+    return begin_scatter_sum(x, dim, axis, groups)()
+
+
+def begin_sum(x: Tensor, axis: Axis, groups: Groups) -> Arrive:
+    if groups.size(axis) == 1:
+        return lambda: x.view_as(x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    nbytes = out.numel() * out.element_size()
+    finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(out, group=g, async_op=True))
+    return lambda: _after(finish, out)
+
+
+def _after(finish: Callable[[], None], out: Tensor) -> Tensor:
+    finish()
     return out
 
 
 @local("sum")
 def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
-    if groups.size(axis) == 1:
-        return x.view_as(x)
-    out = x.clone(memory_format=torch.contiguous_format)
-    nbytes = out.numel() * out.element_size()
-    send("all_reduce", axis, nbytes, groups, lambda group: dist.all_reduce(out, group=group))
-    return out
+    return begin_sum(x, axis, groups)()
 
 
 def begin_level_sums(flat: Tensor, axis: Axis, inside: Axis, groups: Groups) -> Callable[[], None]:
@@ -183,20 +208,32 @@ def _share(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
     return x.view_as(x) if n == 1 else x / n
 
 
-@local("exchange")
-def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+def begin_exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Arrive:
     n = groups.size(axis)
     if n == 1:
-        return x.view_as(x)
+        return lambda: x.view_as(x)
     if x.dtype == torch.bool:
-        return _exchange(x.view(torch.uint8), split_dim, concat_dim, axis, size, groups).view(torch.bool)
-    x = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
-    sent = torch.stack(x.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
+        arrive_bytes = begin_exchange(x.view(torch.uint8), split_dim, concat_dim, axis, size, groups)
+        return lambda: arrive_bytes().view(torch.bool)
+    padded = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
+    sent = torch.stack(padded.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
     received = torch.empty_like(sent)
     nbytes = sent.numel() * sent.element_size()
-    send("all_to_all", axis, nbytes, groups, lambda group: dist.all_to_all_single(received, sent, group=group))
-    out = torch.cat(received.unbind(), concat_dim)
-    return out if size is None else out.narrow(concat_dim, 0, size)
+    finish = begin(
+        "all_to_all", axis, nbytes, groups, lambda g: dist.all_to_all_single(received, sent, group=g, async_op=True)
+    )
+
+    def arrive() -> Tensor:
+        finish()
+        out = torch.cat(received.unbind(), concat_dim)
+        return out if size is None else out.narrow(concat_dim, 0, size)
+
+    return arrive
+
+
+@local("exchange")
+def _exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size: int | None, groups: Groups) -> Tensor:
+    return begin_exchange(x, split_dim, concat_dim, axis, size, groups)()
 
 
 @local("slice")
@@ -275,18 +312,7 @@ def start_sum(x: Tensor, *, axis: Axis) -> Callable[[], Tensor]:
     if torch.compiler.is_compiling():
         total = all_reduce(x, axis=axis)
         return lambda: total
-    groups = active_groups()
-    if groups.size(axis) == 1:
-        return lambda: x
-    out = x.clone(memory_format=torch.contiguous_format)
-    nbytes = out.numel() * out.element_size()
-    finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(out, group=g, async_op=True))
-
-    def wait() -> Tensor:
-        finish()
-        return out
-
-    return wait
+    return begin_sum(x, axis, active_groups())
 
 
 @traceable

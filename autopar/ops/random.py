@@ -19,6 +19,9 @@ from autopar.ops.bound import BOUND, KNOWN
 from autopar.ops.groups import Groups, active_groups
 from autopar.ops.shards import own_slice
 
+COPY = 2**32
+"""Sites of a woven step's further micro-batches are so far apart: each draws as a step of its own."""
+
 Shards = tuple[tuple[str, int], ...]
 """`(axis name, dim)` for each axis that splits the tensor, outermost split first."""
 
@@ -33,7 +36,8 @@ class Draws:
 
     def seed_of(self, site: int, shard: int = 0) -> int:
         """A seed in [0, 2^63) that is the same on every machine."""
-        digest = hashlib.blake2b(f"{self.seed} {self.step} {site} {shard}".encode(), digest_size=8).digest()
+        copy, site = divmod(site, COPY)
+        digest = hashlib.blake2b(f"{self.seed} {self.step + copy} {site} {shard}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 

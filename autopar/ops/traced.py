@@ -18,7 +18,7 @@ from autopar.ops.bound import BOUND, KNOWN
 from autopar.ops.groups import names_of
 from autopar.placement import chunk_size
 
-_locals: dict[str, Callable[..., Tensor]] = {}
+LOCALS: dict[str, Callable[..., Tensor]] = {}
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "gather": ("dim", "size"),
     "scatter_sum": ("dim",),
@@ -37,7 +37,7 @@ def local(kind: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
     """A decorator: what `autopar::exchange` runs as `kind` is this `function(x, ..., axis, groups)`."""
 
     def known(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        _locals[kind] = function
+        LOCALS[kind] = function
         return function
 
     return known
@@ -80,15 +80,21 @@ class _GradientOnly(torch.autograd.Function):
 def exchange(x: Tensor, there: str, back: str, regather: bool, number: int) -> Tensor:
     """`there` on x, with gradient `back`: the name of a local function, its numbers, and its axes."""
     kind, numbers, axes = _read(there)
-    out: Tensor = _locals[kind](x, axis=axes, groups=KNOWN[number], **numbers).contiguous()
+    out: Tensor = LOCALS[kind](x, axis=axes, groups=KNOWN[number], **numbers).contiguous()
     # An op of a graph must not hand out what it was given, as a group of one rank does.
     return out.clone() if out.data_ptr() == x.data_ptr() else out
 
 
 def _read(description: str) -> tuple[str, dict[str, int | None], tuple[str, ...]]:
-    kind, *numbers, axes = description.split(" ")
+    row, _, axes = description.rpartition(" ")
+    return row.split(" ")[0], numbers_of(row), tuple(axes.split(","))
+
+
+def numbers_of(row: str) -> dict[str, int | None]:
+    """The numbers of a side of a row of `ROWS`, as keywords of its local function."""
+    kind, *numbers = row.split(" ")
     values = [None if n == "all" else int(n) for n in numbers]
-    return kind, dict(zip(_NUMBERS.get(kind, ()), values, strict=True)), tuple(axes.split(","))
+    return dict(zip(_NUMBERS.get(kind, ()), values, strict=True))
 
 
 @exchange.register_fake

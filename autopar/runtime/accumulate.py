@@ -16,6 +16,7 @@ from autopar.graph import Accumulation, LocalModel
 from autopar.ops.buckets import Finish, use_sink
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
+from autopar.passes.start_and_wait import start_and_wait
 from autopar.runtime.reductions import Late
 
 Run = Callable[[fx.GraphModule, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
@@ -170,6 +171,8 @@ class Accumulator:
         body = hoisted.body
         if fuse_body:
             body = fuse_collectives(body, local.captured.parameters, local.plan)
+            if local.captured.copies > 1:
+                body = start_and_wait(body, {spec.placeholder for spec in local.captured.inputs})
         self.prologue = fx.GraphModule(nn.Module(), prologue)
         self.body = fx.GraphModule(nn.Module(), body)
 

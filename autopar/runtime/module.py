@@ -26,8 +26,10 @@ from autopar.ops.regather import regathering
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
+from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
+from autopar.passes.weave_copies import weave_copies, weave_graph
 from autopar.plan import Estimate, Plan
 from autopar.runtime.accumulate import Accumulator, total_loss
 from autopar.runtime.agreement import agree, shared_number
@@ -96,6 +98,7 @@ class DistributedModule(Trainable):
         device = own_device()
         self.device_mesh, self.groups = build_groups(plan.mesh, device.type, flattened_axes(local.graph, plan.mesh))
         self.local = local
+        self.running = weave_copies(local) if plan.copies > 1 else local
         self.bare = bare
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
@@ -146,14 +149,14 @@ class DistributedModule(Trainable):
 
     def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """`train_step` for inputs by placeholder."""
-        accumulation = self.local.captured.accumulation
+        accumulation = self.running.captured.accumulation
         if accumulation is None:
             with self._late.telling():
                 loss = self.run(inputs)
                 loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         self.check_initialized()
-        parts = self._parts(accumulation, inputs)
+        parts = self._parts(inputs)
         with use_groups(self.groups):
             loss, gradients = self._accumulator(accumulation).step(self.state.leaves, parts, self._call)
             for placeholder, gradient in gradients:
@@ -162,19 +165,20 @@ class DistributedModule(Trainable):
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The loss for inputs by placeholder."""
-        accumulation = self.local.captured.accumulation
+        accumulation = self.running.captured.accumulation
         graph = self._graph
         self.check_initialized()
         if accumulation is None:
             self._late.begin()
-            return self._call(graph, self.state.leaves, inputs)[0]
+            (whole,) = self._parts(inputs)
+            return self._call(graph, self.state.leaves, whole)[0]
         if torch.is_grad_enabled():
             raise ArgumentError(
                 f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
                 "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
             )
         leaves = self.state.leaves
-        results = [self._call(graph, leaves, part) for part in self._parts(accumulation, inputs)]
+        results = [self._call(graph, leaves, part) for part in self._parts(inputs)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
@@ -188,7 +192,7 @@ class DistributedModule(Trainable):
         """
         from autopar.runtime.compiled import Compiler
 
-        self._compiler = Compiler(self.local, backend, by_block=by_block, exact_random=self.exact_random)
+        self._compiler = Compiler(self.running, backend, by_block=by_block, exact_random=self.exact_random)
 
     def _placeholders(self, graph: fx.GraphModule) -> tuple[str, ...]:
         """What a graph reads, in order; looked up once."""
@@ -196,16 +200,20 @@ class DistributedModule(Trainable):
             self._reads[graph] = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
         return self._reads[graph]
 
-    def _parts(self, accumulation: Accumulation, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        return split_batch(self.local.captured.inputs, accumulation.microbatches, inputs)
+    def _parts(self, inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """This rank's inputs of each call of a step, by placeholder of what runs."""
+        specs, copies = self.local.captured.inputs, self.plan.copies
+        batches = [inputs] if self.plan.microbatches == 1 else split_batch(specs, self.plan.microbatches, inputs)
+        for first in range(0, len(batches), copies):
+            given = ((spec, batch) for batch in batches[first : first + copies] for spec in specs)
+            running = zip(self.running.captured.inputs, given, strict=True)
+            yield {own.placeholder: local_input(self, spec, part[spec.placeholder]) for own, (spec, part) in running}
 
     def _call(
         self, graph: fx.GraphModule, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """One (micro-)batch: its loss, and how many labels count if the graph says so."""
-        arguments = {**self.state.arguments(self), **parameters}
-        for spec in self.local.captured.inputs:
-            arguments[spec.placeholder] = local_input(self, spec, inputs[spec.placeholder])
+        arguments = {**self.state.arguments(self), **parameters, **inputs}
         draws = Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)
         values = [arguments[name] for name in self._placeholders(graph)]
         remakes = self._remakes and torch.is_grad_enabled()
@@ -213,14 +221,14 @@ class DistributedModule(Trainable):
             stack.enter_context(use_groups(self.groups))
             stack.enter_context(use_draws(draws))
             if self._compiler is None:
-                if torch.is_grad_enabled() and self.local.captured.accumulation is None:
+                if torch.is_grad_enabled() and self.running.captured.accumulation is None:
                     stack.enter_context(use_sink(self._late))
                 stack.enter_context(regathering() if remakes else nullcontext())
                 loss, *results = graph(*values)
             else:
                 loss, *results = self._compiler.run(graph, values, self.groups, draws, remakes)
         if self.training:
-            self.num_calls += 1
+            self.num_calls += self.plan.copies
             with torch.no_grad():
                 for buffer, value in zip(self._mutated, results, strict=False):
                     self.get_buffer(buffer.names[0]).copy_(value)
@@ -239,18 +247,24 @@ class DistributedModule(Trainable):
         return self.state.gradient(placeholder)
 
     def _written(self) -> fx.Graph:
-        """The graph that is run in the mode the module is in, each collective alone."""
+        """The graph of a micro-batch in the mode the module is in, each collective alone."""
         return again_graph(self.local.graph) if self.training else evaluation_graph(self.local.graph)
+
+    def _run(self) -> fx.Graph:
+        """The graph that is run in the mode the module is in, each collective alone."""
+        return weave_graph(self._written(), self.local.captured) if self.plan.copies > 1 else self._written()
 
     @property
     def _graph(self) -> fx.GraphModule:
         """The graph of a call, collectives fused as the plan says; compiled code keeps each alone."""
         key = self.training, self._compiler is None
         if key not in self._graphs:
-            graph = self._written()
+            graph = self._run()
             if self._compiler is None:
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
                 graph = start_early(wait_late(graph))
+                if self.plan.copies > 1:
+                    graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
             self._graphs[key] = fx.GraphModule(nn.Module(), graph)
         return self._graphs[key]
 
@@ -258,7 +272,7 @@ class DistributedModule(Trainable):
         key = self.training, self._compiler is None
         if key not in self._accumulators:
             self._accumulators[key] = Accumulator(
-                self.local, self._written(), accumulation, self.state.masters, fuse_body=self._compiler is None
+                self.running, self._run(), accumulation, self.state.masters, fuse_body=self._compiler is None
             )
         return self._accumulators[key]
 

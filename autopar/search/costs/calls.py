@@ -18,13 +18,20 @@ from autopar.search.costs.replays import Value
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """An op, or a step of the tensor that `results` names. `gradients`: which operands get a gradient from it."""
+    """An op, or a step of the tensor that `results` names. `gradients`: which operands get a gradient from it.
+
+    part: of a collective in two calls, `START` is where forward begins and backward ends it, `WAIT` the other.
+    """
 
     op: Op | None = None
     step: Step | None = None
     operands: tuple[Value, ...]
     results: tuple[Value | None, ...]
     gradients: tuple[bool, ...]
+    part: str = ""
+
+
+START, WAIT = "start", "wait"
 
 
 def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey]) -> list[Call]:
@@ -57,7 +64,7 @@ def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str,
                 gradients=tuple(g and op.has_backward for g in op.operand_grads),
             )
         )
-    for name in (*program.captured.ends, *program.mutated):
+    for name in (*program.ends, *program.mutated):
         for position, _, layout in journeys[name].wanted:
             if position == SINK:
                 calls += travel(name, layout)

@@ -11,6 +11,8 @@ from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.redistribution import Step
+from autopar.search.costs.beside import beside_seconds
+from autopar.search.costs.copies import running
 from autopar.search.costs.fused import Fused, find_fused, fused_messages
 from autopar.search.costs.journeys import Journey, make_journeys
 from autopar.search.costs.live import MEMORY_KINDS, Live, regathered
@@ -29,6 +31,7 @@ def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
 
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
+    plan, program = running(plan, program)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
@@ -38,14 +41,22 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
+    hidden = alone - _beside(plan, program, pricer) if program.copies > 1 else 0.0
     return replace(
         plan.estimate,
         seconds=seconds,
+        hidden=hidden,
         saved=alone - total,
         saved_by_ways=unmerged - total,
         memory=memory,
         rates=pricer.rates.name,
     )
+
+
+def _beside(plan: Plan, program: Program, pricer: Pricer) -> float:
+    """Seconds of a step of two micro-batches at once, every collective in a message of its own."""
+    plan = replace(plan, ways={}, buckets=())
+    return beside_seconds(plan, program, pricer, find_live(plan, program, pricer))
 
 
 def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
@@ -63,6 +74,7 @@ def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
 
 def find_live(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})) -> Live:
     """Bytes at every moment, by kind; of a pipeline's stage `sent` says how the next takes what it sends."""
+    plan, program = running(plan, program)
     journeys = make_journeys(program, plan, pricer, sent)
     return Live(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))
 
@@ -83,6 +95,7 @@ def itemised(
     plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
 ) -> tuple[list[Charge], Live]:
     """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
+    plan, program = running(plan, program)
     journeys = make_journeys(program, plan, pricer, sent)
     replays = find_replays(plan, program, pricer, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)

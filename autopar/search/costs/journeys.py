@@ -44,8 +44,8 @@ class Journey:
 
 def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -> Iterator[tuple[str, Layout]]:
     """What the graph's output asks of the tensors that it returns; `sent`: what a stage sends on, and how."""
-    if program.loss:
-        yield program.loss, Layout((INVARIANT,) * mesh.num_axes)
+    for name in program.ends if program.loss else ():
+        yield name, Layout((INVARIANT,) * mesh.num_axes)
     yield from sent.items()
     for name in program.mutated:
         yield name, Layout((REPLICATE,) * mesh.num_axes)
@@ -68,8 +68,16 @@ def make_journeys(
             layout = pricer.op(op, plan.choices[op.name]).operands[slot]
             _travel(journey, plan, position, slot, layout, op.has_backward)
     for name, layout in wanted_by_output(program, plan.mesh, sent):
-        _travel(out[name], plan, SINK, 0, layout, name == program.loss or name in sent)
+        wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
+        _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
     return out
+
+
+def _added(journey: Journey, plan: Plan, layout: Layout) -> Layout:
+    """In which layout another copy's loss is added to the first's: before the sum over ranks that nothing waits for."""
+    steps = _steps(journey, plan, layout) if layout != journey.source else ()
+    is_sum = bool(steps) and (steps[-1].forward, steps[-1].backward) == ("all_reduce", "")
+    return steps[-1].source if is_sum else layout
 
 
 def _travel(journey: Journey, plan: Plan, position: int, slot: int, layout: Layout, backward: bool) -> None:

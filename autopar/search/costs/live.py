@@ -27,7 +27,9 @@ import numpy as np
 from autopar.placement import Layout, Shard
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
-from autopar.search.costs.calls import Call, make_calls
+from autopar.search.costs.calls import START, WAIT, Call, make_calls
+from autopar.search.costs.copies import woven_calls
+from autopar.search.costs.flights import flight
 from autopar.search.costs.fused import Fused, find_fused
 from autopar.search.costs.gradients import Gradients
 from autopar.search.costs.journeys import SINK, Journey
@@ -66,6 +68,9 @@ class Live:
         self.plan, self.program, self.pricer = plan, program, pricer
         self.journeys, self.replays = journeys, replays
         self.calls = make_calls(program, plan, pricer, journeys)
+        if program.copies > 1:
+            self.calls = woven_calls(self.calls, program, plan)
+        self.ended = {call.results[0]: i for i, call in enumerate(self.calls) if call.part == WAIT}
         self.several = plan.microbatches > 1 or program.captured.is_stage
         self.ends: dict[Value, int] = {}
         self.held: set[Value] = set()
@@ -88,7 +93,7 @@ class Live:
 
     def _order(self) -> None:
         """Moments of the calls' backward passes and replays, by number of the call."""
-        steps = {v: i for i, call in enumerate(self.calls) if call.step is not None for v in call.results}
+        steps = {v: i for i, c in enumerate(self.calls) if c.step is not None and c.part != WAIT for v in c.results}
         waiting: dict[int, list[int]] = defaultdict(list)
         for position, waits in self.replays.ops.items():
             waiting[self.at[waits]].append(self.at[position])
@@ -134,6 +139,8 @@ class Live:
         for kept, savers in self.replays.savers.items():
             uses[kept].update(self.backward[self.at[p]] for p in savers)
         for number, call in enumerate(self.calls):
+            if call.part == WAIT:
+                continue
             for name, layout in call.operands:
                 root = self.root(name, layout)
                 last[root] = number
@@ -238,7 +245,7 @@ class Live:
 
     def gradients(self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True) -> Gradients:
         """The backward pass, or the part of it for `wanted` values, which may begin at further calls."""
-        ends = self.program.captured.ends
+        ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
         begin = frozenset({*first, *begins})
         buckets = {
@@ -283,6 +290,15 @@ class Live:
         if call.step is not None:
             source, target = (self._nbytes(v) for v in (call.operands[0], call.results[0]) if v is not None)
             step = call.step
+            if call.part == START:
+                end = self.ended[call.results[0]]
+                spans = list(flight(step.forward, step, source, target, number, end))
+                if any(self.calls[end].gradients):
+                    spans += flight(step.backward, step, target, source, self.backward[end], backward)
+                for span in spans:
+                    self._add("working", call.operands[0][0], *span)
+            if call.part:
+                return
             self._add("working", call.operands[0][0], buffers(step.forward, step, source, target), forward, forward)
             if any(call.gradients):
                 self._add(

@@ -7,7 +7,7 @@ joins to the loss.
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor as TorchTensor
@@ -67,7 +67,9 @@ class Op:
 class Program:
     """`readers[tensor]` are pairs (position of op, operand).
 
+    ends: what backward begins at, the loss or what a stage sends on.
     mutated: what the graph returns beside the loss, whole on every rank: new values of buffers, the count of labels.
+    copies: how many micro-batches run at once (`search.costs.copies`). copy_of: of what depends on the batch, by name.
     """
 
     captured: CapturedModel
@@ -75,7 +77,10 @@ class Program:
     tensors: Mapping[str, Tensor]
     readers: Mapping[str, tuple[tuple[int, int], ...]]
     loss: str
+    ends: tuple[str, ...]
     mutated: tuple[str, ...]
+    copies: int = 1
+    copy_of: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
@@ -122,6 +127,7 @@ def make_program(captured: CapturedModel) -> Program:
         tensors=tensors,
         readers={name: tuple(readers.get(name, ())) for name in tensors},
         loss=captured.loss,
+        ends=captured.ends,
         mutated=captured.results,
     )
 

@@ -14,7 +14,7 @@ from autopar.graph import target_name
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message, messages
-from autopar.search.costs.calls import Call
+from autopar.search.costs.calls import WAIT, Call
 from autopar.search.costs.live import Live, regathered
 from autopar.search.costs.pricing import OpPrice, Pricer, Timed
 from autopar.search.costs.program import Program
@@ -29,8 +29,9 @@ class Task:
     """Seconds of a rank's device or, over mesh axes, of a link.
 
     stored: what is sent is a parameter, or the gradient of one. inside: a collective of an op's own body, which waits
-    for it. once: of what is paid once a step. nbytes: of the message, 0 where it is inside an op. call: in backward the
-    number of the call in `Live.calls`, of a gather of the one that reads it; again: of a replay.
+    for it. once: of what is paid once a step. begun: waited for where it is read first, not where it stands. nbytes: of
+    the message, 0 where it is inside an op. call: in backward the number of the call in `Live.calls`, of a gather of the
+    one that reads it; again: of a replay.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Task:
     stored: bool = False
     inside: bool = False
     once: bool = False
+    begun: bool = False
     call: int = -1
     again: bool = False
 
@@ -101,6 +103,8 @@ class _Finder:
                 yield Task(kind="optimizer", name=name, seconds=seconds)
 
     def _forward(self, call: Call) -> Iterator[Task]:
+        if call.part == WAIT:
+            return
         reads = tuple(("value", *value, -1) for value in call.operands)
         makes = tuple(("value", *value, -1) for value in call.results if value is not None)
         if call.op is not None:
@@ -121,7 +125,8 @@ class _Finder:
         stored = tensor.kind == "parameter"
         sent = messages(call.step, tensor.shape, tensor.element_size, self.plan.mesh)[backward]
         timed = self.pricer.step(call.step, tensor.shape, tensor.element_size, stored)[backward]
-        return _collective(name, sent, timed, reads, makes, stored=stored, once=name in self.once)
+        found = _collective(name, sent, timed, reads, makes, stored=stored, once=name in self.once)
+        return replace(found, begun=True) if call.part and found.axes else found
 
     def _backward_pass(self) -> Iterator[Task]:
         """In the order of the moments of `Live`; a gather for an op's backward stands before the op's replays."""

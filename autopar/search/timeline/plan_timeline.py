@@ -5,7 +5,8 @@ micro-batches follow each other; one with stages runs in the order of its schedu
 the device, one for each link level whose links are the slowest that a collective crosses, and a stage's links to its
 neighbours.
 
-Without overlap, as the runtime works today, it takes what `evaluate` and `stages.priced` say. What is paid once a step
+Without overlap, as the runtime works today, it takes what `evaluate` and `stages.priced` say; two micro-batches at once
+(`Plan.copies`) run beside each other's collectives, and the bounds below hold for them. What is paid once a step
 then stands at its end, when every rank has ended its micro-batches: gradients are reduced, the optimizer runs, copies
 that live for the step are gathered from what it wrote. Overlapped (`search.weave`), these gathers come before the first
 micro-batch's ops and reductions beside the last one's, and of a plan without stages
@@ -26,13 +27,14 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, Woven, make_pipeline
+from autopar.cost_models.pipeline import COMPUTE, Passage, Pipeline, Segment, StageWork, Woven, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.graph import CapturedModel
 from autopar.placement import Layout
 from autopar.plan import Plan
+from autopar.search.costs.copies import running
 from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -40,7 +42,7 @@ from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.stages import sent_seconds, shared_seconds
-from autopar.search.timeline.weave import Names, Overlap, chain, weave
+from autopar.search.timeline.weave import Names, Overlap, beside, chain, weave
 from autopar.staged_plan import SPLITTING, StagedPlan
 
 
@@ -101,7 +103,7 @@ def plan_timeline(
 
 def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:
     """`plan_timeline` for a program and prices at hand."""
-    plan = replace(plan, buckets=(), ways={})
+    plan, program = running(replace(plan, buckets=(), ways={}), program)
     stage = _Stage(plan, program, pricer, {}, hoisted=plan.microbatches > 1)
     lanes = _Lanes([stage])
     return _simulated("1f1b", 1, plan.microbatches, [stage.work(lanes, overlap)], lanes)
@@ -189,7 +191,9 @@ class _Stage:
         if overlap is None:
             once = [task for task in (*runs.backward, *runs.optimizer, *runs.forward) if task.once or not task.makes]
             idle = (Segment(COMPUTE, 0.0),)
-            actions = {kind: chain(tasks, names) or idle for kind, tasks in each.items()}
+            actions: dict[str, Passage] = {kind: chain(tasks, names) or idle for kind, tasks in each.items()}
+            if self.program.copies > 1:
+                actions = {kind: beside(tasks, names) for kind, tasks in each.items()}
             return StageWork(actions=actions, after=chain(once, names))
 
         def price(kind: str, axes: tuple[int, ...], nbytes: int) -> float:

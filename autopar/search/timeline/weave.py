@@ -1,6 +1,7 @@
 """What may run beside what in a micro-batch? Its tasks as a passage of `cost_models.pipeline`, chained or woven.
 
-In a chain everything waits for what stands before it: that is what the runtime does today. Overlapped, ops keep their
+In a chain everything waits for what stands before it: that is what the runtime does today, but for the collectives
+between two micro-batches that run at once (`beside`). Overlapped, ops keep their
 order, and a collective runs on its link as soon as what it sends is there; only what reads its result waits for it:
 
     parameters' gathers       ahead of their readers, merged in buckets: a bucket starts at the earliest where the
@@ -53,6 +54,37 @@ def chain(tasks: Iterable[Task], names: Names) -> tuple[Segment, ...]:
     return tuple(
         Segment(names.lane(t.axes) if t.axes else COMPUTE, t.seconds, names.name(t, 1)) for t in tasks if t.seconds
     )
+
+
+def beside(tasks: Iterable[Task], names: Names) -> Woven:
+    """One after another, but a collective that is begun runs on its link until what it brings is read."""
+    segments, edges = [Segment(COMPUTE, 0.0)], list[tuple[int, int]]()
+    sent: dict[Fact, frozenset[int]] = {}
+    begun: set[int] = set()
+    last = 0
+
+    def add(segment: Segment, after: Iterable[int]) -> int:
+        edges.extend((before, len(segments)) for before in sorted({last, *after}))
+        segments.append(segment)
+        return len(segments) - 1
+
+    for task in tasks:
+        waits = frozenset[int]().union(*(sent.get(fact, ()) for fact in task.reads))
+        if waits and (task.begun or not task.seconds):
+            last, waits = add(Segment(COMPUTE, 0.0), waits), frozenset()
+        made = frozenset[int]()
+        if task.seconds:
+            lane = names.lane(task.axes) if task.axes else COMPUTE
+            number = add(Segment(lane, task.seconds, names.name(task, 1)), waits)
+            if task.begun:
+                begun.add(number)
+                made = frozenset({number})
+            else:
+                last = number
+        for fact in task.makes:
+            sent[fact] = sent.get(fact, frozenset()) | made
+    add(Segment(COMPUTE, 0.0), begun)
+    return Woven(segments=tuple(segments), edges=tuple(edges))
 
 
 def weave(
