@@ -30,8 +30,8 @@ class Task:
 
     stored: what is sent is a parameter, or the gradient of one. inside: a collective of an op's own body, which waits
     for it. once: of what is paid once a step. begun: waited for where it is read first, not where it stands. nbytes: of
-    the message, 0 where it is inside an op. call: in backward the number of the call in `Live.calls`, of a gather of the
-    one that reads it; again: of a replay.
+    the message, 0 where it is inside an op. call: in backward the number of the call in `Live.calls`, of a gather that
+    of the one that reads it; again: of a replay.
     """
 
     kind: str
