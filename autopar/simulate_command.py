@@ -45,7 +45,7 @@ def simulate(
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp8 or fp8-rowwise")] = "bf16",
     attention: Annotated[str, typer.Option(help="flash, flash1, fused or unfused")] = "flash",
     fusion: Annotated[str, typer.Option(help="memory-bound operations in one kernel: none, norm or all")] = "all",
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, zb-1p or zb-2p")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, zb-1p, zb-2p or zbv")] = "1f1b",
     overlap_data: Annotated[bool, typer.Option("--overlap-data", help="gradients beside backward")] = False,
     overlap_tensor: Annotated[str, typer.Option(help="tensor parallel beside compute: none, backward, all")] = "none",
     network_bandwidth: Annotated[float | None, typer.Option(help="measured bytes/s a device, slowest links")] = None,

@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models.collectives import NOTHING_SENT, Transfer, transfer
 from autopar.cost_models.layer_work import products_of_layer
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, stage_layers, stage_params
+from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, rank_layers, stage_params
 from autopar.cost_models.transformer import TransformerShape, layer_parameters
 
 PP, DP, CP, TP = range(4)
@@ -133,7 +133,7 @@ def _parameter_tensors(shape: TransformerShape, config: TrainingConfig) -> tuple
     """Elements of the fullest stage's tensors on one tensor parallel rank: token and position embedding, then other
     matrices and their biases; norms'."""
     table = shape.vocab * shape.hidden // config.tp
-    layers = max(stage_layers(shape.layers, config.pp))
+    layers = max(rank_layers(shape, config))
     found = layer_parameters(shape, config.tp, config.ep)
     others = [count for count, is_norm in found if not is_norm] * layers
     norms = [count for count, is_norm in found if is_norm] * layers + [shape.hidden] * shape.norm_vectors

@@ -3,7 +3,8 @@
 Live intervals over five moments of a step (forward of the micro-batch that fills the pipeline, its loss, its first
 layer's backward, gradients in exchange, the optimizer); the peak is the most at any of them, over all stages. A stage
 holds as many micro-batches as its schedule keeps in flight: p - i under 1F1B, m under GPipe, up to 2(p - i) - 1 with
-ZB-H2, and interleaved 2(p - 1 - i) + (v - 1) p + 1 of its v chunks (Narayanan et al. 2021; Korthikanti et al. 2022).
+ZB-H2, and interleaved 2(p - 1 - i) + (v - 1) p + 1 of its v chunks (Narayanan et al. 2021; Korthikanti et al. 2022);
+under zbv what its order holds between forward and the gradients of weights, each in half of the rank's layers.
 
 Three quantities go by the name of memory. `allocated_nbytes` is what tensors take, each in blocks of 512 bytes
 (PyTorch's CUDACachingAllocator). What the allocator holds and what nvidia-smi shows is more: `RESERVES` has the rest.
@@ -15,9 +16,12 @@ GB for 16 channels of a ring and a tree. NVIDIA/nccl issue 864 saw 1.6 GB with o
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.cost_models.activation_memory import layer_nbytes, layer_tensors
 from autopar.cost_models.memory import Interval, peak
-from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, stage_layers, stage_params
+from autopar.cost_models.schedules import make_order
+from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, rank_layers, stage_params
 from autopar.cost_models.transformer import TransformerShape, expert_params, layer_params
 
 FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER, END = range(6)
@@ -69,6 +73,9 @@ def in_flight(config: TrainingConfig, stage: int) -> float:
     p, m, v = config.pp, config.num_microbatches, config.virtual_stages
     if config.schedule == "gpipe":
         return float(m)
+    if config.schedule == "zbv":
+        now = np.cumsum([{"F": 1, "I": 0, "W": -1}[action.kind] for action in make_order("zbv", p, m, 2).ranks[stage]])
+        return float(now.max()) / 2
     if v > 1:
         return min(m * v, 2 * (p - 1 - stage) + (v - 1) * p + 1) / v
     if config.schedule == "zb-2p":
@@ -80,7 +87,7 @@ def in_flight(config: TrainingConfig, stage: int) -> float:
 
 def stage_intervals(shape: TransformerShape, config: TrainingConfig, stage: int) -> list[tuple[str, Interval]]:
     """Named live intervals of one rank of a stage."""
-    layers = stage_layers(shape.layers, config.pp)[stage]
+    layers = rank_layers(shape, config)[stage]
     found = _state(shape, config, stage)
     hidden = config.tokens * shape.hidden * param_nbytes(config)
     split = config.tp if config.sequence_parallel else 1
@@ -91,7 +98,7 @@ def stage_intervals(shape: TransformerShape, config: TrainingConfig, stage: int)
         found.append(_named("embedding dropout", FORWARD, EXCHANGE, flights * config.tokens * shape.hidden / split))
     if config.pp > 1:
         found.append(_named("pipeline buffers", FORWARD, EXCHANGE, 2 * hidden / split))
-    if stage == config.pp - 1:
+    if stage == config.head_rank:
         found += _head(shape, config)
     found.append(_named("working space", BACKWARD, EXCHANGE, _working(shape, config)))
     return found

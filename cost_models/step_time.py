@@ -3,6 +3,7 @@
     stage i, one micro-batch:  f_i, b_i seconds (b_i with weight gradients w_i and what is recomputed)
     1F1B, interleaved:  m max(f+b) + (sum(f+b) - max(f+b)) / v
     GPipe:              m (max f + max b) + sum f - max f + sum b - max b
+    zbv:                the order of its 2p stages simulated, each half of its rank's f, b and w (no closed form)
     ZB-H1 ("zb-1p"), ZB-H2 ("zb-2p"):  m max(f+b) + sum(f+b - k w) - max(f+b - k w), k = 2, 3, each term at least 0
 
 with m micro-batches, v virtual stages a rank. Equal stages: bubbles (p-1)(f+b)/v (Narayanan et al. 2021, section 2.2)
@@ -17,7 +18,10 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.layer_work import Work, dense_precision
+from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import make_order
 from autopar.cost_models.step_work import StepWork, step_work
+from autopar.cost_models.timeline import simulate
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, model_flops
 
@@ -91,9 +95,22 @@ def pipeline_seconds(
     if schedule == "gpipe":
         ramps = _all_but_most(forward, counts) + _all_but_most(backward, counts)
         return m * float(forward.max() + backward.max()) + ramps
+    if schedule == "zbv":
+        ranks = counts.astype(np.int64)
+        return _folded_seconds(np.repeat(forward, ranks), np.repeat(backward, ranks), np.repeat(weight, ranks), m)
     saved = {"1f1b": 0, "zb-1p": 2, "zb-2p": 3}[schedule]
     ramp = _all_but_most(np.maximum(both - saved * weight, 0.0), counts)
     return m * float(both.max()) + ramp / virtual_stages
+
+
+def _folded_seconds(forward: Work, backward: Work, weight: Work, num_microbatches: int) -> float:
+    """Of zbv, for the seconds of each rank."""
+    order = make_order("zbv", len(forward), num_microbatches, 2)
+    ranks = [
+        StageWork(actions={kind: (Segment(COMPUTE, float(x) / 2),) for kind, x in zip("FIW", each, strict=True)})
+        for each in zip(forward, backward - weight, weight, strict=True)
+    ]
+    return simulate(make_pipeline(order, [*ranks, *reversed(ranks)]).tasks).makespan
 
 
 def bubble_fraction(stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:

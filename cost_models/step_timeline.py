@@ -13,7 +13,7 @@ from autopar.cost_models.layer_work import Kind, Work
 from autopar.cost_models.pipeline import COMPUTE, Beside, Pipeline, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.step_work import StepWork, step_work
-from autopar.cost_models.training_config import TrainingConfig, stage_layers
+from autopar.cost_models.training_config import TrainingConfig, rank_layers
 from autopar.cost_models.transformer import TransformerShape
 
 LANES = ("compute", "tensor parallel", "pipeline", "data parallel")
@@ -23,7 +23,7 @@ _LANE_OF_KIND = {
     **dict.fromkeys((Kind.TENSOR_LATENCY, Kind.TENSOR_OVERLAPPED_LATENCY), TENSOR),
     **dict.fromkeys((Kind.PIPE, Kind.PIPE_LATENCY), PIPE),
 }
-ORDERS = {"gpipe": "gpipe", "1f1b": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+ORDERS = {"gpipe": "gpipe", "1f1b": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zbv"}
 
 
 def step_pipeline(
@@ -37,23 +37,24 @@ def step_pipeline(
     """
     work = step_work(shape, config, cluster, efficiency)
     name = "interleaved-1f1b" if config.virtual_stages > 1 else ORDERS[config.schedule]
-    order = make_order(name, config.pp, config.num_microbatches, config.virtual_stages)
-    layers = stage_layers(shape.layers, config.pp)
+    order = make_order(name, config.pp, config.num_microbatches, config.chunks)
+    layers = rank_layers(shape, config)
     rows: dict[tuple[int, bool, bool], int] = {}  # stages that work alike share a row of the step's work
-    keys = [(count, rank == 0, rank == config.pp - 1) for rank, count in enumerate(layers)]
+    keys = [(count, rank == 0, rank == config.head_rank) for rank, count in enumerate(layers)]
     for key in keys:
         rows.setdefault(key, len(rows))
+    owner = {action.stage: rank for rank, actions in enumerate(order.ranks) for action in actions}
     stages = [
-        _stage(work, rows[keys[stage % config.pp]], layers[stage % config.pp], config, efficiency)
+        _stage(work, rows[keys[owner[stage]]], layers[owner[stage]], config, efficiency)
         for stage in range(order.num_stages)
     ]
     return make_pipeline(order, stages, LANES)
 
 
 def _stage(work: StepWork, row: int, layers: int, config: TrainingConfig, efficiency: Efficiency) -> StageWork:
-    """One of the `virtual_stages` of a rank."""
+    """One of the stages of a rank."""
     price = efficiency.seconds_per_unit()
-    share = config.virtual_stages
+    share = config.chunks
     pieces = max(1, layers // share)
     backward, weight = work.backward[row] * price / share, work.weight[row] * price / share
     exchange = work.exchange.seconds(efficiency.data_link, efficiency.memory) / share

@@ -33,7 +33,7 @@ from autopar.cost_models.training_config import (
     check_fits,
     grad_nbytes,
     param_nbytes,
-    stage_layers,
+    rank_layers,
     stage_params,
 )
 from autopar.cost_models.transformer import TransformerShape
@@ -70,10 +70,10 @@ def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
     device = cluster.device
     num_sms = efficiency.num_sms
     layer = layer_work(shape, config, device, num_sms) + tensor_work(shape, config, cluster, efficiency)
-    stages = stage_layers(shape.layers, config.pp)
+    stages = rank_layers(shape, config)
     rows: dict[tuple[int, bool, bool], tuple[int, PassWork]] = {}
     for stage, layers in enumerate(stages):
-        key = (layers, stage == 0, stage == config.pp - 1)
+        key = (layers, stage == 0, stage == config.head_rank)
         if key in rows:
             rows[key] = (rows[key][0] + 1, rows[key][1])
             continue
@@ -81,7 +81,7 @@ def step_work(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
         if stage == 0:
             traffic = _vocabulary_traffic(shape, config, cluster, efficiency.tensor_link, head=False)
             work += embedding_work(shape, config, device) + traffic
-        if stage == config.pp - 1:
+        if stage == config.head_rank:
             traffic = _vocabulary_traffic(shape, config, cluster, efficiency.tensor_link, head=True)
             work += head_work(shape, config, device, num_sms) + traffic
         rows[key] = (1, work + _accumulate(stage_params(shape, config, stage), config, cluster))
@@ -183,7 +183,7 @@ def _boundary(shape: TransformerShape, config: TrainingConfig, cluster: Cluster,
             piece = piece.plus(transfer("all_gather", activation, within, part))
         split = config.sequence_parallel  # then stages hand over what each rank holds
         for work, in_pieces in ((forward, config.split_pipe_activations), (backward, config.split_pipe_gradients)):
-            send(work, Kind.PIPE, (piece if split or in_pieces else whole).times(config.virtual_stages))
+            send(work, Kind.PIPE, (piece if split or in_pieces else whole).times(config.chunks))
     return PassWork(forward=forward, backward=backward, weight=no_work(), recompute=no_work())
 
 

@@ -12,7 +12,7 @@ from autopar.errors import ArgumentError, BatchError, MeshError
 RECOMPUTE = ("none", "selective", "full", "op", "alternate")
 ATTENTION = ("flash", "flash1", "fused", "unfused")
 PRECISION = ("bf16", "fp16", "fp32", "fp8", "fp8-rowwise")
-SCHEDULES = ("1f1b", "gpipe", "zb-1p", "zb-2p")
+SCHEDULES = ("1f1b", "gpipe", "zb-1p", "zb-2p", "zbv")
 FUSION = ("none", "norm", "all")
 TENSOR_OVERLAP = ("none", "backward", "all")
 ALIASES = {"microbatch": "micro_batch", "mbs": "micro_batch", "vpp": "virtual_stages", "sp": "sequence_parallel"}
@@ -27,7 +27,8 @@ class TrainingConfig:
     recompute: none; selective (the attention core, Korthikanti et al. 2022); full (every layer from its input); op
     (every second matrix product and all else, attention kept: torchtitan's per-op policy); alternate (every second
     layer in full). attention: a flash kernel (version 2 or 1), or scores in memory with a fused or an unfused softmax.
-    fusion: which memory-bound operations are one kernel each. schedule with `virtual_stages` above 1 is interleaved.
+    fusion: which memory-bound operations are one kernel each. schedule with `virtual_stages` above 1 is interleaved;
+    zbv has two stages a rank, the first and the last on rank 0 (Qi et al. 2024).
     `main_grads`: gradients are summed in float32, `fused_grad_sum`: by the matrix products that make them.
     `overlap_*`: communication that runs beside compute (tensor parallel: none, all, or backward beside weight
     gradients).
@@ -128,6 +129,16 @@ class TrainingConfig:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
+    def chunks(self) -> int:
+        """Stages of a pipeline rank."""
+        return 2 if self.schedule == "zbv" else self.virtual_stages
+
+    @property
+    def head_rank(self) -> int:
+        """The pipeline rank that has the model's end."""
+        return 0 if self.schedule == "zbv" else self.pp - 1
+
+    @property
     def tokens(self) -> int:
         """Tokens that one rank of a tensor-parallel group works on in one micro-batch."""
         return self.micro_batch * self.seq // self.cp
@@ -152,10 +163,9 @@ def check_fits(shape: TransformerShape, config: TrainingConfig) -> None:
             raise MeshError(
                 f"{'ep' if what == 'experts' else 'tp'} {degree} does not divide {size} {what} of {shape.name}"
             )
-    if config.pp * config.virtual_stages > shape.layers + 2:
+    if config.pp * config.chunks > shape.layers + 2:
         raise MeshError(
-            f"pp {config.pp} x virtual stages {config.virtual_stages} is more than {shape.layers} layers of "
-            f"{shape.name}"
+            f"pp {config.pp} x virtual stages {config.chunks} is more than {shape.layers} layers of {shape.name}"
         )
 
 
@@ -178,13 +188,22 @@ def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
 
 
+def rank_layers(shape: TransformerShape, config: TrainingConfig) -> tuple[int, ...]:
+    """Layers of each pipeline rank: `stage_layers`; of zbv as even as can be, the last ranks holding one more, for the
+    first has embedding and head."""
+    if config.schedule != "zbv":
+        return stage_layers(shape.layers, config.pp)
+    each, rest = divmod(shape.layers, config.pp)
+    return tuple(each + (rank >= config.pp - rest) for rank in range(config.pp))
+
+
 def stage_params(shape: TransformerShape, config: TrainingConfig, stage: int) -> float:
-    """Parameters of one rank of a stage, before any sharding over data-parallel ranks."""
-    layers = stage_layers(shape.layers, config.pp)[stage]
+    """Parameters of one rank of a pipeline rank's stages, before any sharding over data-parallel ranks."""
+    layers = rank_layers(shape, config)[stage]
     table = shape.vocab * shape.hidden / config.tp
     total = layers * float(sum(count for count, _ in layer_parameters(shape, config.tp, config.ep)))
     if stage == 0:
         total += table + shape.positions * shape.hidden
-    if stage == config.pp - 1:
-        total += shape.norm_vectors * shape.hidden + (0 if shape.tied and config.pp == 1 else table)
+    if stage == config.head_rank:
+        total += shape.norm_vectors * shape.hidden + (0 if shape.tied and stage == 0 else table)
     return total

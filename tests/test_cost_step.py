@@ -49,7 +49,7 @@ def drawn(seed: int) -> tuple[TransformerShape, TrainingConfig, Cluster]:
         ffn=tp * rng.randint(16, 900), vocab=rng.randint(100, 90000), gated=gated, norm_vectors=rng.choice([1, 2]),
         dropout=rng.random() < 0.5, experts=8 if moe else 1, experts_per_token=2 if moe else 1,
     )  # fmt: skip
-    schedule = rng.choice(["1f1b", "gpipe", "zb-1p", "zb-2p"])
+    schedule = rng.choice(["1f1b", "gpipe", "zb-1p", "zb-2p", "zbv"])
     device = rng.choice(["a100", "h100", "h200"])
     micro_batch, zero = rng.choice([1, 2, 3]), rng.randint(0, 3)
     config = TrainingConfig(

@@ -84,6 +84,8 @@ def test_the_step_model_has_the_same_closed_forms(p: int, m: int, v: int, f: flo
         makespan("interleaved-1f1b", p, m, v, {"F": f / v, "B": (i + w) / v})
     )
     assert formula(*equal, "zb-1p") == makespan("zb-h1", p, m, 1, {"F": f, "I": i, "W": w})
+    if m >= 2 * p - 1:
+        assert formula([w] * p, [2 * w] * p, "zbv") == pytest.approx(3 * m * w + (p - 1) * w / 2)
     rng = random.Random(p * m)
     uneven = [rng.uniform(1, 2) for _ in range(p)], [rng.uniform(1, 3) for _ in range(p)]
     assert formula(*uneven, "gpipe") == pytest.approx(simulated("gpipe", *uneven), rel=1e-12)

@@ -9,6 +9,7 @@ from autopar.cli import main
 from autopar.cluster import load_cluster
 from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.named_shapes import named_shape
+from autopar.cost_models.step_memory import in_flight, step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.step_timeline import step_pipeline
 from autopar.cost_models.timeline import busy_seconds, simulate
@@ -33,7 +34,15 @@ def test_without_a_pipeline_it_is_the_step_model(changes: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"schedule": "gpipe"}, {"schedule": "zb-1p"}, {"schedule": "zb-2p"}, {"virtual_stages": 3}]
+    "changes",
+    [
+        {},
+        {"schedule": "gpipe"},
+        {"schedule": "zb-1p"},
+        {"schedule": "zb-2p"},
+        {"schedule": "zbv"},
+        {"virtual_stages": 3},
+    ],
 )
 def test_of_uneven_stages_the_model_and_the_simulation_agree(changes: dict[str, object]) -> None:
     """Stages with embedding and head are longer: the closed forms are near, exact for GPipe."""
@@ -44,6 +53,19 @@ def test_of_uneven_stages_the_model_and_the_simulation_agree(changes: dict[str, 
     exact = 1e-9 if asked.schedule == "gpipe" else 0.03
     assert seconds == pytest.approx(simulate_step(SHAPE, asked, CLUSTER, EFFICIENCY).seconds, rel=exact)
     assert timeline.makespan >= busy_seconds(pipeline.tasks).max()
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_every_rank_of_zbv_holds_what_the_first_of_1f1b_holds(p: int) -> None:
+    """Qi et al. 2024, section 4: a V of the peak memory of 1F1B, on each rank, with a smaller bubble."""
+    folded, plain = (config(pp=p, dp=1, global_batch=4 * p, schedule=name) for name in ("zbv", "1f1b"))
+    assert [in_flight(folded, rank) for rank in range(p)] == [in_flight(plain, 0)] * p
+    if p > 1:
+        cluster = load_cluster(f"{p}x8xh100")
+        idle = [simulate_step(SHAPE, asked, cluster, EFFICIENCY).bubble_seconds for asked in (folded, plain)]
+        assert idle[0] < 0.4 * idle[1]
+        held = [step_memory(SHAPE, asked) for asked in (folded, plain)]
+        assert held[0].allocated_nbytes == pytest.approx(held[1].allocated_nbytes, rel=0.1)
 
 
 def test_gradients_beside_backward_are_never_slower() -> None:
