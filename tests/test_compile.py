@@ -32,10 +32,11 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
 from autopar.search.known.baselines import make_baseline
-from autopar.search.known.random_plan import random_recompute
+from autopar.search.known.random_plan import random_buckets, random_recompute
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
 from tests.test_recompute import measured_nbytes, whole_plan
+from tests.test_runtime_train_step import PLANS
 from tests.zoo import zoo
 
 KINDS = 3
@@ -78,9 +79,11 @@ def equal(
 
 
 def random_plans_in_one_graph() -> list[int]:
-    """With dropout; and in micro-batches, most of whose ops backward makes again."""
+    """With dropout; and in micro-batches, most of whose ops backward makes again, in random buckets."""
     again = recomputed(some_plan((2,), 3, microbatches=2), 0.7)
-    return [compare(some_plan((2,), 2, 0.1), 0.1), compare(again)]
+    again = random_buckets(again, captured(microbatches=2), random.Random(3))
+    for_use = random_buckets(PLANS["use"]((2,), 1), captured(), random.Random(4))
+    return [compare(plan, dropout) for plan, dropout in ((some_plan((2,), 2, 0.1), 0.1), (again, 0.0), (for_use, 0.0))]
 
 
 def one_plan_by_block() -> int:
@@ -88,7 +91,7 @@ def one_plan_by_block() -> int:
 
 
 class Tiny(nn.Module):
-    """Inductor compiles C++ for half a minute a graph: the least that gathers, reduces and scatters."""
+    """Inductor compiles C++ for half a minute a graph: the least that gathers, reduces and scatters, in a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +107,7 @@ def tiny_by_inductor() -> int:
         model, data = Tiny().double(), {"x": torch.randn(4, 4, dtype=torch.float64)}
     graph = capture(model, (), data)
     plan = make_baseline("fsdp", graph, load_cluster("2xcpu"), make_mesh((2,)), TrainConfig(precision="fp64"))
+    plan = replace(plan, buckets=(tuple(spec.placeholder for spec in graph.parameters),))
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
     eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
     return equal(eager, compiled, "inductor", False, [data])
@@ -129,8 +133,12 @@ def tiny_in_levels() -> int:
     names = [spec.placeholder for spec in graph.parameters]
     plan = replace(plan, ways=dict.fromkeys(names, Way(path=path, inside=("data",))))
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
-    eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
-    return equal(eager, compiled, "aot_eager", False, [data])
+    total = 0
+    for buckets in ((), (tuple(names),)):
+        local = insert_collectives(graph, replace(plan, buckets=buckets))
+        eager, compiled = (DistributedModule(local, values, seed=5) for _ in range(2))
+        total += equal(eager, compiled, "aot_eager", False, [data])
+    return total
 
 
 def exported_code(folder: str) -> int:
@@ -154,11 +162,11 @@ def test_exported_code_compiles(tmp_path: Path) -> None:
 
 
 def test_one_graph_equals_eager() -> None:
-    assert ranks(2).run(random_plans_in_one_graph) == [[1, 1]] * 2
+    assert ranks(2).run(random_plans_in_one_graph) == [[1, 1, 1]] * 2
 
 
 def test_reductions_in_levels_equal_eager() -> None:
-    assert ranks(4).run(tiny_in_levels) == [1] * 4
+    assert ranks(4).run(tiny_in_levels) == [2] * 4
 
 
 def test_equal_blocks_compile_once() -> None:

@@ -22,6 +22,7 @@ from autopar.ops import collectives
 from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, pad_dim, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
+from autopar.ops.traced import gathered_together, reduced_together
 from autopar.placement import chunk_size
 
 Finish = Callable[[], None]
@@ -122,6 +123,8 @@ def _gathered(
     backward: str,
     names: tuple[str, ...],
 ) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return gathered_together(values, dims, sizes, axis, backward)
     groups = active_groups()
 
     def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -142,6 +145,8 @@ def all_reduce_gradient_bucket(
     *values: Tensor, axis: Axis, inside: Axis = (), names: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
     """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward."""
+    if torch.compiler.is_compiling():
+        return reduced_together(values, axis, inside)
     groups = active_groups()
 
     def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:

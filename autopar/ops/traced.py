@@ -7,15 +7,16 @@ row of docs/theory.md. A compiler neither looks into the op nor drops or repeats
 is for the partitioner to say (`autopar.runtime.partition`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autopar.ops.bound import BOUND, KNOWN
-from autopar.ops.groups import names_of
+from autopar.ops.groups import Axis, names_of
 from autopar.placement import chunk_size
 
 LOCALS: dict[str, Callable[..., Tensor]] = {}
@@ -74,6 +75,53 @@ class _GradientOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return exchange(gradient, ctx.back, "", False, ctx.number), None, None
+
+
+class _GradientsOnly(torch.autograd.Function):
+    """Nothing now, one exchange of all gradients, each padded to `parts` equal parts."""
+
+    @staticmethod
+    def forward(ctx: Any, back: str, number: int, parts: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.number, ctx.parts = back, number, parts
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        rows = [gradient.reshape(-1) for gradient in gradients]
+        rows = [F.pad(row, [0, -row.numel() % ctx.parts]) for row in rows]
+        flat = exchange(torch.cat(rows), ctx.back, "", False, ctx.number)
+        found = torch.split(flat, [row.numel() for row in rows])
+        sums = [f[: g.numel()].view(g.shape) for f, g in zip(found, gradients, strict=True)]
+        return (None, None, None, *sums)
+
+
+def reduced_together(values: Sequence[Tensor], axis: Axis, inside: Axis) -> tuple[Tensor, ...]:
+    """`all_reduce_gradient` of each value, as traced: their gradients are summed in one message."""
+    groups = BOUND.groups
+    assert groups is not None
+    within = names_of(inside)
+    kind = f"level_sum {len(within)}" if within else "sum"
+    back = f"{kind} {','.join((*names_of(axis), *within))}"
+    out: tuple[Tensor, ...] = _GradientsOnly.apply(back, BOUND.number, groups.size(within), *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gathered_together(
+    values: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None], axis: Axis, backward: str
+) -> tuple[Tensor, ...]:
+    """`all_gather` of each value, as traced: flat, one row a rank, in one message; so is what backward scatters."""
+    groups = BOUND.groups
+    assert groups is not None
+    n, axes = groups.size(axis), ",".join(names_of(axis))
+    back = {"reduce_scatter": "scatter_sum 0", "slice": "slice 0"}[backward]
+    row = torch.cat([value.reshape(-1) for value in values])
+    rows = exchange(row, f"gather 0 all {axes}", f"{back} {axes}", False, BOUND.number).view(n, -1)
+    out = []
+    for part, value, dim, size in zip(rows.split([v.numel() for v in values], 1), values, dims, sizes, strict=True):
+        shape = (*value.shape[:dim], n * value.shape[dim], *value.shape[dim + 1 :])
+        whole = part.reshape(n, *value.shape).movedim(0, dim).reshape(shape)
+        out.append(whole if size is None else whole.narrow(dim, 0, size))
+    return tuple(out)
 
 
 @torch.library.custom_op("autopar::exchange", mutates_args=())

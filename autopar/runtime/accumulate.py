@@ -153,7 +153,8 @@ class _Prologue:
 class Accumulator:
     """Runs the micro-batches of a local graph as it is written (`again_graph`, `evaluation_graph`).
 
-    fuse_body: not where backward is in two parts, which buckets would tie together, or where the body is compiled.
+    fuse_body: not where backward is in two parts, which buckets would tie together, or where it is compiled by block.
+    starts: what copies of a micro-batch send is started and waited for apart; not in compiled code.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Accumulator:
         masters: Mapping[str, torch.dtype] | None = None,
         *,
         fuse_body: bool = True,
+        starts: bool = True,
     ) -> None:
         self.accumulation, self.masters, self.buckets = accumulation, masters or {}, local.plan.buckets
         self.hoisted = hoisted = hoist_parameters(written, local.plan.lifetimes)
@@ -171,7 +173,7 @@ class Accumulator:
         body = hoisted.body
         if fuse_body:
             body = fuse_collectives(body, local.captured.parameters, local.plan)
-            if local.captured.copies > 1:
+            if local.captured.copies > 1 and starts:
                 body = start_and_wait(body, {spec.placeholder for spec in local.captured.inputs})
         self.prologue = fx.GraphModule(nn.Module(), prologue)
         self.body = fx.GraphModule(nn.Module(), body)

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler
 
 
+EAGER, WHOLE, BY_BLOCK = "eager", "compiled whole", "compiled by block"
+"""How graphs run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What a call returns: the loss of the global batch, a scalar on every rank."""
@@ -105,8 +109,8 @@ class DistributedModule(Trainable):
         self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
-        self._accumulators: dict[tuple[bool, bool], Accumulator] = {}
-        self._graphs: dict[tuple[bool, bool], fx.GraphModule] = {}
+        self._accumulators: dict[tuple[bool, str], Accumulator] = {}
+        self._graphs: dict[tuple[bool, str], fx.GraphModule] = {}
         self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         self.state = State(local, self.groups.rank, self.device_mesh, device)
@@ -256,12 +260,13 @@ class DistributedModule(Trainable):
 
     @property
     def _graph(self) -> fx.GraphModule:
-        """The graph of a call, collectives fused as the plan says; compiled code keeps each alone."""
-        key = self.training, self._compiler is None
+        """The graph of a call, collectives fused as the plan says; what compiles by block keeps each alone."""
+        key = self.training, self._kind
         if key not in self._graphs:
             graph = self._run()
-            if self._compiler is None:
+            if self._kind != BY_BLOCK:
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
+            if self._kind == EAGER:
                 graph = start_early(wait_late(graph))
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
@@ -269,12 +274,23 @@ class DistributedModule(Trainable):
         return self._graphs[key]
 
     def _accumulator(self, accumulation: Accumulation) -> Accumulator:
-        key = self.training, self._compiler is None
+        key = self.training, self._kind
         if key not in self._accumulators:
             self._accumulators[key] = Accumulator(
-                self.running, self._run(), accumulation, self.state.masters, fuse_body=self._compiler is None
+                self.running,
+                self._run(),
+                accumulation,
+                self.state.masters,
+                fuse_body=self._kind != BY_BLOCK,
+                starts=self._kind == EAGER,
             )
         return self._accumulators[key]
+
+    @property
+    def _kind(self) -> str:
+        if self._compiler is None:
+            return EAGER
+        return BY_BLOCK if self._compiler.by_block else WHOLE
 
 
 def _facts(local: LocalModel) -> dict[str, str]:
