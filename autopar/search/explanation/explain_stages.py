@@ -22,25 +22,27 @@ from autopar.blocks import blocks_text
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
+from autopar.cost_models.pipeline import make_pipeline
 from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel, requires_grad
 from autopar.passes.split_stages import split_stages
-from autopar.search.costs.ledger import Ledger, ledger
+from autopar.plan import Plan
+from autopar.search.costs.ledger import Item, Ledger, ledger
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
-from autopar.search.joint.joint import Candidate, Joint
+from autopar.search.joint.joint import SEARCHED, Candidate, Joint
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.known.staged_baselines import staged_baseline
 from autopar.search.meshes import Arrangement
 from autopar.search.pipeline_parts import part_of
-from autopar.search.staged.stages import StagePrice, in_flight, price_stage, priced
-from autopar.staged_plan import SCHEDULES, StagedPlan, stage_ranks
+from autopar.search.staged.stages import StagePrice, in_flight, price_stage, priced, stage_work
+from autopar.search.timeline.staged_buckets import MARK, in_buckets
+from autopar.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,6 @@ def explain_stages(
 
     Raises:
         PlanMismatchError: if the plan is for another model.
-        ArgumentError: if its schedule has no prices.
     """
     plan.check(captured)
     asker = _Asker(
@@ -136,6 +137,7 @@ def step_parts(plan: StagedPlan, prices: Sequence[StagePrice]) -> dict[str, floa
         forward=sum(p.forward for p in prices) / len(prices),
         backward=sum(p.backward for p in prices) / len(prices),
         once=0.0,
+        weights=None if prices[0].weights is None else sum(p.weights or 0.0 for p in prices) / len(prices),
     )
     work = plan.microbatches * sum(p.passing for p in prices) / plan.pipeline
     equal = _makespan(order, [even] * len(prices))
@@ -151,15 +153,7 @@ def step_parts(plan: StagedPlan, prices: Sequence[StagePrice]) -> dict[str, floa
 
 
 def _makespan(order: PipelineOrder, prices: Sequence[StagePrice]) -> float:
-    work = [
-        StageWork(
-            actions={"F": (Segment(COMPUTE, p.forward),), "B": (Segment(COMPUTE, p.backward),)},
-            send_forward=p.sent,
-            send_backward=p.sent,
-        )
-        for p in prices
-    ]
-    return float(simulate(make_pipeline(order, work).tasks).finish.max(initial=0.0))
+    return float(simulate(make_pipeline(order, [stage_work(p) for p in prices]).tasks).finish.max(initial=0.0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +190,7 @@ class _Asker:
             parts=step_parts(plan, prices),
             stages=self._facts(parts, prices),
             slowest=slowest,
-            items=ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent),
+            items=self._items(ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent), prices[slowest]),
             offers=tuple(offers),
             schedules=self._schedules(parts, part),
             near=searched.get("near", {}),
@@ -210,8 +204,18 @@ class _Asker:
         send = cheapest("send_recv", axis_links(self.cluster, (plan.pipeline, plan.mesh.size), (0,)))
         for number, stage in enumerate(parts):
             after = plan.stages[number + 1].layouts if number + 1 < len(parts) else {}
-            out.append(price_stage(plan.stages[number], stage, part, {n: after[n] for n in stage.sends}, send))
+            sent = {n: after[n] for n in stage.sends}
+            out.append(price_stage(plan.stages[number], stage, part, sent, send, splits=plan.schedule in SPLITTING))
         return out
+
+    def _items(self, whole: Ledger, price: StagePrice) -> Ledger:
+        """A stage's, with what two parts of backward take more than one."""
+        if price.weights is None:
+            return whole
+        spent = self.plan.microbatches * price.passing + price.once
+        more = spent - sum(item.amount for item in whole.seconds)
+        twice = Item(kind="backward", what="read or gathered for both parts of backward", count=1, amount=more)
+        return replace(whole, seconds=tuple(sorted((*whole.seconds, twice), key=lambda item: -item.amount)))
 
     def _facts(self, parts: Sequence[CapturedModel], prices: Sequence[StagePrice]) -> tuple[StageFacts, ...]:
         plan = self.plan
@@ -225,7 +229,7 @@ class _Asker:
                     n.meta["module"] for n in stage.graph.nodes if n.op == "call_function" and requires_grad(n)
                 ),
                 forward=price.forward,
-                backward=price.backward,
+                backward=price.back,
                 sent=price.sent,
                 once=price.once,
                 memory=price.memory.alone(plan.microbatches),
@@ -250,6 +254,9 @@ class _Asker:
         part = part_of(cluster, plan.pipeline)
         own = priced(plan, parts, cluster, part).estimate
         same = own.step_seconds if own.peak_nbytes <= limit else None
+        if plan.schedule not in SEARCHED:
+            why = f"schedule {plan.schedule} is not searched"
+            return Offer(change=change, same=same, best=same, nbytes=own.peak_nbytes, why_not=why)
         key = Candidate(
             arrangement=Arrangement(pipeline=plan.pipeline, cluster=part, mesh=plan.mesh),
             microbatches=plan.microbatches,
@@ -264,11 +271,12 @@ class _Asker:
             relative_gap=self.relative_gap,
         )
         left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
+        is_marked = MARK in plan.estimate.solver  # the search counts without buckets: no bound of it holds
         try:
             joint.bound(key)
             while not joint.sharpen(key, math.inf):
                 pass
-            found, seconds, bound = joint.solve(key, math.inf if same is None else same, left)
+            found, seconds, bound = joint.solve(key, math.inf if same is None or is_marked else same, left)
         except CutoffError as error:
             bound = min(max(error.bound, joint.bound(key)), same or math.inf)
             return Offer(change=change, same=same, best=same, bound=bound, nbytes=own.peak_nbytes)
@@ -276,10 +284,15 @@ class _Asker:
             return Offer(change=change, same=same, best=same, why_not=str(error))
         except SearchTimeoutError:
             return Offer(change=change, same=same, best=same, why_not="no plan that fits was found in the time given")
+        if is_marked:
+            found = in_buckets(found, self.captured, cluster)
+            seconds, proved = found.estimate.step_seconds, 0.0
+        else:
+            proved = max(bound, joint.bound(key))
         best, nbytes = seconds, found.estimate.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes
-        return Offer(change=change, same=same, best=best, bound=min(max(bound, joint.bound(key)), best), nbytes=nbytes)
+        return Offer(change=change, same=same, best=best, bound=min(proved, best), nbytes=nbytes)
 
     def _schedules(self, parts: Sequence[CapturedModel], part: Cluster) -> dict[str, tuple[float, float] | str]:
         """The same stages on the same ranks in every other order."""
@@ -309,7 +322,11 @@ class _Asker:
             text = f"{kind}:pp={plan.pipeline},vpp={chunks},schedule={plan.schedule}"
             if self._asks(f"baseline {text}", unanswered):
                 try:
-                    made = staged_baseline(parse_configuration(text), program, pricer.for_another(), self.cluster)
+                    made: Plan | StagedPlan = staged_baseline(
+                        parse_configuration(text), program, pricer.for_another(), self.cluster
+                    )
+                    if MARK in plan.estimate.solver:
+                        made = in_buckets(made, self.captured, self.cluster)
                     out[made.origin] = made.estimate.step_seconds
                 except (InfeasibleError, ArgumentError) as error:
                     out[text] = str(error)

@@ -43,18 +43,23 @@ from autopar.staged_plan import SPLITTING, StagedPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
     """Seconds of one micro-batch and once a step. `sent`: seconds of its message to the next stage; `weights`: of the
-    second part of backward, where that has two."""
+    second part of backward, None where that has one."""
 
     forward: float
     backward: float
     once: float
     memory: StageMemory | None = None
     sent: float = 0.0
-    weights: float = 0.0
+    weights: float | None = None
 
     @property
     def passing(self) -> float:
-        return self.forward + self.backward + self.weights
+        return self.forward + self.back
+
+    @property
+    def back(self) -> float:
+        """Backward, both parts of it."""
+        return self.backward + (self.weights or 0.0)
 
 
 def block_starts(captured: CapturedModel) -> tuple[str, ...]:
@@ -181,7 +186,7 @@ def price_stage(
     """
     program, pricer = make_program(stage), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     charges, live = itemised(plan, program, pricer, sent)
-    passes = dict.fromkeys(("forward", "backward", "weights", "once"), 0.0)
+    passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
     for charge in charges:
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             passes["once"] += charge.seconds
@@ -222,8 +227,7 @@ def simulated(
         splits = plan.schedule in SPLITTING
         prices.append(price_stage(plan.stages[number], stage, part, sent, send, splits=splits))
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
-    parts = ("I", "W") if plan.schedule in SPLITTING else ("B",)
-    pipeline = make_pipeline(order, [_work(price, parts) for price in prices])
+    pipeline = make_pipeline(order, [stage_work(price) for price in prices])
     makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
     ranks = [plan.stages_of(rank) for rank in range(plan.pipeline)]
     shared = shared_seconds(plan, stages, reduce)
@@ -251,9 +255,12 @@ def simulated(
     return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
 
 
-def _work(price: StagePrice, parts: tuple[str, ...]) -> StageWork:
-    """parts: those of backward."""
-    seconds = dict(zip(("F", *parts), (price.forward, price.backward, price.weights), strict=False))
+def stage_work(price: StagePrice) -> StageWork:
+    """One task an action."""
+    if price.weights is None:
+        seconds = {"F": price.forward, "B": price.backward}
+    else:
+        seconds = {"F": price.forward, "I": price.backward, "W": price.weights}
     actions = {kind: (Segment(COMPUTE, value),) for kind, value in seconds.items()}
     return StageWork(actions=actions, send_forward=price.sent, send_backward=price.sent)
 
