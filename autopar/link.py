@@ -55,7 +55,8 @@ class LinkLevel:
     share a link: all of them send at once in a step, so each has `bandwidth / devices_per_link`.
 
     scope: "node" (a switch or bus of one machine, where a library's tree is a chain) or "network". `line_rate` bytes/s
-    that the link is built for. `in_network`: a line on which switches reduce (NVLink SHARP, InfiniBand SHARP).
+    that the link is built for. `in_network`: a line on which switches reduce (NVLink SHARP, InfiniBand SHARP). skew:
+    seconds by which a rank that computed comes late to a collective, on average.
     """
 
     name: str
@@ -68,6 +69,7 @@ class LinkLevel:
     line_rate: float | None = None
     lines: tuple[Line, ...] = ()
     in_network: Line | None = None
+    skew: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class LinkLevel:
         require_positive(self.bandwidth, f"{where}: bandwidth")
         require_not_negative(self.alpha, f"{where}: alpha")
         require_not_negative(self.launch, f"{where}: launch")
+        require_not_negative(self.skew, f"{where}: skew")
         if self.scope not in SCOPES:
             raise ClusterError(f"{where}: scope {self.scope!r} is none of {', '.join(SCOPES)}")
         for algorithm, kind, members in {(line.algorithm, line.kind, line.members) for line in self.lines}:

@@ -4,6 +4,7 @@
     alpha, bandwidth, launch   the general line: seconds a hop, bytes/s of a link, seconds a call
     line_rate, scope           what the link is built for, "node" or "network"
     devices_per_link           devices that share one link
+    skew                       seconds by which a rank that computed comes late to a collective, on average
     [[levels.lines]]           further lines: alpha, bandwidth, launch for a protocol, algorithm or collective;
                                with members: for groups of that size, with above, up_to: for such messages
     [levels.in_network]        alpha, bandwidth of reduction in the switches
@@ -22,12 +23,12 @@ from autopar.errors import ClusterError
 from autopar.link import Line, LinkLevel
 from autopar.toml_tables import Sources, check_keys, figure_line, figures, figures_toml, quote, text
 
-_FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link")
-_PLAIN = {"launch": 0.0, "devices_per_link": 1}
+_FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link", "skew")
+_PLAIN = {"launch": 0.0, "devices_per_link": 1, "skew": 0.0}
 _LINE_FIGURES = ("alpha", "bandwidth", "launch")
 _LINE_RANGE = {"members": 0, "above": 0.0, "up_to": math.inf}
 _LINE_WORDS = ("protocol", "algorithm", "kind")
-_OPTIONAL = {"launch", "line_rate", "devices_per_link", "scope", "lines", "in_network", "shared_by_node", "source"}
+_OPTIONAL = {*_FIGURES, "scope", "lines", "in_network", "shared_by_node", "source"} - {"alpha", "bandwidth"}
 
 
 def preset_links() -> tuple[str, ...]:
@@ -87,6 +88,7 @@ def read_level(table: Any, devices_below: int, where: str, form: str) -> LinkLev
         line_rate=values.get("line_rate"),
         lines=lines,
         in_network=in_network,
+        skew=values.get("skew", 0.0),
         sources=sources + line_sources,
     )
 

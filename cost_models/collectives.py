@@ -7,6 +7,10 @@ formulas); the time is the least of them, so it is concave and piecewise linear 
 part of alpha.
 
 That the library takes the cheapest is its own rule too: NCCL's tuner takes the least of the same kind of forms.
+
+In a training step ranks have computed since they last met, and a collective waits for the last. If each is late by an
+exponential time of mean `skew`, the last of n is late by skew H(n), where H(n) = 1 + 1/2 + ... + 1/n. A rank's own mean
+is in the time of its computation already, so a step's collective waits skew (H(n) - 1), whatever it sends.
 """
 
 import itertools
@@ -95,6 +99,27 @@ def collective_seconds(kind: str, nbytes: float, links: Links) -> tuple[float, s
     return least(cheapest(kind, links), nbytes)
 
 
+def skew_seconds(links: Links) -> float:
+    """Seconds that a group of ranks that computed waits for the last of them, by the latest level that it crosses."""
+    latest = max((crossing.level.skew for crossing in links.crossings), default=0.0)
+    return latest * sum(1 / rank for rank in range(2, links.size + 1)) if latest else 0.0
+
+
+@lru_cache(maxsize=65536)
+def cheapest_in_step(kind: str, links: Links) -> tuple[Form, ...]:
+    """`cheapest`, each with what ranks that computed wait for each other. A send has none: who receives waits for its
+    sender, which is what a pipeline's schedule is simulated for.
+
+    Raises:
+        ArgumentError: if `kind` is not one of `KINDS`.
+    """
+    waits = 0.0 if kind == "send_recv" else skew_seconds(links)
+    return tuple(
+        form._replace(alpha_seconds=form.alpha_seconds + waits, floor=form.floor + waits)
+        for form in cheapest(kind, links)
+    )
+
+
 def least(forms: tuple[Form, ...], nbytes: float, part: float = 1.0) -> tuple[float, str]:
     """Seconds and name of the cheapest of some forms, for callers that hold on to `cheapest`, where messages reach
     `part` of the bandwidth: other traffic slows bytes, not the latency of a hop."""
@@ -123,13 +148,13 @@ NOTHING_SENT = Transfer(0.0, 0.0)
 
 
 def transfer(kind: str, nbytes: float, links: Links, part: float) -> Transfer:
-    """A collective in the form that is the cheapest where it reaches `part` of the bandwidth.
+    """A step's collective in the form that is the cheapest where it reaches `part` of the bandwidth.
 
     Raises:
         ArgumentError: if `kind` is not one of `KINDS`, or `nbytes` is negative.
     """
     _require_nbytes(kind, nbytes)
-    seconds, form = _least(cheapest(kind, links), nbytes, part)
+    seconds, form = _least(cheapest_in_step(kind, links), nbytes, part)
     wire = nbytes * form.seconds_per_byte
     return Transfer(seconds - wire / part, wire)
 

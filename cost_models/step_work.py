@@ -27,7 +27,7 @@ from autopar.cost_models.layer_work import (
     send,
 )
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.memory import update_nbytes
+from autopar.cost_models.memory import fused_update_nbytes
 from autopar.cost_models.training_config import (
     TrainingConfig,
     check_fits,
@@ -201,5 +201,5 @@ def _optimizer_bytes(config: TrainingConfig) -> float:
     norm), master copy and states read and written, the low-precision parameter written."""
     replicas = config.dp * config.cp if config.zero else 1
     if not config.master_copies:
-        return update_nbytes(config.optimizer_states, param_nbytes(config)) / replicas
+        return fused_update_nbytes(config.optimizer_states, param_nbytes(config)) / replicas
     return (2 * grad_nbytes(config) + 8 * (1 + config.optimizer_states) + param_nbytes(config)) / replicas

@@ -23,10 +23,10 @@ from autopar.calibration.measure import Effort, device_name, measure, origin_of
 from autopar.calibration.measure_collectives import KINDS, measuring_mesh, sizes_between
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
-from autopar.calibration.samples import CollectiveSample, Measurements, Origin, WorkSample
+from autopar.calibration.samples import CollectiveSample, Measurements, Origin, SkewSample, WorkSample
 from autopar.calibration.timing import interquartile_mean
 from autopar.cluster import Cluster, load_cluster
-from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.collectives import collective_seconds, skew_seconds
 from autopar.cost_models.links import axis_links
 from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError, MeshError, RankError
@@ -77,6 +77,11 @@ def samples_of(
             CollectiveSample(kind=kind, level=place.level, group_size=place.size, nbytes=nbytes, seconds=seconds)
         )
     return tuple(samples)
+
+
+def late_of(group_size: int, skew: float, level: int) -> SkewSample:
+    seconds = skew * sum(1 / rank for rank in range(2, group_size + 1))
+    return SkewSample(kind="all_reduce", level=level, group_size=group_size, compute_seconds=5e-3, seconds=seconds)
 
 
 def work_of(truth: Device, rng: random.Random, noise: float) -> tuple[WorkSample, ...]:
@@ -182,7 +187,11 @@ def test_a_file_says_what_was_measured_on_every_level_and_comes_back_equal(
         if size > 1
     ]
     samples = samples_of(cluster_of(levels, library), random.Random(3), noise=0.03, outliers=0.0)
-    measured = Measurements(origin=origin(hosts, per_host, library), collectives=samples, work=WORK)
+    late = tuple(
+        late_of(size, 1e-3 * (number + 1), number)
+        for number, (_, size, _, _) in enumerate(s for s in scopes if s[1] > 1)
+    )
+    measured = Measurements(origin=origin(hosts, per_host, library), collectives=samples, work=WORK, skew=late)
     cluster = fit_cluster(measured, 'a "quoted" name')
     assert [level.size for level in cluster.levels] == [level.size for level in levels]
     file = tmp_path / "cluster.toml"
@@ -191,6 +200,10 @@ def test_a_file_says_what_was_measured_on_every_level_and_comes_back_equal(
     assert all(error < 0.1 for error in median_errors(compared(cluster, measured)).values())
     for word in ("2026-01-01", "torch 2.13", f"{hosts * per_host} ranks", library, "median error"):
         assert word in dict(cluster.levels[0].sources)["lines.0.alpha"]
+    assert [level.skew for level in cluster.levels] == [pytest.approx(1e-3 * (s.level + 1)) for s in late]
+    assert all("standard error" in dict(level.sources)["skew"] for level in cluster.levels)
+    on_time = replace(cluster, levels=tuple(replace(level, skew=0.0) for level in cluster.levels))
+    assert compared(cluster, measured) == compared(on_time, measured), "bare collectives do not wait"
     # Larger messages never take less, whatever the groups: also at the cuts between ranges.
     mesh, places = measuring_mesh([level.size for level in levels])
     for kind, place in itertools.product(KINDS, places):
@@ -216,6 +229,14 @@ def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
 
     made = plan(Loss(), torch.ones(8, 8), cluster=file, mesh="4", baseline="ddp")
     message = load_cluster(file)
+    late = replace(message, levels=tuple(replace(level, skew=0.5) for level in message.levels))
+    waiting = plan(Loss(), torch.ones(8, 8), cluster=late, mesh="4", baseline="ddp")
+    waits = (waiting.estimate.seconds["all_reduce"] - made.estimate.seconds["all_reduce"]) / skew_seconds(
+        axis_links(late, (4,), (0,))
+    )
+    assert waits == pytest.approx(round(waits)) and round(waits) > 0, "each collective waits once"
+    # a timeline without overlap is the sum; it sends without buckets
+    assert waiting.timeline().seconds == pytest.approx(waiting.estimate.step_seconds + waiting.estimate.saved)
     assert made.cluster == "mine"
     assert made.estimate.seconds["all_reduce"] > collective_seconds("all_reduce", 4, axis_links(message, (4,), (0,)))[0]
 
@@ -320,6 +341,7 @@ def test_real_processes_measure_the_same_values_on_every_rank() -> None:
     first, second = ranks(2).run(_measured)
     assert first == second
     assert {(s.kind, s.group_size) for s in first.collectives} == {(kind, 2) for kind in KINDS}
+    assert {(s.level, s.group_size) for s in first.skew} == {(0, 2)} and all(s.compute_seconds > 0 for s in first.skew)
     assert first.origin.level_sizes == (2,) and first.origin.backend == "gloo"
     cluster = fit_cluster(first, "two")
     assert cluster.num_devices == 2

@@ -2,16 +2,21 @@
 
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.cluster import load_cluster
 from autopar.cost_models.compute import Rates
 from autopar.cost_models.memory import (
+    KERNELS,
     NUM_STATES,
     Interval,
     Peak,
+    fused_update_nbytes,
     optimizer_state_nbytes,
     optimizer_step_seconds,
     peak,
@@ -70,12 +75,41 @@ def test_state_bytes_are_those_that_torch_allocates(name: str, dtype: torch.dtyp
     assert allocated == weight.numel() * optimizer_state_nbytes(name, weight.element_size())
 
 
-def test_a_step_moves_each_tensor_once_in_each_direction_it_needs() -> None:
-    device = load_cluster("8xh100").device
-    moved = {"sgd": 3, "sgd-momentum": 5, "adam": 7, "adamw": 7}  # p, g, states read; p, states written
-    for name, tensors in moved.items():
-        expected = tensors * 1e9 * 4 / device.memory_bandwidth + device.launch_seconds
+class _Moved(TorchDispatchMode):
+    """Elements of large tensors that kernels read and write, and how many kernels do; one given twice is read once."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.elements, self.kernels = numel, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = {id(t): t.numel() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        moved = sum(n for n in read.values() if n == self.numel)
+        moved += sum(t.numel() for t in tree_leaves(result) if torch.is_tensor(t) and t.numel() == self.numel)
+        self.elements, self.kernels = self.elements + moved, self.kernels + (moved > 0)
+        return result
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_step_moves_what_the_kernels_of_torchs_default_move(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(50, 20))
+    optimizer = OPTIMIZERS[name]([weight])
+    for _ in range(2):  # the second finds its state
+        weight.grad = torch.ones_like(weight)
+        with _Moved(weight.numel()) as moved:
+            optimizer.step()
+    assert moved.elements == sum(KERNELS[name]) * weight.numel()
+    assert moved.kernels == len(KERNELS[name])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_step_takes_its_bytes_and_its_launches(name: str) -> None:
+    for cluster, launches in (("8xh100", 1), ("4xcpu", len(KERNELS[name]))):
+        device = load_cluster(cluster).device
+        expected = sum(KERNELS[name]) * 1e9 * 4 / device.memory_bandwidth + launches * device.launch_seconds
         assert optimizer_step_seconds(name, 1e9, 4, Rates(device, None)) == pytest.approx(expected)
+    assert sum(KERNELS[name]) * 4 >= fused_update_nbytes(NUM_STATES[name], 4)
 
 
 def test_an_unknown_optimizer_is_refused() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from autopar.calibration.check import Row, check_ranks, compared, median_errors
 from autopar.calibration.file import calibration_toml, check_writable
 from autopar.calibration.fit import fit_cluster
+from autopar.calibration.fit_skew import fit_skew
 from autopar.calibration.measure import Effort, measure
 from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import Measurements
@@ -107,8 +108,10 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
     rows = compared(cluster, measured)
     medians = median_errors(rows)
     console.print(str(measured.origin), highlight=False, markup=False)
-    for level in cluster.levels:
+    for number, level in enumerate(cluster.levels):
         console.print(f"{level.name}, {level.size} members", style="bold", highlight=False)
+        if level.size > 1:
+            console.print(f"    {_skew_text(number, level.skew, measured)}", highlight=False, markup=False)
         for line in level.lines:
             console.print(
                 f"    {line.kind:15} {_groups_text(line):12} {line.protocol:16} launch {seconds_text(line.launch):>8}  "
@@ -135,6 +138,12 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
     }
 
 
+def _skew_text(number: int, skew: float, measured: Measurements) -> str:
+    found, error = fit_skew([sample for sample in measured.skew if sample.level == number])
+    at = "" if found == skew else f"; measured {seconds_text(found)}"
+    return f"ranks that computed come late by {seconds_text(skew)}{at} (standard error {seconds_text(error)})"
+
+
 def _groups_text(line: Line) -> str:
     return f"groups of {line.members}" if line.members else "any group"
 
@@ -156,6 +165,10 @@ def _compare(request: Request, cluster: Cluster, measured: Measurements, console
             markup=False,
             soft_wrap=True,
         )
+    for number, level in enumerate(cluster.levels):
+        if level.size > 1:
+            late = _skew_text(number, level.skew, measured)
+            console.print(f"{level.name}: {late}", highlight=False, markup=False)
     passed = _passes(rows, request.tolerance)
     beyond = [subject for subject, error in medians.items() if error > request.tolerance]
     said = "as the file says" if passed else f"NOT as the file says: {', '.join(beyond)}; calibrate anew"

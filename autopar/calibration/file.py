@@ -20,6 +20,11 @@ def calibration_toml(cluster: Cluster, measured: Measurements) -> str:
     for sample in measured.work:
         if sample.flops:
             lines.append(f"    {sample.dtype} {sample.name:20} {3 * sample.flops / sample.seconds:.3g}")
+    for late in measured.skew:
+        if late is measured.skew[0]:
+            lines += ["", "Seconds that computation and a collective take beyond the two alone"]
+        after = f"after {late.compute_seconds * 1e3:.3g} ms"
+        lines.append(f"    {late.kind:12} groups of {late.group_size:<4} {after:16} {late.seconds * 1e3:.3g} ms")
     rate = max(3 * sample.nbytes / sample.seconds for sample in measured.work if not sample.flops)
     lines += ["", f"Memory-bound operations: up to {rate:.3g} bytes/s of one rank while all compute"]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + cluster_toml(cluster)

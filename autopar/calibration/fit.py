@@ -7,10 +7,12 @@ import numpy as np
 
 from autopar.calibration.fit_device import fit_device
 from autopar.calibration.fit_lines import fit_groups, fit_lines
+from autopar.calibration.fit_skew import fit_skew
 from autopar.calibration.predict import predicted_collective
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin
 from autopar.cluster import Cluster
 from autopar.link import Line, LinkLevel
+from autopar.report.units import seconds_text
 
 
 def fit_cluster(measured: Measurements, name: str) -> Cluster:
@@ -52,6 +54,7 @@ def fit_cluster(measured: Measurements, name: str) -> Cluster:
                 launch=general[-1].launch,
                 scope=scope,
                 lines=tuple(lines[level]),
+                skew=fit_skew([sample for sample in measured.skew if sample.level == level])[0],
             )
         )
     return _with_sources(Cluster(name=name, device=device, levels=tuple(levels), library=library), measured)
@@ -69,6 +72,10 @@ def _with_sources(cluster: Cluster, measured: Measurements) -> Cluster:
         together = f"{measured.origin}: all collectives together"
         sources = [("alpha", together), ("bandwidth", together)]
         sources += [("launch", together)] if level.launch else []  # what is 0 is not written
+        late = [sample for sample in measured.skew if sample.level == number]
+        if level.skew:
+            error = seconds_text(fit_skew(late)[1])
+            sources.append(("skew", f"{measured.origin}: standard error {error} over {len(late)} measurements"))
         for position, line in enumerate(level.lines):
             within = [
                 s

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.calibration.measure_collectives import KINDS, CollectiveRounds, sizes_between
+from autopar.calibration.measure_skew import SkewRounds
 from autopar.calibration.measure_work import DTYPES, WorkRounds
 from autopar.calibration.samples import Measurements, Origin
 from autopar.calibration.timing import Tell
@@ -75,18 +76,21 @@ class Measuring:
         self.collectives = (
             CollectiveRounds(levels, kinds=effort.kinds, sizes=sizes, device=device, tell=tell) if levels else None
         )
+        self.skew = SkewRounds(levels, device=device, tell=tell) if levels else None
         self.work = WorkRounds(effort.dtypes, device=device, tell=tell)
 
     def run(self, tell: Tell) -> None:
         """One round of everything; operations twice, or all of a round's would fall into the same second or two."""
         self.work.run(tell)
-        if self.collectives is not None:
+        if self.collectives is not None and self.skew is not None:
             self.collectives.run(tell)
+            self.skew.run(tell)
             self.work.run(tell)
 
     def result(self) -> Measurements:
         collectives = () if self.collectives is None else self.collectives.samples()
-        return Measurements(origin=self.origin, collectives=collectives, work=self.work.samples())
+        skew = () if self.skew is None else self.skew.samples()
+        return Measurements(origin=self.origin, collectives=collectives, work=self.work.samples(), skew=skew)
 
 
 def measure(effort: Effort, tell: Tell) -> Measurements:

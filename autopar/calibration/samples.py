@@ -20,6 +20,18 @@ class CollectiveSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkewSample:
+    """`seconds` that computation and a collective of `kind`, one after the other, take beyond the two alone, a negative
+    number where they take less. level, group_size: as in `CollectiveSample`. compute_seconds: of the computation."""
+
+    kind: str
+    level: int
+    group_size: int
+    compute_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkSample:
     """`seconds` of one operation, forward and backward, while all ranks run it.
 
@@ -72,3 +84,4 @@ class Measurements:
     origin: Origin
     collectives: tuple[CollectiveSample, ...]
     work: tuple[WorkSample, ...]
+    skew: tuple[SkewSample, ...] = ()

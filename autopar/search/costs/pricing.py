@@ -3,7 +3,8 @@
 Compute is `cost_models.compute` on local shapes, the formulas of `autopar simulate`; views cost nothing. Forward moves
 the bytes of its local operands and results, backward reads what autograd kept and the results' gradients, and writes
 the operands'. Collectives are α–β on the links of their axes, slower by what a training step's contention takes of them
-where that is fitted, apart for parameters and for activations. Nothing overlaps yet: the runtime waits for every
+where that is fitted, apart for parameters and for activations, and longer by what ranks that computed wait for each
+other where that was measured. Nothing overlaps yet: the runtime waits for every
 collective where it stands, so a step is a plain sum.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import Form, cheapest, least
+from autopar.cost_models.collectives import Form, cheapest_in_step, least
 from autopar.cost_models.compute import Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
@@ -91,7 +92,7 @@ class Pricer:
         if found is None:
             forms = self._forms.get((kind, axes))
             if forms is None:
-                forms = cheapest(kind, axis_links(self.cluster, self.mesh.shape, axes))
+                forms = cheapest_in_step(kind, axis_links(self.cluster, self.mesh.shape, axes))
                 self._forms[kind, axes] = forms
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
