@@ -52,6 +52,7 @@ def plan(
     fold: bool = True,
     buckets: bool = True,
     flatten: bool = True,
+    weave: bool = True,
     with_baselines: bool = True,
     overlap: "Overlap | None" = None,
     progress: Callable[[str], None] | None = None,
@@ -84,6 +85,7 @@ def plan(
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
         flatten: a bucket that travels over several mesh axes does so as one collective, or in levels, where cheaper.
+        weave: run two micro-batches at once, one computing while the other communicates, where that is faster.
         with_baselines: price the named baselines too.
         overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
             runtime does not do yet); by default the one whose seconds add up to least.
@@ -202,6 +204,14 @@ def plan(
                 flatten=flatten, with_baselines=with_baselines, tell=tell,
                 seconds=seconds, relative_gap=relative_gap, fold=fold, solver=solver,
             )  # fmt: skip
+    if weave and baseline is None and isinstance(found, Plan):
+        from autopar.search.woven import best_woven
+
+        part_at = lambda count: captured_model(model, call, config.precision, loss_fn, count)[0]  # noqa: E731
+        more = part_at if microbatches == "auto" and not searched else None
+        found, captured = best_woven(
+            found, captured, machine, planned, more, buckets=buckets, flatten=flatten, tell=tell
+        )
     if overlap is not None:
         from autopar.search.overlapped import best_overlapped
 
@@ -215,8 +225,7 @@ def plan(
             found, captured, machine, overlap, others,
             batch=call.batch() if is_open else None, capture=captured_at, is_asked=is_asked, seconds=seconds, tell=tell,
         )  # fmt: skip
-    about = {"captured": captured, "call": call, "machine": machine, "loss_fn": loss_fn}
-    about["values"] = values_of(captured, model)
+    about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model))
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
 
 

@@ -83,6 +83,7 @@ def plan(
         bool, typer.Option("--no-buckets", help="every parameter is gathered and reduced alone")
     ] = False,
     no_flatten: Annotated[bool, typer.Option("--no-flatten", help="buckets travel axis by axis")] = False,
+    no_weave: Annotated[bool, typer.Option("--no-weave", help="one micro-batch at a time")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
     trace: Trace = None,
@@ -120,6 +121,7 @@ def plan(
             fold=not no_fold,
             buckets=not no_buckets,
             flatten=not no_flatten,
+            weave=not no_weave,
             with_baselines=not no_baselines,
             overlap=beside,
             progress=lambda text: status.update(text),

@@ -47,6 +47,11 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
+def wide() -> tuple[nn.Module, dict[str, Any]]:
+    """Of `benchmarks.weaving`: as much to compute as to send over some hundred Mbit/s."""
+    return make_llama(LlamaSize(hidden=2 * HIDDEN, layers=LAYERS, heads=HEADS, vocabulary=WORDS, batch=16, seq=64))
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "gpt2": gpt2,
     "llama": llama,
@@ -61,7 +66,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     logging.set_verbosity_error()  # it remarks on words and losses that these small models do without
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = {**MODELS, "wide": wide}[name]()
     return model.train(), batch
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,16 @@ class Calibrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """contenders: label -> a plan as JSON for the dumped graph `captured`, or one of torch's: `ddp`, `fsdp`, `tp`."""
+    """contenders: label -> a plan as JSON for the dumped graph `captured`, or one of torch's: `ddp`, `fsdp`, `tp`.
+
+    graphs: label -> its graph, where that is another.
+    """
 
     model: str
     captured: bytes
     contenders: dict[str, str]
     rounds: int
+    graphs: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,10 @@ class Contender:
 
 def race(job: Race) -> dict[str, Ran]:
     """Rounds of all contenders in turn, each round begun by another."""
-    contenders = {label: contender(job, text) for label, text in job.contenders.items()}
+    contenders = {
+        label: contender(replace(job, captured=job.graphs.get(label, job.captured)), text)
+        for label, text in job.contenders.items()
+    }
     labels = list(contenders)
     losses = {label: contenders[label].round() for label in labels}  # allocator, optimizer state, buckets
     for label in labels:

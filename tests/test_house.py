@@ -61,6 +61,7 @@ SEARCH_ORDER = (
         "microbatches",
         "planner",
         "in_buckets",
+        "woven",
         "joint",
         "explanation",
         "overlapped",

@@ -115,6 +115,9 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
             lines.append(f"plans compared in buckets, by what found them: {said}")
+        if woven := estimate.solver.get("copies"):
+            said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in woven.items())
+            lines.append(f"micro-batches compared: {said}")
         if ranked := estimate.solver.get("timeline"):
             lines.append(timeline_text(ranked))
         if (folded := estimate.solver.get("folded_seconds")) is not None:
@@ -122,6 +125,11 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )
+    if plan.copies > 1:
+        lines.append(
+            "two micro-batches run at once, one computing while the other communicates, which hides "
+            f"{seconds_text(estimate.hidden)}"
+        )
     if plan.buckets:
         parameters = sum(len(names) for names in plan.buckets)
         lines.append(
@@ -240,6 +248,9 @@ def _cost_tables(estimate: Estimate) -> RenderableType:
         for kind, value in values.items():
             if value:
                 table.add_row(kind.replace("_", "-"), text(value), percent_text(value / total))
+        if column == "seconds" and estimate.hidden:
+            table.add_row("beside compute", f"-{text(estimate.hidden)}", percent_text(-estimate.hidden / total))
+            total -= estimate.hidden
         table.add_row("total", text(total), "")
         tables.append(table)
     return Columns(tables, padding=(0, 6))

@@ -1,0 +1,89 @@
+"""Does a step get shorter where two micro-batches run at once, one computing while the other communicates?
+
+Two answers are priced beside the plan: the same plan with its micro-batches in pairs and, where their number is open,
+the best plan of twice as many, each pair at once. Both as they would run (`costs.beside`), for time and for memory: two
+micro-batches are held at once. The second is asked for only where there is as much to hide as makes a difference. What
+was proved of plans one micro-batch at a time stays what is said of the answer.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
+from autopar.passes.weave_copies import COPIES
+from autopar.plan import Plan
+from autopar.search.costs.evaluate import evaluate, itemised
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.known.baselines import memory_limit
+from autopar.search.timeline.buckets import with_buckets
+from autopar.staged_plan import StagedPlan
+
+LEAST = 0.01
+"""Part of a step that communication of activations takes, below which plans of more micro-batches are not searched."""
+
+Capture = Callable[[int], CapturedModel]
+"""The graph of one of so many micro-batches."""
+
+
+def best_woven(
+    plan: Plan,
+    captured: CapturedModel,
+    cluster: Cluster,
+    search: Callable[[CapturedModel], Plan | StagedPlan],
+    capture: Capture | None = None,
+    *,
+    buckets: bool = True,
+    flatten: bool = True,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Plan, CapturedModel]:
+    """`plan`, or the one of its answers that takes the shortest step within the memory limit; and its graph.
+
+    search: the best plan for a graph. capture: None if the number of micro-batches is given. buckets, flatten: of other
+    plans. `estimate.solver["copies"]` says what each takes.
+    """
+    limit = memory_limit(cluster, plan.config)
+    found = {f"{plan.microbatches}, one at a time": (plan, captured)}
+
+    def add(other: Plan, graph: CapturedModel) -> None:
+        both = replace(other, copies=COPIES)
+        both = both.with_estimate(evaluate(both, graph, cluster))
+        if both.estimate.peak_nbytes <= limit:
+            found[f"{both.microbatches}, two at once"] = both, graph
+
+    if plan.mesh.size > 1:
+        tell("weaving micro-batches")
+        if plan.microbatches % COPIES == 0:
+            add(plan, captured)
+        if capture is not None and _hideable_seconds(plan, captured, cluster) > LEAST * plan.estimate.step_seconds:
+            try:
+                graph = capture(COPIES * plan.microbatches)
+                other = search(graph)
+            except (BatchError, InfeasibleError, SearchTimeoutError):
+                other = None
+            if isinstance(other, Plan):
+                add(with_buckets(other, graph, cluster, flatten=flatten) if buckets else other, graph)
+    best, graph = min(found.values(), key=lambda one: one[0].estimate.step_seconds)
+    if len(found) == 1:
+        return plan, captured
+    first = plan.estimate
+    estimate = replace(
+        best.estimate,
+        bound=min(first.bound, best.estimate.alone_seconds),
+        bound_in_buckets=min(first.bound_in_buckets, best.estimate.step_seconds),
+        baselines=first.baselines,
+        solver={**first.solver, "copies": {name: one.estimate.step_seconds for name, (one, _) in found.items()}},
+    )
+    return best.with_estimate(estimate), graph
+
+
+def _hideable_seconds(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
+    """Of collectives of activations, and no more than there is compute beside them."""
+    program = make_program(captured)
+    charges, _ = itemised(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    stored = {p.placeholder for p in captured.parameters}
+    sent = sum(charge.seconds for charge in charges if charge.axes and charge.name not in stored)
+    computed = sum(charge.seconds for charge in charges if not charge.axes)
+    return min(sent, computed)
