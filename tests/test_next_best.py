@@ -158,5 +158,5 @@ def test_numbers_of_micro_batches_are_ranked_as_one_by_one() -> None:
         return seconds
 
     each = [step(1, "gpipe"), step(2), step(4)]
-    assert each[0] < 0.97 * min(each[1:]), "another number than that of the first by the sum"
+    assert each[0] < 0.99 * min(each[1:]), "another number than that of the first by the sum"
     assert step("auto") == pytest.approx(min(each), rel=1e-3)
