@@ -56,6 +56,9 @@ class Drawn:
     def bound(self, key: int) -> float:
         return self.second[key] if key in self.sharp else self.first[key]
 
+    def expected(self, key: int) -> float:
+        return self.bound(key)
+
     def effort(self, key: int) -> float:
         return key % 2
 

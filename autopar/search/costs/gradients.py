@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autopar.rules.spare import handed_on, short_name
+from autopar.rules.spare import short_name
 from autopar.search.costs.calls import Call
 from autopar.search.costs.replays import Value
 
@@ -112,7 +112,7 @@ class Gradients:
     def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
-            handed = slot in handed_on(call.op.node, call.op.rule) and not self._is_strided(call, value, arrived)
+            handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
             is_copied = call.op.rule.alias is None and value not in self.made and arrived.owners > 1
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False

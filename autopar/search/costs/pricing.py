@@ -9,8 +9,9 @@ collective where it stands, so a step is a plain sum.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest_in_step, least
@@ -22,7 +23,6 @@ from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
 from autopar.redistribution import Message, Step, levels_of, messages
 from autopar.rules.rule import Local, is_splittable, layouts, localized
-from autopar.rules.spare import handed_on, spare
 from autopar.search.costs.program import Op, Tensor
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
@@ -55,12 +55,15 @@ class Pricer:
     start_share: what part of the start of a parameter's collective counts; less than 1 where several may share one. At
     0 a parameter costs what its bytes take by the algorithm, and the levels, that take least a byte: no bucket costs
     its parameters less.
+    made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it.
     """
 
     mesh: Mesh
     cluster: Cluster
     config: TrainConfig
     start_share: float = 1.0
+    made: dict[object, Any] = field(default_factory=dict, init=False)
+    parameters: dict[object, Any] = field(default_factory=dict, init=False)
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
     _steps: dict[tuple[Step, tuple[int, ...], int, bool], tuple[Timed, Timed]] = field(default_factory=dict)
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class Pricer:
 
     def for_another(self) -> "Pricer":
         """The same mesh for another program; what links take is known already."""
-        return Pricer(
+        other = Pricer(
             mesh=self.mesh,
             cluster=self.cluster,
             config=self.config,
@@ -80,6 +83,14 @@ class Pricer:
             _sent=self._sent,
             _bytes=self._bytes,
         )
+        other.parameters = self.parameters
+        return other
+
+    def within(self, memory_nbytes: float) -> "Pricer":
+        """The same prices under another memory limit, which none depends on."""
+        other = replace(self, config=replace(self.config, memory_nbytes=memory_nbytes))
+        other.made, other.parameters = self.made, self.parameters
+        return other
 
     @cached_property
     def rates(self) -> Rates:
@@ -172,10 +183,9 @@ class Pricer:
         saves, saves_results = (rule.saves, rule.saves_results) if op.has_backward else ((), ())
         unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
-        handed = handed_on(op.node, rule)
-        gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in handed]
+        gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in op.handed]
         gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
-        ahead, back = (round(part * max([*sizes, *results], default=0)) for part in spare(op.node, rule))
+        ahead, back = (round(part * max([*sizes, *results], default=0)) for part in op.spare)
         is_view = rule.alias is not None
         return OpPrice(
             operands=wanted,

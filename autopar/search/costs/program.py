@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor as TorchTensor
 from torch import fx
@@ -16,6 +17,7 @@ from torch import fx
 from autopar.graph import CapturedModel, operands, requires_grad, target_name
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, Rule, choices
+from autopar.rules.spare import handed_on, spare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +43,7 @@ class Op:
     """One call. `signature` is equal for calls that cost the same whatever is chosen; `results[i]` is None if unread.
 
     parameters: the operands that are parameters. has_backward: a differentiable path joins it to the loss.
+    handed: operands that backward hands the result's gradient; spare: tensors beside, by pass (`rules.spare`).
     """
 
     position: int
@@ -59,6 +62,8 @@ class Op:
     dtype: str
     has_backward: bool
     parameters: frozenset[int]
+    handed: frozenset[int]
+    spare: tuple[float, float]
     module: str
     signature: int
 
@@ -70,6 +75,7 @@ class Program:
     ends: what backward begins at, the loss or what a stage sends on.
     mutated: what the graph returns beside the loss, whole on every rank: new values of buffers, the count of labels.
     copies: how many micro-batches run at once (`search.costs.copies`). copy_of: of what depends on the batch, by name.
+    made: what strategy graphs of the program share, whatever the mesh (`search.graph`).
     """
 
     captured: CapturedModel
@@ -81,6 +87,7 @@ class Program:
     mutated: tuple[str, ...]
     copies: int = 1
     copy_of: Mapping[str, int] = field(default_factory=dict)
+    made: dict[object, Any] = field(default_factory=dict, init=False)
 
     @property
     def microbatches(self) -> int:
@@ -109,12 +116,12 @@ def make_program(captured: CapturedModel) -> Program:
     readers: dict[str, list[tuple[int, int]]] = {}
     ops: list[Op] = []
     signatures: dict[object, int] = {}
-    rules: dict[int, dict[str, Choice]] = {}
+    alike: dict[int, tuple[dict[str, Choice], frozenset[int], tuple[float, float]]] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             tensors[node.name] = _tensor(node, kinds[node.name], None, stored_size=stored.get(node.name))
         elif node.op == "call_function" and node.target is not operator.getitem:
-            op = _op(node, len(ops), kinds, reached, signatures, rules)
+            op = _op(node, len(ops), kinds, reached, signatures, alike)
             ops.append(op)
             for index, result in enumerate(op.results):
                 if result is not None:
@@ -155,7 +162,7 @@ def _op(
     kinds: Mapping[str, str],
     reached: set[fx.Node],
     signatures: dict[object, int],
-    rules: dict[int, dict[str, Choice]],
+    alike: dict[int, tuple[dict[str, Choice], frozenset[int], tuple[float, float]]],
 ) -> Op:
     rule = rule_of(node)
     sources = operands(node)
@@ -188,14 +195,15 @@ def _op(
         tuple((n, f.size, f.summed, f.even) for n, f in rule.factors.items()),
     )
     signature = signatures.setdefault(key, len(signatures))
-    if signature not in rules:
-        rules[signature] = {c.name: c for c in choices(rule)}
+    if signature not in alike:
+        alike[signature] = {c.name: c for c in choices(rule)}, handed_on(node, rule), spare(node, rule)
+    named, handed, beside = alike[signature]
     return Op(
         position=position,
         name=node.name,
         node=node,
         rule=rule,
-        choices=rules[signature],
+        choices=named,
         operands=tuple(s.name for s in sources),
         results=tuple(results),
         operand_grads=grads,
@@ -207,6 +215,8 @@ def _op(
         dtype=dtypes[0] if dtypes else "float32",
         has_backward=node in reached,
         parameters=parameters,
+        handed=handed,
+        spare=beside,
         module=node.meta.get("module", ""),
         signature=signature,
     )

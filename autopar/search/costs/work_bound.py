@@ -32,6 +32,24 @@ def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
     return passing, update
 
 
+def saved_nbytes(program: Program) -> float:
+    """Bytes that autograd keeps of a micro-batch, all ranks together, if nothing is run again; parameters left out."""
+    saved: set[str] = set()
+    beside = 0
+    for op in program.ops:
+        if op.has_backward:
+            names = [op.operands[i] for i in op.rule.saves] + [op.results[i] for i in op.rule.saves_results]
+            beside += op.rule.saves_nbytes
+            for name in names:
+                while name in program.aliases:
+                    position, operand = program.aliases[name]
+                    name = program.ops[position].operands[operand]
+                if name is not None and program.tensors[name].kind == "op":
+                    saved.add(name)
+    tensors = (program.tensors[name] for name in saved)
+    return beside + sum(math.prod(tensor.shape) * tensor.element_size for tensor in tensors)
+
+
 def _op_seconds(op: Op, pricer: Pricer) -> float:
     rule, rates = op.rule, pricer.rates
     if rule.alias is not None:

@@ -116,10 +116,13 @@ def reduce(
     open_arcs = [np.isfinite(group.arc_seconds) for group in graph.groups]
     if arcs is not None:
         open_arcs = [a & b for a, b in zip(open_arcs, arcs, strict=True)]
-    metrics = []
+    metrics: list[Metric] = []
+    known: dict[object, Metric] = {}  # tensors of one shape travel alike
     for group, mask in zip(graph.groups, open_arcs, strict=True):
-        price = np.where(mask, group.arc_seconds, np.inf)
-        metrics.append(metric(replace(group, arc_seconds=price)))
+        group = replace(group, arc_seconds=np.where(mask, group.arc_seconds, np.inf))
+        key = (group.num_vertices, *(a.tobytes() for a in (group.arc_source, group.arc_target, group.arc_seconds)))
+        known[key] = replace(known[key], group=group) if key in known else metric(group)
+        metrics.append(known[key])
     _make_consistent(graph, alive, metrics)
     for i in range(len(graph.nodes)):
         alive[i] &= _undominated(graph, i, alive, by_seconds=by_seconds)

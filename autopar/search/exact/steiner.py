@@ -47,7 +47,8 @@ class Metric:
 
 
 def metric(group: Group) -> Metric:
-    """Dijkstra from every vertex over the group's arcs."""
+    """Dijkstra from every vertex over the group's arcs; where none follows another (an option of a parameter, its uses)
+    the arcs are the distances."""
     finite = group.arc_seconds[np.isfinite(group.arc_seconds)]
     tie = TIE * (float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
     price = group.arc_seconds + tie
@@ -56,8 +57,13 @@ def metric(group: Group) -> Metric:
     place = group.arc_source[cheapest] * group.num_vertices + group.arc_target[cheapest]
     cheapest = cheapest[np.unique(place, return_index=True)[1]]  # of parallel arcs: csr_array would add them up
     ends = group.arc_source[cheapest], group.arc_target[cheapest]
-    arcs = csr_array((price[cheapest], ends), shape=(group.num_vertices, group.num_vertices))
-    distance: Floats = dijkstra(arcs)
+    distance: Floats
+    if np.intersect1d(*ends).size:
+        distance = dijkstra(csr_array((price[cheapest], ends), shape=(group.num_vertices, group.num_vertices)))
+    else:
+        distance = np.full((group.num_vertices, group.num_vertices), np.inf)
+        distance[ends] = price[cheapest]
+        np.fill_diagonal(distance, 0.0)
     order = np.argsort(group.arc_source, kind="stable")
     first = np.searchsorted(group.arc_source[order], np.arange(group.num_vertices + 1))
     leaving = tuple(order[first[v] : first[v + 1]] for v in range(group.num_vertices))

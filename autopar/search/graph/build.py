@@ -24,7 +24,7 @@ from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
 from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import Moments, Share
-from autopar.search.graph.options import Restriction, cluster_options
+from autopar.search.graph.options import Option, Restriction, cluster_options
 from autopar.search.graph.parameters import ParameterSpace, held, parameter_space
 from autopar.search.graph.problem import Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
@@ -60,8 +60,11 @@ def build(
     micro-batch.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
-    folding = fold_program(program, fold=fold)
-    clusters = make_clusters(program, folding, coarse=coarse)
+    key = ("clusters", fold, coarse)
+    if key not in program.made:
+        folding = fold_program(program, fold=fold)
+        program.made[key] = folding, make_clusters(program, folding, coarse=coarse)
+    folding, clusters = program.made[key]
     made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid)
     return made.run(limit)
 
@@ -79,7 +82,7 @@ class Builder:
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
-        self.lattices = Lattices(pricer, {})
+        self.lattices = Lattices(pricer)
         self.times = program.microbatches
         self.paid = paid
         self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=share)
@@ -102,12 +105,21 @@ class Builder:
         problem.graph = StrategyGraph(nodes=tuple(problem.nodes), groups=tuple(problem.groups), memory=memory)
         return problem
 
+    def options(self, cluster: Cluster) -> list[Option]:
+        """The cluster's, priced once for all graphs of the program on the mesh."""
+        key = (cluster, self.restriction.choice)
+        made = self.pricer.made
+        if key not in made:
+            made[key] = cluster_options(cluster, self.pricer, self.restriction.choice)
+        found: list[Option] = made[key]
+        return found
+
     def _node(self, name: str, seconds: Floats) -> int:
         self.problem.nodes.append(Node(name=name, seconds=seconds))
         return len(self.problem.nodes) - 1
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
-        options = cluster_options(cluster, self.pricer, self.restriction.choice)
+        options = self.options(cluster)
         seconds = np.array([o.seconds for o in options]) * self._times_of_ops(cluster)
         node = self._node(cluster.root.name, seconds)
         assert node == number

@@ -28,7 +28,6 @@ from autopar.search.costs.program import Op, Tensor
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.lattice import Lattice
-from autopar.search.graph.options import cluster_options
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import Problem, Reader
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group
@@ -73,7 +72,7 @@ class RecomputeBuilder(Builder):
                         yield from self._views_of(reader)
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
-        options = cluster_options(cluster, self.pricer, self.restriction.choice)
+        options = self.options(cluster)
         again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
         seconds = np.array([o.seconds for o in options])
         recomputable = self._is_recomputable(cluster)

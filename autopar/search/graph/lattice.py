@@ -31,17 +31,18 @@ class Lattice:
 
 @dataclass(slots=True)
 class Lattices:
-    """Lattices of one mesh, made once for equal tensors."""
+    """Lattices of one mesh, made once for equal tensors: those of parameters for all programs of the mesh."""
 
     pricer: Pricer
-    _made: dict[object, Lattice]
 
     def of(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool) -> Lattice:
         """All layouts with these placements and whole ones (those of parameters nested in any order)."""
-        key = (shape, element_size, grad, axes, parameter)
-        if key not in self._made:
-            self._made[key] = self._make(shape, element_size, grad, axes, parameter)
-        return self._made[key]
+        key = ("lattice", shape, element_size, grad, axes)
+        made = self.pricer.parameters if parameter else self.pricer.made
+        if key not in made:
+            made[key] = self._make(shape, element_size, grad, axes, parameter)
+        found: Lattice = made[key]
+        return found
 
     def _make(
         self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool

@@ -7,20 +7,22 @@ other beats in seconds of a step, persistent, kept and passing bytes at once. Co
 parameter are priced as if each came from storage by itself, so that for these a plan may cost less than its graph says.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.placement import Layout
 from autopar.redistribution import Step
-from autopar.search.costs.live import regathered
-from autopar.search.costs.pricing import Pricer, total
 from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import storages
 from autopar.search.graph.lattice import Distances, Lattices, cheapest_ways
 from autopar.search.graph.moments import Moments
 from autopar.search.graph.options import Restriction
-from autopar.search.graph.strategy_graph import Floats
+from autopar.search.graph.strategy_graph import Floats, Ints
+
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,73 +83,132 @@ def parameter_space(
     back = lattice.backward if trained else np.zeros_like(lattice.backward)
     if not limited and once in lifetimes:
         lifetimes = (once,)  # a copy kept longest is made least often
-    ways: list[tuple[tuple[Layout, str], Way]] = []
-    numbers: dict[tuple[Layout, str], int] = {}
-    updates = {s: pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored}
-    sizes = {s: pricer.stored_nbytes(tensor, s) for s in stored}
-    casts = {s: pricer.cast_nbytes(tensor, s) for s in stored}
-    gradients = sizes if microbatches > 1 else {s: casts[s] or sizes[s] for s in stored}
-    states = {s: pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored}
+    updates = np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored])
+    sizes = np.array([pricer.stored_nbytes(tensor, s) for s in stored])
+    casts = np.array([pricer.cast_nbytes(tensor, s) for s in stored])
+    states = np.array([pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored])
+    copies = np.array([pricer.local_nbytes(tensor, use) for use in uses])
+    wanted = np.array([pricer.stored_nbytes(tensor, use) if trained else 0 for use in uses])
+    # Every way there is: storage, lifetime, use by number, and its passages.
+    found: list[tuple[int, str, int, float, float, bool]] = []
+    known: dict[str, Distances] = {}
     for lifetime in lifetimes:
         times = savers if lifetime == "use" else 0
-        distances = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
+        distances = known[lifetime] = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
+        passages = _passages(distances, stored, uses, back)
         paid = 1 if lifetime == "step" else microbatches
-        for use in uses:
-            found = []
-            for storage in stored if limited or shared else _cheapest(stored, use, updates, distances, paid):
-                way = _way(tensor, storage, use, lifetime, distances, back, pricer, microbatches, trained)
-                if way is not None:
-                    found.append(((storage, lifetime), way))
+        for u in range(len(uses)):
+            near = range(len(stored)) if limited or shared else [int((updates + paid * passages.least[:, u]).argmin())]
+            for s in near:
+                moved = bool(passages.moved[s, u])
+                if lifetime != "use" or passages.gathered[s, u]:
+                    again = microbatches * float(passages.again[s, u]) if lifetime == "use" else 0.0
+                    found.append((s, lifetime, u, float(passages.seconds[s, u]) * paid, again, moved))
                 elif once not in lifetimes:
-                    way = _way(tensor, storage, use, once, distances, back, pricer, microbatches, trained)
-                    assert way is not None
-                    found.append(((storage, once), way))
-            ways += found
-    kept: list[tuple[tuple[Layout, str], Way]] = []
-    rows_of: dict[Layout, list[tuple[tuple[Layout, str], Way]]] = {use: [] for use in uses}
-    for option, way in ways:
-        rows_of[way.use].append((option, way))
-    for rows in rows_of.values():
-        table = np.array(
-            [
-                (
-                    updates[o[0]] + w.seconds + w.again * savers,
-                    sizes[o[0]] + states[o[0]],
-                    sizes[o[0]],
-                    casts[o[0]] + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]]),
-                    casts[o[0]]
-                    + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]] + (w.copy if o[1] == "keep" else 0)),
-                    casts[o[0]] + (w.gradient + w.copy if o[1] == "step" else gradients[o[0]] + w.copy),
-                )
-                for o, w in rows
-            ]
-        )
-        kept += [rows[i] for i in _efficient(table)]
-    chosen = {option for option, _ in kept}
-    for option in (o for o, _ in ways if o in chosen):
-        if option in numbers:
-            continue
-        numbers[option] = len(numbers)
-    final = [(o, w) for o, w in ways if o in chosen] if shared else kept
-    return ParameterSpace(
-        options=tuple(numbers),
-        seconds=tuple(updates[s] for s, _ in numbers),
-        stored=tuple(sizes[s] for s, _ in numbers),
-        casts=tuple(casts[s] for s, _ in numbers),
-        states=tuple(states[s] for s, _ in numbers),
-        ways=tuple(
-            Way(
-                option=numbers[o],
-                use=w.use,
-                steps=w.steps,
-                seconds=w.seconds,
-                again=w.again,
-                copy=w.copy,
-                gradient=w.gradient,
+                    seconds = float(passages.seconds[s, u]) * (1 if once == "step" else microbatches)
+                    found.append((s, once, u, seconds, 0.0, moved))
+                    known[once] = distances
+    kept = _efficient_ways(found, updates, sizes, casts, states, copies, wanted, savers, microbatches > 1)
+    chosen = {found[i][:2] for i in kept}
+    numbers: dict[tuple[int, str], int] = {}
+    for row in found:
+        if row[:2] in chosen:
+            numbers.setdefault(row[:2], len(numbers))
+    ways = []
+    for s, lifetime, u, seconds, again, moved in found if shared else (found[i] for i in kept):
+        if (s, lifetime) in chosen:
+            arcs = known[lifetime].path(lattice.number[stored[s]], lattice.number[uses[u]])
+            way = Way(
+                option=numbers[s, lifetime],
+                use=uses[u],
+                steps=tuple(lattice.steps[a] for a in arcs),
+                seconds=seconds,
+                again=again,
+                copy=int(copies[u]) if moved else 0,
+                gradient=int(wanted[u]) if lifetime == "step" else 0,
             )
-            for o, w in final
-        ),
+            ways.append(way)
+    return ParameterSpace(
+        options=tuple((stored[s], lifetime) for s, lifetime in numbers),
+        seconds=tuple(float(updates[s]) for s, _ in numbers),
+        stored=tuple(int(sizes[s]) for s, _ in numbers),
+        casts=tuple(int(casts[s]) for s, _ in numbers),
+        states=tuple(int(states[s]) for s, _ in numbers),
+        ways=tuple(ways),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Passages:
+    """`[storage, use]`: least as the distance that was minimised; seconds of one passage, those of gathers at its end
+    (`regathered`), whether anything is gathered, and made at all."""
+
+    least: Floats
+    seconds: Floats
+    again: Floats
+    gathered: Mask
+    moved: Mask
+
+
+def _passages(distances: Distances, stored: Sequence[Layout], uses: Sequence[Layout], backward: Floats) -> _Passages:
+    """Along the cheapest ways from every storage to every use, all walked back from their ends at once."""
+    lattice = distances.lattice
+    source = np.array([lattice.number[v] for v in stored])[:, None]
+    now = np.broadcast_to(np.array([lattice.number[v] for v in uses]), (len(stored), len(uses)))
+    least = distances.seconds[source, now]
+    assert np.isfinite(least).all(), f"of {lattice.layouts} some storage leads to no use"
+    value = lattice.forward + backward
+    gather = np.array([step.forward == "all_gather" for step in lattice.steps], dtype=bool)
+    makes = np.array([bool(step.forward) for step in lattice.steps], dtype=bool)
+    seconds, again = np.zeros(now.shape), np.zeros(now.shape)
+    gathered, moved, at_end = np.zeros(now.shape, bool), np.zeros(now.shape, bool), np.ones(now.shape, bool)
+    while (under_way := now != source).any():
+        arc = np.where(under_way, distances.last[source, now], 0)
+        gathers, made = under_way & gather[arc], under_way & makes[arc]
+        seconds += np.where(under_way, value[arc], 0.0)
+        again += np.where(gathers & at_end, lattice.forward[arc], 0.0)
+        at_end &= gathers | ~made
+        gathered |= gathers
+        moved |= made
+        now = np.where(under_way, lattice.source[arc], now)
+    return _Passages(least=least, seconds=seconds, again=again, gathered=gathered, moved=moved)
+
+
+def _efficient_ways(
+    found: Sequence[tuple[int, str, int, float, float, bool]],
+    updates: Floats,
+    sizes: Ints,
+    casts: Ints,
+    states: Ints,
+    copies: Ints,
+    wanted: Ints,
+    savers: int,
+    several: bool,
+) -> list[int]:
+    """Of each use the ways that no other beats in seconds of a step, persistent, kept and passing bytes at once."""
+    if not found:
+        return []
+    storage, lifetime, use, seconds, again, moved = map(np.array, zip(*found, strict=True))
+    for_step, for_use = lifetime == "step", lifetime == "use"
+    copy = np.where(moved, copies[use], 0)
+    gradient = sizes if several else np.where(casts > 0, casts, sizes)
+    whole = wanted[use] + copy
+    table = np.stack(
+        [
+            updates[storage] + seconds + again * savers,
+            sizes[storage] + states[storage],
+            sizes[storage],
+            casts[storage] + np.where(for_step, whole, gradient[storage]),
+            casts[storage] + np.where(for_step, whole, gradient[storage] + np.where(for_use, 0, copy)),
+            casts[storage] + np.where(for_step, whole, gradient[storage] + copy),
+        ],
+        axis=1,
+    )
+    kept: list[int] = []
+    for u in dict.fromkeys(use.tolist()):
+        rows = np.flatnonzero(use == u)
+        kept += rows[_efficient(table[rows])].tolist()
+    return kept
 
 
 def held(
@@ -177,54 +238,11 @@ def held(
     ]
 
 
-def _cheapest(
-    stored: list[Layout], use: Layout, updates: dict[Layout, float], distances: Distances, paid: float
-) -> list[Layout]:
-    """The storage whose way to `use`, paid so often, and optimizer's step take least."""
-    number = distances.lattice.number
-    return [min(stored, key=lambda s: updates[s] + paid * distances.seconds[number[s], number[use]])]
-
-
-def _way(
-    tensor: Tensor,
-    storage: Layout,
-    use: Layout,
-    lifetime: str,
-    distances: Distances,
-    backward: Floats,
-    pricer: Pricer,
-    microbatches: float,
-    trained: bool,
-) -> Way | None:
-    lattice = distances.lattice
-    arcs = distances.path(lattice.number[storage], lattice.number[use])
-    steps = tuple(lattice.steps[a] for a in arcs)
-    gathered = any(step.forward == "all_gather" for step in steps)
-    if lifetime == "use" and not gathered:
-        return None
-    again = 0.0
-    if lifetime == "use":
-        again = microbatches * sum(
-            total(pricer.step(s, tensor.shape, tensor.element_size, True)[0]) for s in regathered(list(steps))
-        )
-    times = 1 if lifetime == "step" else microbatches
-    nbytes = pricer.local_nbytes(tensor, use)
-    return Way(
-        option=-1,
-        use=use,
-        steps=steps,
-        seconds=float(lattice.forward[arcs].sum() + backward[arcs].sum()) * times if arcs else 0.0,
-        again=again,
-        copy=nbytes if any(s.forward for s in steps) else 0,
-        gradient=pricer.stored_nbytes(tensor, use) if lifetime == "step" and trained else 0,
-    )
-
-
 def _efficient(table: Floats) -> list[int]:
     """Rows that no other row beats or equals in every column, the first of equal ones."""
     order = np.lexsort(table.T[::-1])
-    kept: list[int] = []
-    for i in order:
-        if not any((table[k] <= table[i] + 1e-15).all() for k in kept):
-            kept.append(int(i))
-    return sorted(kept)
+    rows = table[order]
+    beaten = np.tri(len(rows), k=-1, dtype=bool)  # [row, one before it]
+    for column in rows.T:
+        beaten &= column[None, :] <= column[:, None] + 1e-15
+    return sorted(order[~beaten.any(axis=1)].tolist())

@@ -1,10 +1,10 @@
 """Of many problems, which has the cheapest answer, solving as few as can be? Best first, by proved lower bounds.
 
-Every problem has a lower bound at once; it may be sharpened, and it may be solved. The one whose bound is least is
-always taken next: sharpened if it was not, else solved. No open problem can be better than the least open bound, so the
-search ends when that bound reaches the best answer, less the gap asked for; what was not solved is thereby proved to be
-no better, by its own bound. Stopped early, by the clock or by Ctrl-C, the same sentence says how far the best answer
-can be from the optimum.
+Every problem has a lower bound at once; it may be sharpened, and it may be solved. Of those of least effort the one
+whose bound is least is taken next: sharpened if it was not, else solved. One whose bound reaches the best answer, less
+the gap asked for, is proved to be no better; the others have to be worked at in any case, so that the easy ones go
+first: their answers exclude many of the hard. Stopped early, by the clock or by Ctrl-C, the least open bound says how
+far the best answer can be from the optimum.
 """
 
 import heapq
@@ -25,14 +25,14 @@ Given = TypeVar("Given", covariant=True)
 EARLY = 5
 """Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
 PROMISING = 2.0
-"""How far above the least open bound one may be that is solved for a first answer."""
+"""How far above the least open bound the expected cost of one may be that is solved for a first answer."""
 AFTER = 12
 BETTER = 0.15
-"""After so many more bounds a promising one is solved again if its own is so much, as a part, below the best answer."""
+"""After so many more bounds a promising one is solved if it is expected so much, as a part, below the best answer."""
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same."""
 ALIKE = 1.03
-"""Of the promising, those whose bounds are so near the least are as good: the one of least effort is taken."""
+"""Of the promising, those expected so near the least are as good: the one of least effort is taken."""
 
 INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
 
@@ -43,8 +43,11 @@ class Problems(Protocol[Asked, Given]):
     def bound(self, key: Asked) -> float:
         """What every answer costs at least, as far as is known without work."""
 
+    def expected(self, key: Asked) -> float:
+        """What its answer will probably cost, the bound or more: it guides, and proves nothing."""
+
     def effort(self, key: Asked) -> float:
-        """How hard it is to solve, beside others."""
+        """How hard it is to solve, beside others; those that are less by a whole are worked at first."""
 
     def scouts(self, keys: Sequence[Asked]) -> Sequence[Asked]:
         """Of many problems those that are bounded before all others: among them a good first answer is expected."""
@@ -104,7 +107,7 @@ def best_first(
     began = time.monotonic()
     outcome: Outcome[Key, Answer] = Outcome()
     keys = list(keys)
-    heap = [(problems.bound(key), number, key) for number, key in enumerate(keys)]
+    heap = [(math.floor(problems.effort(key)), problems.bound(key), number, key) for number, key in enumerate(keys)]
     scouts = list(problems.scouts(keys))
     heapq.heapify(heap)
     count = len(heap)
@@ -112,7 +115,17 @@ def best_first(
     tried: set[Key] = set()
     last = 0
     try:
-        while heap and heap[0][0] < (cutoff := outcome.cost * (1 - relative_gap)):
+        while heap:
+            cutoff = outcome.cost * (1 - relative_gap)
+            tier, bound, number, key = heap[0]
+            known = problems.bound(key)
+            if known > bound:
+                heapq.heapreplace(heap, (tier, known, number, key))
+                continue
+            if bound >= cutoff:
+                outcome.excluded[key] = bound
+                heapq.heappop(heap)
+                continue
             left = None if seconds is None else seconds - (time.monotonic() - began)
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
@@ -122,28 +135,24 @@ def best_first(
                 problems.foresee(iter(scouts[1:]), cutoff)
                 tell(f"bounding {scouts[0]}: {len(scouts)} to go before a first answer, {len(heap)} of {count} open")
                 _sharpen(problems, scouts[0], outcome, sharpened, cutoff)
-                heap = [entry for entry in heap if entry[2] not in outcome.solved]
+                heap = [entry for entry in heap if entry[3] not in outcome.solved]
                 heapq.heapify(heap)
                 continue
             problems.foresee(_next_bounds(problems, heap, sharpened, cutoff), cutoff)
             is_due = len(sharpened) >= (EARLY if outcome.answer is None else last + AFTER)
             if is_due and (ahead := _promising(problems, heap, sharpened - tried, outcome.cost * (1 - BETTER))):
-                tried.add(ahead[2])
+                tried.add(ahead[3])
                 last = len(sharpened)
-                tell(f"planning {ahead[2]} for an answer that excludes many: {len(heap)} of {count} open")
-                _solve(problems, ahead[2], outcome, relative_gap, left)
+                tell(f"planning {ahead[3]} for an answer that excludes many: {len(heap)} of {count} open")
+                _solve(problems, ahead[3], outcome, relative_gap, left)
                 heap.remove(ahead)
                 heapq.heapify(heap)
-                continue
-            bound, number, key = heap[0]
-            known = problems.bound(key)
-            if known > bound:
-                heapq.heapreplace(heap, (known, number, key))
                 continue
             until = "" if left is None else f", {left:.0f} s left"
             best = f"{outcome.cost:.4g} s, " if outcome.answer is not None else ""
             work = "planning" if key in sharpened else "bounding"
-            tell(f"{work} {key}: best {best}bound {bound:.4g} s, {len(heap)} of {count} open{until}")
+            least = min(entry[1] for entry in heap)
+            tell(f"{work} {key}: best {best}bound {least:.4g} s, {len(heap)} of {count} open{until}")
             if key not in sharpened:
                 _sharpen(problems, key, outcome, sharpened, cutoff)
                 if key in outcome.solved:
@@ -155,7 +164,7 @@ def best_first(
         if outcome.answer is None:
             raise
         outcome.status = INTERRUPTED
-    outcome.excluded.update({key: max(bound, problems.bound(key)) for bound, _, key in heap})
+    outcome.excluded.update({key: max(bound, problems.bound(key)) for _, bound, _, key in heap})
     if outcome.status == PROVED:
         try:
             deadline = None if seconds is None else began + seconds
@@ -174,23 +183,23 @@ def best_first(
 
 
 def _next_bounds(
-    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], sharpened: set[Key], cutoff: float
+    problems: Problems[Key, Answer], heap: list[tuple[int, float, int, Key]], sharpened: set[Key], cutoff: float
 ) -> Iterator[Key]:
     """Those that will be bounded next, but for the one whose turn it is; bounds in the heap may be old."""
-    open_keys = [(number, key) for bound, number, key in heap if bound < cutoff and key not in sharpened]
-    fresh = [(problems.bound(key), number, key) for number, key in open_keys if key != heap[0][2]]
-    yield from (key for bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < cutoff)
+    waiting = [entry for entry in heap[1:] if entry[1] < cutoff and entry[3] not in sharpened]
+    fresh = [(tier, problems.bound(key), number, key) for tier, _, number, key in waiting]
+    yield from (key for _, bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < cutoff)
 
 
 def _promising(
-    problems: Problems[Key, Answer], heap: list[tuple[float, int, Key]], among: set[Key], below: float
-) -> tuple[float, int, Key] | None:
-    """The entry that is solved with least effort, of those whose bounds, as they stand now, are least or nearly so."""
-    entries = [(problems.bound(entry[2]), entry) for entry in heap if entry[2] in among]
-    least = min((bound for bound, _ in entries), default=math.inf)
-    if least > min(PROMISING * heap[0][0], below):
+    problems: Problems[Key, Answer], heap: list[tuple[int, float, int, Key]], among: set[Key], below: float
+) -> tuple[int, float, int, Key] | None:
+    """The entry that is solved with least effort, of those expected, as things stand, to cost least or nearly so."""
+    entries = [(problems.expected(entry[3]), entry) for entry in heap if entry[3] in among]
+    least = min((cost for cost, _ in entries), default=math.inf)
+    if least > min(PROMISING * min(entry[1] for entry in heap), below):
         return None
-    alike = [(problems.effort(entry[2]), bound, entry[1], entry) for bound, entry in entries if bound <= ALIKE * least]
+    alike = [(problems.effort(entry[3]), cost, entry[2], entry) for cost, entry in entries if cost <= ALIKE * least]
     return min(alike, default=(0.0, 0.0, 0, None))[3]
 
 

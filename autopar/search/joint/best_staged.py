@@ -78,8 +78,7 @@ def best_staged(
     room, bound = limit, 0.0
     ways: list[Way] = []
     for attempt in range(ATTEMPTS):
-        own = pricer.for_another()
-        own.config = replace(pricer.config, memory_nbytes=room)
+        own = pricer.within(room)
         try:
             plan = replace(whole(own, share), config=pricer.config)
         except InfeasibleError:

@@ -26,12 +26,12 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import Folding, fold_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
-from autopar.search.costs.work_bound import work_seconds
+from autopar.search.costs.work_bound import saved_nbytes, work_seconds
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.critical_path import Way, way_seconds
-from autopar.search.joint.relaxing import Asked, Relaxations
+from autopar.search.joint.relaxing import Asked, Pricers, Relaxations
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, arrangements, divisors
 from autopar.search.planner import plan_program
@@ -43,12 +43,16 @@ INTERLEAVED = "interleaved-1f1b"
 SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
 CHUNKS = (2, 4, 8, 16)
 """Stages a rank of interleaved schedules."""
-FEWEST = 2
+FEWEST = 4
 """Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
 MANY = 32
 """Problems from which on a second process is worth its start, a few seconds of imports."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
+UNEVEN = 1.15
+"""What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
+AGAIN = 1 / 3
+"""What running all of forward again adds to forward and backward."""
 IDLE = (1.25, 1.05)
 """How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
 
@@ -114,18 +118,20 @@ class Joint:
     fold: bool = True
     tell: Callable[[str], None] = lambda _: None
     _programs: dict[int, Program] = field(default_factory=dict)
-    _pricers: dict[Arrangement, Pricer] = field(default_factory=dict)
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
     _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
     _folding: Folding | None = None
+    _saved: float | None = None
     _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
     _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
+    _pricers: Pricers = field(init=False)
     _relaxations: Relaxations = field(init=False)
 
     def __post_init__(self) -> None:
-        self._relaxations = Relaxations(program=self.program, pricer=self._prices, fold=self.fold)
+        self._pricers = Pricers(self.config)
+        self._relaxations = Relaxations(program=self.program, pricer=self._pricers.of, fold=self.fold)
 
     def beside(self, number: int) -> Relaxations:
         """A context in which a second process finds bounds ahead, where so many problems and two cores are worth it."""
@@ -147,13 +153,8 @@ class Joint:
         return self._programs[microbatches]
 
     def pricer(self, key: Candidate) -> Pricer:
-        """Fresh prices of the candidate's program; those of links are shared."""
-        return self._prices(key.arrangement)
-
-    def _prices(self, arrangement: Arrangement) -> Pricer:
-        if arrangement not in self._pricers:
-            self._pricers[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
-        return self._pricers[arrangement].for_another()
+        """Prices of the candidate's program."""
+        return self._pricers.of(key.arrangement, key.microbatches)
 
     def bound(self, key: Candidate) -> float:
         known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
@@ -195,13 +196,27 @@ class Joint:
             self._rounds[known] = Rounds(min(one.passing for one in found), min(one.once for one in found))
         return self._rounds[known]
 
+    def expected(self, key: Candidate) -> float:
+        """Bounds of stages know neither messages nor what uneven stages cost; and what does not fit is run again."""
+        return self.bound(key) * (1.0 if key.arrangement.pipeline == 1 else UNEVEN) * self._again(key)
+
+    def _again(self, key: Candidate) -> float:
+        """By how much about the work grows if what does not fit of all that backward needs is made again there."""
+        if self._saved is None:
+            fewest = min(self.counts)
+            self._saved = fewest * saved_nbytes(self.program(fewest))
+        devices = key.arrangement.mesh.size * key.arrangement.pipeline
+        kept = self._saved / key.microbatches / devices * _in_flight(key)
+        room = memory_limit(key.arrangement.cluster, self.config)
+        return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
+
     def effort(self, key: Candidate) -> float:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
-        return key.arrangement.mesh.num_axes + (key.arrangement.pipeline > 1) / 2
+        return max(key.arrangement.mesh.num_axes, 2) + (key.arrangement.pipeline > 1) / 2
 
     def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
         """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, or
-        hardly, with as few micro-batches as can be."""
+        hardly, and runs little again, with as few micro-batches as can be."""
         if len(keys) < MANY:
             return ()
         out: list[Candidate] = []
@@ -209,9 +224,9 @@ class Joint:
             own = [key for key in keys if key.arrangement.pipeline == p]
             axes = min(key.arrangement.mesh.num_axes for key in own)
             own = [key for key in own if key.arrangement.mesh.num_axes == axes]
-            least = min(self._work_bound(key, key.microbatches) for key in own)
+            work = {key: self._work_bound(key, key.microbatches) * self._again(key) for key in own}
             for idle in IDLE:
-                near = [key for key in own if self._work_bound(key, key.microbatches) <= idle * least]
+                near = [key for key in own if work[key] <= idle * min(work.values())]
                 out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
         return sorted(dict.fromkeys(out), key=self.bound)
 
@@ -297,6 +312,14 @@ class Joint:
                 bounds[-1] = max(bounds[-1], within)
         if bounds:
             self._own[key] = max(self._own.get(key, 0.0), min(bounds))
+
+
+def _in_flight(key: Candidate) -> float:
+    """Micro-batches of whole stages that the first rank keeps at most."""
+    p, m, v = key.arrangement.pipeline, key.microbatches, key.chunks
+    if key.schedule == INTERLEAVED:
+        return min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v
+    return min(p, m) if key.schedule == "1f1b" else m
 
 
 def _chunks(key: Candidate) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -25,6 +24,7 @@ from autopar.search.graph.build import build
 from autopar.search.meshes import Arrangement
 from autopar.serialize import dump, load
 
+RECENT = 8
 QUEUED = 2
 """How many may wait for the other process: those asked for later are known better."""
 
@@ -34,11 +34,34 @@ Asked = tuple[Arrangement, int, int]
 
 def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) -> float:
     """The least that `times` micro-batches and what is paid once take on the pricer's mesh, memory aside (a bound)."""
-    accumulation = program.captured.accumulation
+    accumulation, known = program.captured.accumulation, program.made
     if accumulation is not None and times != accumulation.microbatches:
         again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
         program = replace(program, captured=again)
-    return least_seconds(build(program, pricer, limit=None, fold=fold).graph)
+        program.made.update(known)
+    graph = build(program, pricer, limit=None, fold=fold).graph
+    known.update(program.made)
+    return least_seconds(graph)
+
+
+@dataclass(slots=True)
+class Pricers:
+    """Prices by mesh and number of micro-batches; what ops and strategy graphs take space for is known of the `RECENT`
+    last alone, links and parameters of each mesh."""
+
+    config: TrainConfig
+    _links: dict[Arrangement, Pricer] = field(default_factory=dict)
+    _recent: dict[tuple[Arrangement, int], Pricer] = field(default_factory=dict)
+
+    def of(self, arrangement: Arrangement, microbatches: int) -> Pricer:
+        if arrangement not in self._links:
+            self._links[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
+        key = (arrangement, microbatches)
+        found = self._recent.pop(key, None) or self._links[arrangement].for_another()
+        self._recent[key] = found
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +69,7 @@ class Relaxations:
     """A context. `program`: of one of so many micro-batches; beside: whether a second process may help."""
 
     program: Callable[[int], Program]
-    pricer: Callable[[Arrangement], Pricer]
+    pricer: Callable[[Arrangement, int], Pricer]
     fold: bool
     beside: bool = False
     _found: dict[Asked, float] = field(default_factory=dict)
@@ -78,7 +101,7 @@ class Relaxations:
 
     def _here(self, asked: Asked) -> float:
         arrangement, microbatches, times = asked
-        return relaxed_seconds(self.program(microbatches), self.pricer(arrangement), times, self.fold)
+        return relaxed_seconds(self.program(microbatches), self.pricer(arrangement, microbatches), times, self.fold)
 
     def foresee(self, asked: Iterator[Asked]) -> None:
         """These will probably be asked for, in this order."""
@@ -88,10 +111,8 @@ class Relaxations:
                 return
             self._other = self._other or _Other()
             arrangement, microbatches, times = one
-            pricer, program = self.pricer(arrangement), self.program(microbatches)
-            self._asked[one] = self._other.ask(
-                program, pricer.cluster, pricer.config, arrangement, microbatches, times, self.fold
-            )
+            program, config = self.program(microbatches), self.pricer(arrangement, microbatches).config
+            self._asked[one] = self._other.ask(program, config, arrangement, microbatches, times, self.fold)
 
 
 def _answer(future: Future[float]) -> float | None:
@@ -119,7 +140,6 @@ class _Other:
     def ask(
         self,
         program: Program,
-        cluster: Cluster,
         config: TrainConfig,
         arrangement: Arrangement,
         microbatches: int,
@@ -130,7 +150,7 @@ class _Other:
             assert self._process.stdin is not None and self._process.stdout is not None
             graph = None if microbatches in self._known else dump(program.captured)
             self._known.add(microbatches)
-            request = graph, cluster, config, arrangement, microbatches, times, fold
+            request = graph, config, arrangement, microbatches, times, fold
             pickle.dump(request, self._process.stdin, pickle.HIGHEST_PROTOCOL)
             self._process.stdin.flush()
             found: float | Exception = pickle.load(self._process.stdout)
@@ -156,19 +176,18 @@ def _serve() -> None:
     os.dup2(2, 1)
     gc.disable()
     programs: dict[int, Program] = {}
-    pricers: dict[Arrangement, Pricer] = {}
+    pricers: Pricers | None = None
     while True:
         try:
-            graph, cluster, config, arrangement, microbatches, times, fold = pickle.load(sys.stdin.buffer)
+            graph, config, arrangement, microbatches, times, fold = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         found: Any
         try:
             if graph is not None:
                 programs[microbatches] = make_program(load(graph))
-            if arrangement not in pricers:
-                pricers[arrangement] = Pricer(mesh=arrangement.mesh, cluster=cluster, config=config)
-            found = relaxed_seconds(programs[microbatches], pricers[arrangement].for_another(), times, fold)
+            pricers = pricers or Pricers(config)
+            found = relaxed_seconds(programs[microbatches], pricers.of(arrangement, microbatches), times, fold)
         except Exception as error:  # the one who asked decides what to make of it
             found = error
         pickle.dump(found, answers, pickle.HIGHEST_PROTOCOL)

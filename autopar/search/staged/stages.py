@@ -13,7 +13,7 @@ stages as many each (`even_cuts`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.runs import find_runs
+from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
 from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
@@ -220,12 +221,16 @@ def simulated(
     """`priced`, the pipeline of one task an action, and the rank that pays most once a step."""
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, reduce = cheapest("send_recv", links), cheapest("all_reduce", links)
-    prices = []
+    prices: list[StagePrice] = []
+    known: dict[Hashable, StagePrice] = {}
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
-        sent = {n: after[n] for n in stage.sends}
-        splits = plan.schedule in SPLITTING
-        prices.append(price_stage(plan.stages[number], stage, part, sent, send, splits=splits))
+        sent = {name: after[name] for name in stage.sends}
+        key = stage_key(plan.stages[number], stage, sent)
+        if key not in known:
+            splits = plan.schedule in SPLITTING
+            known[key] = price_stage(plan.stages[number], stage, part, sent, send, splits=splits)
+        prices.append(known[key])
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
     pipeline = make_pipeline(order, [stage_work(price) for price in prices])
     makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
