@@ -1,6 +1,7 @@
 """What a user of autopar calls: `plan`, `load_plan`, `distribute`."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def plan(
         CaptureError, NoLossError: if the model cannot be captured.
         InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
     """
-    tell = progress or (lambda _: None)
+    tell, began = progress or (lambda _: None), time.process_time()
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
         check_choice("precision", precision, PRECISIONS)
@@ -202,7 +203,8 @@ def plan(
             found = best_in_buckets(
                 found, captured, machine,
                 flatten=flatten, with_baselines=with_baselines, tell=tell,
-                seconds=seconds, relative_gap=relative_gap, fold=fold, solver=solver,
+                seconds=seconds, spent=time.process_time() - began,
+                relative_gap=relative_gap, fold=fold, solver=solver,
             )  # fmt: skip
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven

@@ -8,7 +8,8 @@ few, and win in buckets. So the plan's problem is solved again with a part of th
                 below what the plan at hand takes, and often proves that there is nothing to find
     a tenth     nearer to what buckets of a block take
 
-Candidates are these, the plan at hand and the named baselines: each with its own buckets, the cheapest is taken.
+Candidates are these, the plan at hand and the named baselines: each with its own buckets, the cheapest is taken. No
+search is begun that would take more than a part of what planning took before: then nothing is proved in buckets.
 """
 
 import time
@@ -31,8 +32,8 @@ from autopar.search.timeline.staged_buckets import MARK
 
 SHARES = (0.0, 0.1)
 """Parts of a start that count; the first proves."""
-SECONDS = 60.0
-"""For each search."""
+PART, LEAST = 0.1, 5.0
+"""What may be spent, in CPU seconds: so much of what was spent before, and so many in any case."""
 
 
 def best_in_buckets(
@@ -44,13 +45,15 @@ def best_in_buckets(
     with_baselines: bool = False,
     tell: Callable[[str], None] = lambda _: None,
     seconds: float | None = None,
+    spent: float = 0.0,
     **search: Any,
 ) -> Plan:
     """The cheapest in buckets of `plan`, of plans searched for buckets and of named baselines, on its mesh and number
     of micro-batches; with `plan`'s bound of collectives alone. `estimate.solver["buckets"]` says what each takes.
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
-    nothing is proved. seconds: for all searches. search: as `search.planner.plan_program` takes it.
+    nothing is proved and there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
+    search: as `search.planner.plan_program` takes it.
     """
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
@@ -61,8 +64,10 @@ def best_in_buckets(
     tell("choosing buckets")
     first = finish(plan)
     found, bound = {"the search": first}, 0.0
-    gap: float = search["relative_gap"]
-    deadline = time.monotonic() + (len(SHARES) * SECONDS if seconds is None else seconds)
+    gap = float(search["relative_gap"])
+    facts = plan.estimate.solver
+    needed = float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
+    end = time.process_time() + max(PART * spent, LEAST)
 
     def best() -> Plan:
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
@@ -70,23 +75,25 @@ def best_in_buckets(
     def is_proved() -> bool:
         return plan.mesh.size == 1 or bound >= best().estimate.step_seconds * (1 - gap)
 
+    def is_over() -> bool:
+        return time.process_time() + needed > end
+
     for share in SHARES:
-        left = min(SECONDS, deadline - time.monotonic())
-        if is_proved() or left <= 0:
+        if is_proved() or is_over():
             break
         tell(f"planning for buckets, {share:.0%} of starts counted")
-        other, proved = _searched(program, pricer, share, best().estimate.step_seconds, left, tell, search)
+        other, proved = _searched(program, pricer, share, best().estimate.step_seconds, seconds, tell, search)
         bound = bound if share else proved
         if other is not None:
             found[f"{share:.0%} of starts"] = finish(other)
     chosen = best()
-    if with_baselines or not is_proved():
+    if with_baselines or not (is_proved() or is_over()):
         chosen = compare(chosen, program, pricer, tell, finish)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
-    facts = {"seconds": {name: one.estimate.step_seconds for name, one in found.items()}}
-    baselines = chosen.estimate.baselines if with_baselines else {}
-    return chosen.with_estimate(_certified(replace(chosen.estimate, baselines=baselines), first.estimate, bound, facts))
+    compared = {"seconds": {name: one.estimate.step_seconds for name, one in found.items()}}
+    own = replace(chosen.estimate, baselines=chosen.estimate.baselines if with_baselines else {})
+    return chosen.with_estimate(_certified(own, first.estimate, bound, compared))
 
 
 def _searched(
@@ -94,7 +101,7 @@ def _searched(
     pricer: Pricer,
     share: float,
     cutoff: float,
-    seconds: float,
+    seconds: float | None,
     tell: Callable[[str], None],
     search: dict[str, Any],
 ) -> tuple[Plan | None, float]:
@@ -104,7 +111,7 @@ def _searched(
         made = plan_program(
             program,
             own,
-            seconds=max(seconds, 1.0),
+            seconds=seconds,
             with_baselines=False,
             say_least=False,
             cutoff=cutoff,

@@ -11,6 +11,7 @@ The search chose for each parameter alone, whose message is small and mostly sta
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from autopar.mesh import Mesh
 from autopar.placement import Layout
@@ -39,7 +40,8 @@ def ways_of(journey: Journey, plan: Plan, *, free: bool) -> Ways:
     return found
 
 
-def ways_between(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> dict[Word, Way]:
+@lru_cache(maxsize=4096)
+def ways_between(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Ways:
     """Ways that change each axis once, for a tensor of that shape."""
     found: dict[Word, Way] = {}
     for steps in _walks(source, target, shape, mesh):
