@@ -97,7 +97,7 @@ def test_data_parallel_wins_in_buckets_where_starts_are_dear() -> None:
     plan = searched(cluster)
     found = chosen(plan, cluster, with_baselines=False)
     own = with_buckets(plan, net(), cluster)
-    assert found.estimate.step_seconds < 0.97 * own.estimate.step_seconds
+    assert found.estimate.step_seconds < 0.99 * own.estimate.step_seconds
     assert found.estimate.alone_seconds > plan.estimate.step_seconds
     assert not found.estimate.baselines
 
