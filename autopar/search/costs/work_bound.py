@@ -24,7 +24,7 @@ def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
     passing = update = 0.0
     for op in program.ops:
         if op.signature not in cache:
-            cache[op.signature] = _op_seconds(op, pricer)
+            cache[op.signature] = sum(op_work(op, pricer))
         passing += cache[op.signature] * program.microbatches
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
@@ -50,10 +50,11 @@ def saved_nbytes(program: Program) -> float:
     return beside + sum(math.prod(tensor.shape) * tensor.element_size for tensor in tensors)
 
 
-def _op_seconds(op: Op, pricer: Pricer) -> float:
+def op_work(op: Op, pricer: Pricer) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
     rule, rates = op.rule, pricer.rates
     if rule.alias is not None:
-        return 0.0
+        return 0.0, 0.0
     parts = pricer.mesh.size if rule.known else 1
     shapes, sizes = (*op.operand_shapes, *op.result_shapes), (*op.operand_sizes, *op.result_sizes)
     nbytes = [math.prod(shape) * size / parts for shape, size in zip(shapes, sizes, strict=True)]
@@ -65,5 +66,6 @@ def _op_seconds(op: Op, pricer: Pricer) -> float:
         factors = [nbytes[rule.product.left], nbytes[rule.product.right], *nbytes[split:]]
         both = op.operand_grads[rule.product.left] + op.operand_grads[rule.product.right]
         moved = sum(factors), both * sum(factors)
-    passes = zip(flops, moved, strict=True) if op.has_backward else [(flops[0], moved[0])]
-    return sum(rates.least(f / parts, n, op.dtype, products=is_product, attention=rule.is_attention) for f, n in passes)
+    kind = {"products": is_product, "attention": rule.is_attention}
+    forward, backward = (rates.least(f / parts, n, op.dtype, **kind) for f, n in zip(flops, moved, strict=True))
+    return forward, backward if op.has_backward else 0.0

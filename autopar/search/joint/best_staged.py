@@ -4,7 +4,7 @@ The first rank has most micro-batches in flight. Its memory is limited in the st
 which only its ops count; then all ranks are counted call by call (`search.staged_memory`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
@@ -17,7 +17,7 @@ from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.graph.moments import Share
-from autopar.search.joint.critical_path import Way, least_message, longest_way
+from autopar.search.joint.critical_path import Way, guessed_way, least_message, longest_way
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.rounds import dealt
 from autopar.search.staged.stages import block_starts, choose_cuts, even_cuts, even_starts, simulated, staged
@@ -42,6 +42,17 @@ def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -
     before = [0, *(positions[name] for name in block_starts(program.captured))]
     last = slice(max(start for start in before if start < end), end)
     return Share(ops=stage % p == 0, in_flight=most / own, last=last)
+
+
+def guessed_ways(
+    program: Program, pricer: Pricer, cluster: Cluster, pipeline: int, schedule: str, chunks: Sequence[int]
+) -> Iterator[Way]:
+    """Ways through steps of evenly dealt stages, of each of these numbers a rank, that no plan is needed for."""
+    send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
+    for number in chunks:
+        begins = even_starts(program, pipeline, number)
+        order = make_order(schedule, pipeline, program.microbatches, number)
+        yield guessed_way(program, pricer, order, begins, first_share(program, order, begins), send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

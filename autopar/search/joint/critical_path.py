@@ -1,8 +1,9 @@
 """What does a pipeline's step take at least, whatever its stages decide? The length of one way through it.
 
 The order of a schedule is a graph of actions and messages, and a step takes as long as its longest way at least, for
-every plan. So any way bounds them all: the sum of what its actions take, minimised over all choices. The way taken here
-is that of a plan at hand, which is its own longest, so that the bound is near the plan where others decide alike:
+every plan. So any way bounds them all: the sum of what its actions take, minimised over all choices. The way of a plan
+at hand is its own longest, so that the bound is near the plan where others decide alike; before there is one, that of
+stages which take what their work takes is near it:
 
     sum over stages j of F_j f_j + B_j b_j + messages x least message + what is paid once a step on one rank
 
@@ -17,12 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.pipeline import Pipeline
+from autopar.cost_models.collectives import Form, least
+from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
+from autopar.cost_models.schedules import PipelineOrder
 from autopar.cost_models.timeline_kernel import longest_paths
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.search.costs.paid import Paid, stages_of
+from autopar.search.costs.paid import Paid, reading_stages, stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
+from autopar.search.costs.work_bound import op_work
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
@@ -97,6 +101,46 @@ def way_seconds(
     except SearchTimeoutError:
         return 0.0
     return found.bound + way.sent
+
+
+def guessed_way(
+    program: Program, pricer: Pricer, order: PipelineOrder, begins: Sequence[int], share: Share, send: tuple[Form, ...]
+) -> Way:
+    """The longest way where no plan is at hand: of stages that take what their work takes, split evenly."""
+    num_stages, stage_of = len(begins) + 1, stages_of(begins, len(program.ops))
+    work = np.array([op_work(op, pricer) for op in program.ops])
+    seconds = np.stack([np.bincount(stage_of, weights=side, minlength=num_stages) for side in work.T], axis=1)
+    sent = least(send, least_message(program, pricer, _crossing(program, begins)))[0]
+    stages = [
+        StageWork(
+            actions={"F": (Segment(COMPUTE, float(f)),), "B": (Segment(COMPUTE, float(b)),)},
+            send_forward=sent,
+            send_backward=sent,
+        )
+        for f, b in seconds
+    ]
+    passes, messages = longest_way(make_pipeline(order, stages), num_stages)
+    p = len(order.ranks)
+    stored = np.zeros(num_stages)
+    for name, tensor in program.tensors.items():
+        if tensor.kind == "parameter":
+            stored[reading_stages(program, stage_of, name)] += math.prod(tensor.shape)
+    return Way(
+        forward=passes[0],
+        backward=passes[1],
+        rank=int(np.argmax(np.bincount(np.arange(num_stages) % p, weights=stored))),
+        sent=messages * sent,
+        share=share,
+        begins=tuple(begins),
+        num_ranks=p,
+    )
+
+
+def _crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
+    """What each cut sends on: made before it, read after it."""
+    last = {name: max((p for p, _ in program.readers[name]), default=-1) for name in program.tensors}
+    made = [(name, t.producer) for name, t in program.tensors.items() if t.producer is not None and t.requires_grad]
+    return [[name for name, position in made if position < begin <= last[name]] for begin in begins]
 
 
 def least_message(program: Program, pricer: Pricer, crossing: Sequence[Sequence[str]]) -> float:

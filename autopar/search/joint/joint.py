@@ -14,6 +14,7 @@ on the mesh of one of p stages, m the number of micro-batches:
 `best_first` solves no more than it must. Equal blocks are split alike in all stages, and dealt to them evenly.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.work_bound import saved_nbytes, work_seconds
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
-from autopar.search.joint.best_staged import best_staged
+from autopar.search.joint.best_staged import best_staged, guessed_ways
 from autopar.search.joint.critical_path import Way, way_seconds
 from autopar.search.joint.relaxing import Asked, Pricers, Relaxations
 from autopar.search.known.baselines import memory_limit
@@ -246,7 +247,19 @@ class Joint:
         if m != key.microbatches or not is_own:
             return False
         self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
+        if key.schedule == INTERLEAVED and self.bound(key) < cutoff < math.inf:
+            self._own[key] = max(self._own[key], self._along_guessed_ways(key, cutoff))
         return True
+
+    def _along_guessed_ways(self, key: Candidate, cutoff: float) -> float:
+        """A bound of evenly dealt stages, 0 where it does not reach the cutoff: such plans have to be found anyway."""
+        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        least = math.inf
+        for way in guessed_ways(program, pricer, self.cluster, p, key.schedule, _chunks(key)):
+            least = min(least, way_seconds(program, pricer, way, self.fold))
+            if least < cutoff:
+                return 0.0
+        return least
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
         """The relaxation that comes next for this candidate."""
