@@ -16,7 +16,7 @@ CLUSTER = load_cluster("2x4xh100")
 
 
 def relaxations(*, beside: bool) -> Relaxations:
-    def pricer(arrangement: Arrangement) -> Pricer:
+    def pricer(arrangement: Arrangement, _microbatches: int) -> Pricer:
         return Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=TrainConfig())
 
     return Relaxations(program=lambda _: program_of("gpt2"), pricer=pricer, fold=True, beside=beside)
@@ -36,7 +36,7 @@ def test_who_finds_a_bound_does_not_matter() -> None:
         assert all(both.of(one) == seconds for one, seconds in there.items())
         assert found == pytest.approx([here.of(one) for one in asked], rel=1e-12)
     arrangement, _, times = asked[0]
-    own = relaxed_seconds(program_of("gpt2"), here.pricer(arrangement), times, True)
+    own = relaxed_seconds(program_of("gpt2"), here.pricer(arrangement, 1), times, True)
     assert found[0] == pytest.approx(own, rel=1e-12)
 
 
