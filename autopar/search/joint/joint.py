@@ -247,19 +247,20 @@ class Joint:
         if m != key.microbatches or not is_own:
             return False
         self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
-        if key.schedule == INTERLEAVED and self.bound(key) < cutoff < math.inf:
-            self._own[key] = max(self._own[key], self._along_guessed_ways(key, cutoff))
         return True
 
-    def _along_guessed_ways(self, key: Candidate, cutoff: float) -> float:
-        """A bound of evenly dealt stages, 0 where it does not reach the cutoff: such plans have to be found anyway."""
+    def _cut_off_by_guessed_ways(self, key: Candidate, cutoff: float) -> None:
+        """Of evenly dealt stages a bound needs no plan.
+
+        Raises CutoffError if it reaches the cutoff.
+        """
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
         least = math.inf
         for way in guessed_ways(program, pricer, self.cluster, p, key.schedule, _chunks(key)):
             least = min(least, way_seconds(program, pricer, way, self.fold))
             if least < cutoff:
-                return 0.0
-        return least
+                return
+        raise CutoffError(least)
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
         """The relaxation that comes next for this candidate."""
@@ -284,6 +285,8 @@ class Joint:
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
         once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
+        if key.schedule == INTERLEAVED and cutoff < math.inf:
+            self._cut_off_by_guessed_ways(key, cutoff)
 
         def whole(pricer: Pricer, share: Share | None = None) -> Plan:
             return plan_program(
