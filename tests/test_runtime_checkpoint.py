@@ -52,7 +52,9 @@ def load_and_train(plan: Plan, folder: str) -> tuple[State, list[Tensor], State,
     optimizer = adamw(module)
     load(module, optimizer, folder)
     loaded, held = cases.whole_state(module), moments(optimizer)
-    assert all(isinstance(v, DTensor) for p in optimizer.state for k, v in optimizer.state[p].items() if k != "step")
+    for parameter, held_of_it in optimizer.state.items():
+        kinds = {isinstance(value, DTensor) for name, value in held_of_it.items() if name != "step"}
+        assert kinds == {isinstance(parameter, DTensor)}
     step(module, optimizer, 2)
     return loaded, held, cases.whole_state(module), module.num_calls
 

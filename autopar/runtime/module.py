@@ -41,7 +41,7 @@ from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.reductions import Late
-from autopar.runtime.state import State
+from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Trainable
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class DistributedModule(Trainable):
         self._graphs: dict[tuple[bool, str], fx.GraphModule] = {}
         self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
-        self.state = State(local, self.groups.rank, self.device_mesh, device)
+        whole = all_whole(plan.layouts[spec.placeholder] for spec in captured.parameters)
+        self.state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
         self._late = Late(self.state.add_gradient)
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():

@@ -1,5 +1,7 @@
 """Which optimizers can update DTensor parameters? A step of one that cannot fails with the reason, not with DTensor's.
 
+Where every rank has all of every parameter they are plain tensors (`runtime.state`), and all of torch.optim serve.
+
 Found by trying every optimizer of torch.optim against one process (tests/test_runtime_optimizers.py does so again).
 """
 
@@ -7,6 +9,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
@@ -28,11 +31,13 @@ _installed = False
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Return if `optimizer` can update DTensor parameters.
+    """Return if `optimizer` can update its parameters, DTensors or not.
 
     Raises:
         OptimizerError: with the reason and alternatives.
     """
+    if not any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        return
     for kind, reason in REFUSED.items():
         if isinstance(optimizer, kind):
             raise OptimizerError(

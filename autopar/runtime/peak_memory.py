@@ -63,7 +63,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, tensor: Tensor, kind: str, made_by: str) -> None:
-        storage = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if (held := self._held.get(id(storage))) is not None:
             held.kind = kind if kind != "working" else held.kind
             return

@@ -34,7 +34,7 @@ from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.schedules import Schedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
-from autopar.runtime.state import State, first_ranks_value
+from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Trainable
 from autopar.staged_plan import SPLITTING, StagedPlan
 
@@ -111,9 +111,10 @@ class PipelinedModule(Trainable):
         }
         self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
         self.stages: list[Stage] = []
+        whole = all_whole(plan.stages[s].layouts[name] for name, stages_ in self._owners.items() for s in stages_)
         with torch.no_grad():
             for number, local in locals_.items():
-                state = State(local, self.groups.rank, self.device_mesh, device)
+                state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
                 state.register(self, values, sync=False)
                 splits = plan.schedule in SPLITTING
                 stage = Stage(number, local, state, self.groups, self, splits=splits, written=code.written)
@@ -191,7 +192,6 @@ class PipelinedModule(Trainable):
             gradient = state.parameters[placeholder].grad
             counted = self.plan.stage_rank(self._owners[placeholder][0]) == self.pipeline_rank
             if gradient is not None and counted:
-                assert isinstance(gradient, DTensor)
                 norm = torch.linalg.vector_norm(gradient)
                 squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
         dist.all_reduce(squares, group=self.pipeline_group)

@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its storage."""
-    return tensor._local_tensor
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its storage; a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
-    """A DTensor without gradient that is laid out as `other` is, with `local` as this rank's part."""
+def stored_like(local: Tensor, other: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor without gradient that is stored as `other` is, a DTensor or plain."""
+    if not isinstance(other, DTensor):
+        return local
     return DTensor(local, other._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

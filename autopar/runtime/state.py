@@ -1,32 +1,40 @@
-"""What does a rank hold of a model? Parameters as DTensors under their own names, and leaves that compute on them.
+"""What does a rank hold of a model? Parameters under their own names, and leaves that compute on them.
+
+Parameters are DTensors. Where every rank has all of every parameter they are plain tensors, as under torch's
+DistributedDataParallel: there is nothing that a DTensor would say, and an optimizer's step takes a fifth of the time.
 
 A leaf is a plain tensor that shares storage with its parameter's local tensor, so what optimizers and checkpoints write
 in place is what the graph reads, without a `to_local()` a step. Where compute has another dtype than storage (mixed
-precision) a step computes on a local cast of it. Autograd's gradient of a leaf moves to the parameter's `grad` as a
-DTensor of the same layout and dtype.
+precision) a step computes on a local cast of it. Autograd's gradient of a leaf moves to the parameter's `grad`, stored
+and typed as the parameter is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.graph import BufferSpec, LocalModel, ParameterSpec
 from autopar.mesh import Mesh
-from autopar.placement import Layout
+from autopar.placement import Layout, Shard
 from autopar.runtime.optimizers import MARK
 from autopar.runtime.parameters import check_storage, has_name, local_part, padded_part, register_under, to_dtensor
-from autopar.runtime.private_torch import dtensor_like, local_tensor
+from autopar.runtime.private_torch import local_tensor, stored_like
 
 
 class State:
-    """Parameters, buffers and constants of one module on one rank, by placeholder."""
+    """Parameters, buffers and constants of one module on one rank, by placeholder.
 
-    def __init__(self, local: LocalModel, rank: int, device_mesh: DeviceMesh, device: torch.device) -> None:
+    plain: parameters are plain tensors, because every rank has all of them.
+    """
+
+    def __init__(
+        self, local: LocalModel, rank: int, device_mesh: DeviceMesh, device: torch.device, *, plain: bool
+    ) -> None:
         self.local = local
+        self.plain = plain
         self.mesh: Mesh = local.plan.mesh
         self.coordinate = self.mesh.coordinate(rank)
         self.device_mesh = device_mesh
@@ -75,22 +83,23 @@ class State:
         part = local_part(whole, layout, self.mesh, self.coordinate)
         empty = torch.empty(part.shape, dtype=part.dtype, device=self.device) if part.is_meta else None
         local = own_copy(part, self.device) if empty is None else empty
-        return nn.Parameter(self.as_dtensor(spec, local), requires_grad=spec.trainable)
+        return nn.Parameter(self.as_stored(spec, local), requires_grad=spec.trainable)
 
-    def as_dtensor(self, spec: ParameterSpec, part: Tensor) -> DTensor:
+    def as_stored(self, spec: ParameterSpec, part: Tensor) -> Tensor:
+        if self.plain:
+            return part
         return to_dtensor(part, self.layout(spec.placeholder), spec.shape, self.mesh, self.device_mesh)
 
-    def scattered(self, spec: ParameterSpec, whole: Tensor) -> DTensor:
+    def scattered(self, spec: ParameterSpec, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as the parameter is stored."""
         part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
-        return self.as_dtensor(spec, own_copy(part, self.device))
+        return self.as_stored(spec, own_copy(part, self.device))
 
     def fill(self, root: nn.Module, name: str, value: Tensor) -> bool:
         """Write this rank's part of a whole parameter or buffer; whether there is one of that name."""
         for spec in self.local.captured.parameters:
             if name in spec.names:
                 held = root.get_parameter(name).data
-                assert isinstance(held, DTensor)
                 local_tensor(held).copy_(local_tensor(self.scattered(spec, value)))
                 return True
         for buffer in self.local.captured.buffers:
@@ -111,10 +120,8 @@ class State:
             for name in spec.names[1:]:
                 register_under(root, name, parameter)  # tied as before, whatever replaced it
             setattr(parameter, MARK, spec.names[0])
-            stored = parameter.data
-            assert isinstance(stored, DTensor)
             self.parameters[spec.placeholder] = parameter
-            leaf = local_tensor(stored).detach().requires_grad_(parameter.requires_grad)
+            leaf = local_tensor(parameter.data).detach().requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._mover(spec))  # type: ignore[no-untyped-call]
             self.stored[spec.placeholder] = leaf
@@ -147,10 +154,8 @@ class State:
         parameter = self.parameters[spec.placeholder]
         held = parameter.grad
         if held is None:
-            assert isinstance(parameter, DTensor)
-            parameter.grad = dtensor_like(gradient.to(parameter.dtype), parameter)
+            parameter.grad = stored_like(gradient.to(parameter.dtype), parameter)
         else:
-            assert isinstance(held, DTensor)
             local_tensor(held).add_(gradient)
 
     def arguments(self, root: nn.Module) -> dict[str, Tensor]:
@@ -167,7 +172,12 @@ class State:
     def gradient(self, placeholder: str) -> Tensor | None:
         """This rank's part of a parameter's gradient, None before any backward pass."""
         held = self.parameters[placeholder].grad
-        return local_tensor(held) if isinstance(held, DTensor) else None
+        return None if held is None else local_tensor(held)
+
+
+def all_whole(layouts: Iterable[Layout]) -> bool:
+    """Whether every rank of a mesh has all of the parameters stored so."""
+    return not any(isinstance(placement, Shard) for layout in layouts for placement in layout.axes)
 
 
 def own_copy(part: Tensor, device: torch.device) -> Tensor:
