@@ -5,7 +5,9 @@ the same axes, as many redistributions after storage, of parameters of one dtype
 once a step or once a micro-batch. A fused call stands where the first of them stood, which is legal since they read
 nothing but parameters. In backward autograd runs it when the gradient of its last result is there.
 
-Parameters that are padded first (stored unevenly) go apart: their gradients must go back through the padding, at once.
+A reduction that is alone in its bucket is fused too, for what is fused may be waited for late; a lone gather is not, it
+would be copied twice more. Parameters that are padded first (stored unevenly) go apart: their gradients must go back
+through the padding, at once.
 """
 
 import operator
@@ -46,9 +48,10 @@ def fused_groups(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: Pla
             if alike is not None and spec.placeholder in bucket and _num_ranks(node, plan) > 1:
                 direct = sources[0].op == "placeholder"
                 once = plan.lifetimes.get(spec.placeholder) in ONCE_A_STEP
-                key = (bucket[spec.placeholder], depth, direct, once, spec.dtype, spec.trainable, *alike)
+                key = (direct, bucket[spec.placeholder], depth, once, spec.dtype, spec.trainable, *alike)
                 found.setdefault(key, []).append(node)
-    return [tuple(group) for group in found.values() if len(group) > 1]
+    waits_late = {key for key, (first, *_) in found.items() if key[0] and first.target is not collectives.all_gather}
+    return [tuple(group) for key, group in found.items() if len(group) > 1 or key in waits_late]
 
 
 def fuse_collectives(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: Plan) -> fx.Graph:

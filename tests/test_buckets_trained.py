@@ -85,7 +85,7 @@ def test_slow_starts_make_one_bucket_and_quick_ones_many() -> None:
             plan, make_program(captured), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         )
         counts.append(len(captured.parameters) - sum(len(names) - 1 for names in buckets))
-    assert counts[0] == 1 and counts == sorted(counts) and counts[-1] > 3
+    assert counts[0] == 1 and counts == sorted(counts) and counts[-1] > 1
 
 
 def test_the_estimate_says_what_buckets_save() -> None:

@@ -15,7 +15,12 @@ from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
 from autopar.cost_models.gradient_exchange.contract import Architecture, Schedule
 from autopar.cost_models.gradient_exchange.exchange import exchange
 from autopar.cost_models.gradient_exchange.horovod import Horovod
-from autopar.cost_models.gradient_exchange.merged_gradients import MergedGradients, optimal_merge, published_merge
+from autopar.cost_models.gradient_exchange.merged_gradients import (
+    MergedGradients,
+    merge_with_starts,
+    optimal_merge,
+    published_merge,
+)
 from autopar.cost_models.gradient_exchange.model import ExchangeModel, Gradient
 from autopar.cost_models.gradient_exchange.network import Network, network_of
 from autopar.cost_models.gradient_exchange.parameter_server import ParameterServer
@@ -130,6 +135,31 @@ def test_the_merge_is_the_best_of_all_merges(seed: int) -> None:
     published = published_merge(model.ready, model.nbytes, alpha, beta, least_nbytes=0.0)
     assert published in merges
     assert end(published) <= end([(k, k) for k in range(count)]) + 1e-12, "the authors' rule is never worse than WFBP"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_merge_is_the_best_where_starts_take_the_processor(seed: int) -> None:
+    """Against all merges, each run message by message: the processor computes, and starts what is ready."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 9)
+    model = random_model(seed, count)
+    alpha, beta = 10 ** rng.uniform(-5, -2), 10 ** rng.uniform(-11, -8)
+    start = rng.choice([0.0, alpha, 0.3 * alpha, 10 * alpha])
+
+    def step(groups: list[tuple[int, int]]) -> float:
+        clock = computed = sent = 0.0
+        for first, last in groups:
+            clock += model.ready[last] - computed
+            computed = model.ready[last]
+            sent = max(sent, clock) + alpha + beta * float(model.nbytes[first : last + 1].sum())
+            clock += start
+        return max(clock, sent)
+
+    every = (c for k in range(count) for c in combinations(range(1, count), k))
+    merges = [[(a, b - 1) for a, b in pairwise((0, *cuts, count))] for cuts in every]
+    found = merge_with_starts(model.ready, model.nbytes, alpha, beta, start)
+    assert found in merges
+    assert step(found) == pytest.approx(min(map(step, merges)), rel=1e-12)
 
 
 def test_published_merge_by_hand() -> None:

@@ -93,7 +93,7 @@ def test_the_best_of_all_that_is_ranked_is_chosen(start: float) -> None:
 
 def test_data_parallel_wins_in_buckets_where_starts_are_dear() -> None:
     """Alone its many messages lose; a search that counts every start never sees it."""
-    cluster = hosts(1e-3, 3e8)
+    cluster = hosts(2e-3, 3e8)
     plan = searched(cluster)
     found = chosen(plan, cluster, with_baselines=False)
     own = with_buckets(plan, net(), cluster)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError
+from autopar.runtime.allocator import keep_freed_memory
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -24,7 +25,7 @@ def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT
     """
     global _timeout_seconds
     if dist.is_initialized():
-        return device()
+        return _ready()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise MeshError(
@@ -44,7 +45,14 @@ def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return device()
+    return _ready()
+
+
+def _ready() -> torch.device:
+    own = device()
+    if own.type == "cpu":
+        keep_freed_memory()
+    return own
 
 
 def device() -> torch.device:

@@ -13,8 +13,10 @@ from autopar.search.costs.replays import Value
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fused:
-    """values: what the steps of one message make, a parameter in a layout each. direct: made of storage itself, so that
-    what backward sends may be waited for later."""
+    """values: what the steps of one message make, a parameter in a layout each; one alone if only backward sends.
+
+    direct: made of storage itself, so that what backward sends may be waited for later.
+    """
 
     values: tuple[Value, ...]
     direct: bool
@@ -23,7 +25,7 @@ class Fused:
 def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused]:
     """The group of every value that is made in one."""
     bucket = {name: number for number, names in enumerate(plan.buckets) for name in names}
-    found: dict[tuple[object, ...], list[Value]] = {}
+    found: dict[tuple[bool, *tuple[object, ...]], list[Value]] = {}
     for name, journey in journeys.items() if bucket else ():
         tensor = journey.tensor
         if tensor.kind != "parameter" or name not in bucket:
@@ -35,7 +37,7 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
                 continue
             depth = len(journey.path(layout)) - 1
             key = (
-                *(bucket[name], depth, not depth and even, lifetime in ONCE_A_STEP, tensor.dtype, tensor.requires_grad),
+                *(not depth and even, bucket[name], depth, lifetime in ONCE_A_STEP, tensor.dtype, tensor.requires_grad),
                 *(
                     step.forward,
                     step.backward,
@@ -45,7 +47,11 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
                 ),
             )
             found.setdefault(key, []).append((name, layout))
-    groups = [Fused(values=tuple(v), direct=bool(key[2])) for key, v in found.items() if len(v) > 1]
+    groups = [
+        Fused(values=tuple(v), direct=direct)
+        for (direct, *_), v in found.items()
+        if len(v) > 1 or (direct and not journeys[v[0][0]].made[v[0][1]].forward)
+    ]
     return {value: group for group in groups for value in group.values}
 
 

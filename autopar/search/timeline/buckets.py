@@ -5,9 +5,8 @@ same collectives over the same axes (`search.bucket_ways`), one dtype, both trai
 of these a bucket takes is decided for all of its bytes.
 
     kept copies     the merge of MG-WFBP (`cost_models.gradient_exchange.merged_gradients`): gradients are ready when
-                    the backward passes of all later ops are over, and a message costs alpha + beta bytes. Neighbours
-                    are merged on where a message would take longer to start than to travel: starting takes the
-                    processor's time, which nothing hides
+                    the backward passes of all later ops are over, and a message costs alpha + beta bytes. Starting
+                    takes the processor's time, which nothing hides: each message delays what is computed by alpha
     gathered for use (ZeRO-3)   those of one block that are used one after the other: a larger bucket would hold more
                     gathered copies at once, which such a parameter is there to avoid
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from autopar.blocks import block_of
 from autopar.cluster import Cluster
-from autopar.cost_models.gradient_exchange.merged_gradients import Floats, optimal_merge
+from autopar.cost_models.gradient_exchange.merged_gradients import merge_with_starts
 from autopar.graph import CapturedModel
 from autopar.placement import is_even
 from autopar.plan import Plan, Way
@@ -73,13 +72,16 @@ def used_last(plan: Plan, program: Program) -> list[str]:
 def choose_buckets(
     plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True
 ) -> tuple[Buckets, dict[str, Way]]:
-    """Buckets of two and more parameters, and the ways of all that take another than the plan's."""
+    """Buckets, and the ways of all parameters that take another than the plan's.
+
+    One of its own keeps a gradient from being waited for where it is sent; of what is gathered for use it does nothing.
+    """
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     for journeys in _runs(plan, program, pricer, flatten):
         use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
         for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten):
-            if len(group) > 1:
+            if len(group) > 1 or not use:
                 buckets.append(tuple(journey.tensor.name for journey in group))
             word = _best_word(group, plan, pricer, flatten)
             for journey in group if word else ():
@@ -150,21 +152,8 @@ def _merged(
     alpha = sum(pricer.message(*kind, 1, True)[0] for kind in together)
     whole = sum(pricer.message(*kind, total, True)[0] for kind, total in together.items())
     beta = max(whole - alpha, 0.0) / nbytes.sum()
-    groups = _none_too_small(optimal_merge(ready, nbytes, alpha, beta), nbytes, alpha / beta if beta else 0.0)
+    groups = merge_with_starts(ready, nbytes, alpha, beta, start=alpha)
     return [order[first : last + 1][::-1] for first, last in groups]
-
-
-def _none_too_small(groups: list[tuple[int, int]], nbytes: Floats, least: float) -> list[tuple[int, int]]:
-    """Neighbours merged until every message has `least` bytes."""
-    out: list[tuple[int, int]] = []
-    for first, last in groups:
-        if out and nbytes[out[-1][0] : out[-1][1] + 1].sum() < least:
-            out[-1] = out[-1][0], last
-        else:
-            out.append((first, last))
-    if len(out) > 1 and nbytes[out[-1][0] : out[-1][1] + 1].sum() < least:
-        out[-2:] = [(out[-2][0], out[-1][1])]
-    return out
 
 
 def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[Message]:
