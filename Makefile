@@ -18,7 +18,7 @@ test: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict -p autopar -p examples.demo
+	$(BIN)/mypy --strict -p autopar -p examples.demo -p tests -p benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_house.py
 
 format: $(INSTALLED)

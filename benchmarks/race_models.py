@@ -40,7 +40,7 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
     import transformers as hf
 
     drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = hf.ViTConfig(**SHAPE, **drops, image_size=32, patch_size=4, num_labels=8)
+    config = hf.ViTConfig(**SHAPE, **drops, image_size=32, patch_size=4, num_labels=8)  # type: ignore[call-arg]
     return hf.ViTForImageClassification(config), {
         "pixel_values": torch.randn(BATCH, 3, 32, 32),
         "labels": torch.randint(8, (BATCH,)),

@@ -82,13 +82,14 @@ def scaled_gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 9], layer_type="basic", num_labels=3)
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 9]}
+    config = hf.ResNetConfig(**sizes, layer_type="basic", num_labels=3)  # type: ignore[call-arg]
     model = hf.ResNetForImageClassification(config)
     return model, {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
 
 
 def t5() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.T5Config(
+    config = hf.T5Config(  # type: ignore[call-arg]
         d_model=16,
         d_kv=8,
         d_ff=16,

@@ -140,10 +140,10 @@ def test_nothing_is_faster_when_a_part_is_slower_or_the_work_is_more(seed: int) 
 @pytest.mark.parametrize("m", [1, 8, 64])
 def test_bubbles_of_equal_stages_are_the_closed_forms(p: int, m: int) -> None:
     f, b, w = 1.0, 2.2, 0.9
-    one = [np.array([x]) for x in (f, b, w, float(p))]
+    forward, backward, weights, stages = (np.array([x]) for x in (f, b, w, float(p)))
 
     def bubble(schedule: str, v: int = 1) -> float:
-        return pipeline_seconds(*one, m, schedule, v) - m * (f + b)
+        return pipeline_seconds(forward, backward, weights, stages, m, schedule, v) - m * (f + b)
 
     assert bubble("1f1b") == pytest.approx((p - 1) * (f + b))
     assert bubble("gpipe") == pytest.approx((p - 1) * (f + b))

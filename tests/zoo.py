@@ -92,7 +92,7 @@ def _bert(dropout: float, batch: int, seq: int) -> tuple[nn.Module, dict[str, An
 
 
 def _vit(dropout: float, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.ViTConfig(
+    config = hf.ViTConfig(  # type: ignore[call-arg]
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -107,7 +107,7 @@ def _vit(dropout: float, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any
 
 
 def _resnet(dropout: float, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=8)
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=8)  # type: ignore[call-arg]
     return hf.ResNetForImageClassification(config), _images(batch)
 
 
@@ -116,7 +116,7 @@ def _images(batch: int) -> dict[str, Any]:
 
 
 def _t5(dropout: float, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.T5Config(
+    config = hf.T5Config(  # type: ignore[call-arg]
         d_model=32,
         d_kv=8,
         d_ff=64,
