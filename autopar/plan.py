@@ -58,13 +58,15 @@ class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
-    hidden: seconds for which collectives of one micro-batch run beside another's compute (`Plan.copies`).
+    hidden: seconds for which collectives run beside compute: those of one micro-batch beside another's (`Plan.copies`),
+        or reductions in buckets beside backward (`search.costs.late`).
     saved: seconds that buckets save, and the ways that they take.
     saved_by_ways: those of them that ways over several axes save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds over the space searched, every collective alone.
-    bound_in_buckets: one on those of all plans in buckets on this mesh with as many micro-batches; 0 if none is proved.
+    bound_in_buckets: one on those of all plans in buckets on this mesh with as many micro-batches, everything in turn;
+        0 if none is proved.
     baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
     """
 
@@ -81,7 +83,12 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.seconds.values()) - self.hidden
+        return self.in_turn_seconds - self.hidden
+
+    @property
+    def in_turn_seconds(self) -> float:
+        """The step if nothing ran beside compute."""
+        return sum(self.seconds.values())
 
     @property
     def alone_seconds(self) -> float:
@@ -99,8 +106,8 @@ class Estimate:
 
     @property
     def gap_in_buckets(self) -> float:
-        """How far it can be from the best plan in buckets."""
-        return _gap(self.step_seconds, self.bound_in_buckets)
+        """How far it can be from the best plan in buckets, both in turn."""
+        return _gap(self.in_turn_seconds, self.bound_in_buckets)
 
 
 def _gap(seconds: float, bound: float) -> float:

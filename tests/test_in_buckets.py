@@ -79,7 +79,7 @@ def test_the_best_of_all_that_is_ranked_is_chosen(start: float) -> None:
     least = min(other.estimate.step_seconds for other in ranked.values())
     assert found.estimate.step_seconds <= least * (1 + 1e-9)
     assert found.estimate.step_seconds == min(found.estimate.solver["in_buckets"]["seconds"].values())
-    assert 0 < found.estimate.bound_in_buckets <= found.estimate.step_seconds
+    assert 0 < found.estimate.bound_in_buckets <= found.estimate.in_turn_seconds
     assert found.estimate.alone_seconds >= found.estimate.bound * (1 - 1e-9)
     rng = random.Random(start)
     program, pricer = make_program(net()), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
@@ -87,7 +87,7 @@ def test_the_best_of_all_that_is_ranked_is_chosen(start: float) -> None:
     for other in others:
         for _ in range(2):
             moved = random_buckets(random_ways(other, net(), rng), net(), rng)
-            seconds = evaluate_program(moved, program, pricer).step_seconds
+            seconds = evaluate_program(moved, program, pricer).in_turn_seconds
             assert seconds >= found.estimate.bound_in_buckets * (1 - 1e-9)
 
 
@@ -124,5 +124,5 @@ def test_without_starts_a_plan_costs_no_more_than_in_any_buckets() -> None:
         alone, least, half = (evaluate_program(plan, program, p).step_seconds for p in (pricer, free, part))
         assert least < half < alone
         for _ in range(5):
-            seconds = evaluate_program(random_buckets(plan, captured, rng), program, pricer).step_seconds
+            seconds = evaluate_program(random_buckets(plan, captured, rng), program, pricer).in_turn_seconds
             assert least <= seconds <= alone * (1 + 1e-9)

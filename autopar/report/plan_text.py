@@ -107,6 +107,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
             proved = f", in the space searched none takes less than {bound} (gap {gap})"
         alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone{proved}"
+        if estimate.hidden:
+            step += f", {seconds_text(estimate.in_turn_seconds)} if nothing ran beside compute"
         if plan.buckets and estimate.bound_in_buckets:
             least, gap = seconds_text(estimate.bound_in_buckets), percent_text(estimate.gap_in_buckets)
             step += f", on this mesh none in buckets takes less than {least} (gap {gap})"
@@ -132,10 +134,11 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         )
     if plan.buckets:
         parameters = sum(len(names) for names in plan.buckets)
+        beside = estimate.hidden > 0 and plan.copies == 1
         lines.append(
             f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} "
-            f"bucket{'s' * (len(plan.buckets) > 1)}, which saves "
-            f"{seconds_text(estimate.saved)}"
+            f"bucket{'s' * (len(plan.buckets) > 1)}, which saves {seconds_text(estimate.saved)}"
+            + (f"; reductions run beside backward for {seconds_text(estimate.hidden)}" if beside else "")
         )
     if plan.ways:
         lines.append(_ways_text(plan))

@@ -8,8 +8,9 @@ few, and win in buckets. So the plan's problem is solved again with a part of th
                 below what the plan at hand takes, and often proves that there is nothing to find
     a tenth     nearer to what buckets of a block take
 
-Candidates are these, the plan at hand and the named baselines: each with its own buckets, the cheapest is taken. No
-search is begun that would take more than a part of what planning took before: then nothing is proved in buckets.
+Bounds count everything in turn. Candidates are these, the plan at hand and the named baselines: each with its own
+buckets, and with what of their reductions runs beside backward taken off, the cheapest is taken. No search is begun
+that would take more than a part of what planning took before: then nothing is proved in buckets.
 """
 
 import time
@@ -73,7 +74,8 @@ def best_in_buckets(
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
 
     def is_proved() -> bool:
-        return plan.mesh.size == 1 or bound >= best().estimate.step_seconds * (1 - gap)
+        least = min(one.estimate.in_turn_seconds for one in found.values())
+        return plan.mesh.size == 1 or bound >= least * (1 - gap)
 
     def is_over() -> bool:
         return time.process_time() + needed > end
@@ -82,7 +84,7 @@ def best_in_buckets(
         if is_proved() or is_over():
             break
         tell(f"planning for buckets, {share:.0%} of starts counted")
-        other, proved = _searched(program, pricer, share, best().estimate.step_seconds, seconds, tell, search)
+        other, proved = _searched(program, pricer, share, best().estimate.in_turn_seconds, seconds, tell, search)
         bound = bound if share else proved
         if other is not None:
             found[f"{share:.0%} of starts"] = finish(other)
@@ -134,6 +136,6 @@ def _certified(chosen: Estimate, first: Estimate, bound: float, facts: dict[str,
     return replace(
         chosen,
         bound=min(first.bound, chosen.alone_seconds),
-        bound_in_buckets=min(bound, chosen.step_seconds),
+        bound_in_buckets=min(bound, chosen.in_turn_seconds),
         solver={**others, **own, MARK: facts},
     )

@@ -68,7 +68,7 @@ class Ranking:
             "plans": [
                 {
                     "plan": one.estimate.solver["instead"] if number else "first by the sum",
-                    "sum_seconds": one.estimate.step_seconds,
+                    "sum_seconds": one.estimate.in_turn_seconds,
                     "timeline_seconds": seconds,
                 }
                 for number, (seconds, one, _) in enumerate(self.rows)

@@ -72,7 +72,7 @@ def best_woven(
     estimate = replace(
         best.estimate,
         bound=min(first.bound, best.estimate.alone_seconds),
-        bound_in_buckets=min(first.bound_in_buckets, best.estimate.step_seconds),
+        bound_in_buckets=min(first.bound_in_buckets, best.estimate.in_turn_seconds),
         baselines=first.baselines,
         solver={**first.solver, "copies": {name: one.estimate.step_seconds for name, (one, _) in found.items()}},
     )

@@ -15,6 +15,7 @@ from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.copies import running
 from autopar.search.costs.fused import Fused, find_fused, fused_messages
 from autopar.search.costs.journeys import Journey, make_journeys
+from autopar.search.costs.late import late_seconds
 from autopar.search.costs.live import MEMORY_KINDS, Live, regathered
 from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program, Tensor, make_program
@@ -24,7 +25,7 @@ KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "al
 
 
 def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
-    """Seconds of one step and memory at its peak; nothing is overlapped, seconds add up."""
+    """Seconds of one step and memory at its peak. Seconds add up, but for what runs beside compute (`hidden`)."""
     program = make_program(captured)
     return evaluate_program(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
 
@@ -41,7 +42,11 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
-    hidden = alone - _beside(plan, program, pricer) if program.copies > 1 else 0.0
+    hidden = 0.0
+    if program.copies > 1:
+        hidden = alone - _beside(plan, program, pricer)
+    elif plan.buckets and plan.microbatches == 1:
+        hidden = late_seconds(plan, program, pricer, journeys, dict.fromkeys(find_fused(plan, journeys).values()))
     return replace(
         plan.estimate,
         seconds=seconds,

@@ -1,0 +1,95 @@
+"""What is hidden beside backward is what an event by event simulation of the graph that runs hides."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from torch import fx
+
+from autopar.mesh import make_mesh
+from autopar.ops import collectives
+from autopar.passes.fuse_collectives import fused_groups
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_buckets
+from autopar.search.timeline.buckets import with_buckets
+from tests.search_cases import captured_of, machine, program_of
+
+
+def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
+    """Seconds hidden on one link: a clock of what backward computes and starts, bucket after bucket of the graph."""
+    captured, program = captured_of(family), program_of(family)
+    specs = {spec.placeholder: spec for spec in captured.parameters}
+    due: dict[int, list[tuple[float, float, bool]]] = {}
+    for group in fused_groups(insert_collectives(captured, plan).graph, captured.parameters, plan):
+        names = [source.name for node in group for source in node.all_input_nodes if source.op == "placeholder"]
+        if len(names) < len(group) or not specs[names[0]].trainable:
+            continue
+        scatters = group[0].target is collectives.all_gather
+        nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in names)
+        kind = "reduce_scatter" if scatters else "all_reduce"
+        seconds, start = (pricer.message(kind, (0,), n, True)[0] for n in (nbytes, 1))
+        first_read = min(position for name in names for position, _ in program.readers[name])
+        due.setdefault(first_read, []).append((seconds, start, scatters))
+    clock = computed = link = held = 0.0
+    for op in reversed(program.ops):
+        backward = pricer.op(op, plan.choices[op.name]).backward
+        clock, computed = clock + backward, computed + backward
+        for seconds, start, scatters in sorted(due.get(op.position, [])):
+            if scatters:
+                clock = max(clock, held)
+            link = max(link, clock) + seconds
+            held = link if scatters else held
+            clock += start
+    total = sum(seconds for found in due.values() for seconds, _, _ in found)
+    return total - (max(clock, link) - computed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hidden_seconds_are_those_of_a_simulation(seed: int) -> None:
+    rng = random.Random(seed)
+    family, name = rng.choice(["gpt2", "llama"]), rng.choice(["ddp", "fsdp"])
+    captured, program = captured_of(family), program_of(family)
+    cluster = machine(2)
+    alpha, bandwidth = 10 ** rng.uniform(-9, -4), 10 ** rng.uniform(7, 11)
+    cluster = replace(
+        cluster, levels=tuple(replace(v, alpha=alpha, bandwidth=bandwidth, lines=()) for v in cluster.levels)
+    )
+    plan = make_baseline(name, captured, cluster, make_mesh((2,)), TrainConfig())
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    for found in (with_buckets(plan, captured, cluster), random_buckets(plan, captured, rng)):
+        estimate = evaluate_program(found, program, pricer)
+        assert estimate.hidden == pytest.approx(max(simulated(found, family, pricer), 0.0), rel=1e-9, abs=1e-15)
+        assert estimate.hidden <= estimate.seconds["backward"] * (1 + 1e-9)
+        assert estimate.step_seconds == pytest.approx(estimate.in_turn_seconds - estimate.hidden)
+    assert evaluate_program(plan, program, pricer).hidden == 0.0
+
+
+def test_a_fast_link_hides_nearly_all_and_starts_hide_nothing() -> None:
+    captured, program = captured_of("llama"), program_of("llama")
+    hidden = []
+    for alpha, bandwidth in ((1e-12, 1e12), (1.0, 1e12)):
+        cluster = machine(2)
+        levels = tuple(replace(v, alpha=alpha, bandwidth=bandwidth, lines=()) for v in cluster.levels)
+        cluster = replace(cluster, levels=levels)
+        plan = make_baseline("ddp", captured, cluster, make_mesh((2,)), TrainConfig())
+        names = [spec.placeholder for spec in captured.parameters]
+        apart = replace(plan, buckets=tuple((name,) for name in names))
+        estimate = evaluate_program(apart, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+        hidden.append(estimate.hidden / estimate.seconds["all_reduce"])
+    assert hidden[0] > 0.5 and hidden[1] < 1e-6
+
+
+def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:
+    captured = captured_of("llama")
+    for name, count in (("ddp", len(captured.parameters)), ("fsdp", 0)):
+        plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
+        plan = replace(plan, buckets=tuple((spec.placeholder,) for spec in captured.parameters))
+        groups: list[tuple[fx.Node, ...]] = fused_groups(
+            insert_collectives(captured, plan).graph, captured.parameters, plan
+        )
+        assert [len(group) for group in groups] == [1] * count
