@@ -41,6 +41,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
 from autopar.serialize import dump
 from benchmarks.race_hosts import ADDRESSES, Hosts, HostsError
 from benchmarks.race_models import MODELS, make
@@ -100,18 +101,20 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A contender. predicted, payload: of ours alone: seconds a step, and bytes from the first host to the second."""
+    """A contender. predicted, payload, calls: of ours alone: seconds a step, bytes from the first host to the second,
+    collectives a step."""
 
     label: str
     text: str
     predicted: float | None = None
     payload: float | None = None
+    calls: int | None = None
 
 
 def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry], bytes]:
     """All contenders, the chosen plan first, and the graph that their plans are for."""
     module, batch = make(model)
-    chosen = autopar.plan(module, batch, cluster=cluster, precision="fp32", with_baselines=False)
+    chosen = autopar.plan(module, batch, cluster=cluster, precision="fp32")
     assert isinstance(chosen, ModelPlan) and chosen.captured is not None
     plans = {"chosen": chosen}
     for number, plan in enumerate(chosen.alternatives(num_next, cluster=cluster, seconds=30.0) if num_next else ()):
@@ -123,15 +126,18 @@ def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry]
             continue  # it does not apply to the model
         assert isinstance(plan, ModelPlan)
         plans[name] = plan
-    entries = [
-        Entry(
-            label=label,
-            text=plan.to_json(),
-            predicted=plan.estimate.step_seconds,
-            payload=crossing_nbytes(insert_collectives(chosen.captured, plan)),
+    entries = []
+    for label, plan in plans.items():
+        local = insert_collectives(chosen.captured, plan)
+        entries.append(
+            Entry(
+                label=label,
+                text=plan.to_json(),
+                predicted=plan.estimate.step_seconds,
+                payload=crossing_nbytes(local),
+                calls=sum(calls for calls, _ in predicted_messages(local).values()),
+            )
         )
-        for label, plan in plans.items()
-    ]
     recipes = ("ddp", "fsdp", "tp") if model == "llama" else ("ddp", "fsdp")
     return entries + [Entry(label=f"torch {recipe}", text=recipe) for recipe in recipes], dump(chosen.captured)
 
@@ -156,7 +162,7 @@ def row_of(setting: str, entries: Sequence[Entry], ran: dict[str, Ran]) -> dict[
         "spread": [low / middle, high / middle],
         "traffic": [min(ratios), max(ratios)],
         "contenders": [
-            {**dataclasses.asdict(ran[e.label]), "label": e.label, "predicted": e.predicted, "payload": e.payload}
+            {**dataclasses.asdict(ran[e.label]), **{k: v for k, v in dataclasses.asdict(e).items() if k != "text"}}
             for e in entries
         ],
     }
@@ -195,6 +201,7 @@ def print_row(row: dict[str, Any], console: Console) -> None:
         console.print(
             f"    {one['label']:11} {statistics.median(one['seconds']) * 1e3:8.1f} ms  {predicted:23}"
             f"link {one['crossed'] / 1e6:7.3f} MB{payload}"
+            + ("" if one["calls"] is None else f"  {one['calls']} collectives")
         )
 
 

@@ -102,16 +102,16 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(search_text(searched))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
-        proved = ""
+        alone, proved = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}", ""
         if estimate.bound:
             bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
             proved = f", in the space searched none takes less than {bound} (gap {gap})"
-        alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone{proved}"
+            alone += f", and no plan of the space searched less than {bound} (gap {gap})"
         if estimate.hidden:
-            step += f", {seconds_text(estimate.in_turn_seconds)} if nothing ran beside compute"
+            step += f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}"
         if plan.buckets and estimate.bound_in_buckets:
             least, gap = seconds_text(estimate.bound_in_buckets), percent_text(estimate.gap_in_buckets)
-            step += f", on this mesh none in buckets takes less than {least} (gap {gap})"
+            step += f", and no plan in buckets on this mesh less than {least} (gap {gap})"
         step += alone if plan.buckets else proved
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:

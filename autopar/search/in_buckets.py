@@ -53,7 +53,7 @@ def best_in_buckets(
     of micro-batches; with `plan`'s bound of collectives alone. `estimate.solver["buckets"]` says what each takes.
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
-    nothing is proved and there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
+    there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
     search: as `search.planner.plan_program` takes it.
     """
     program = make_program(captured)
@@ -89,7 +89,7 @@ def best_in_buckets(
         if other is not None:
             found[f"{share:.0%} of starts"] = finish(other)
     chosen = best()
-    if with_baselines or not (is_proved() or is_over()):
+    if with_baselines or (plan.mesh.size > 1 and not is_over()):
         chosen = compare(chosen, program, pricer, tell, finish)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
