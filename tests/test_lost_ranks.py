@@ -36,7 +36,7 @@ if lost and how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 start = time.monotonic()
 if lost:
-    time.sleep(4 * {timeout})
+    time.sleep(2.5 * {timeout})
 try:
     for step in range(1000):
         module.train_step(cases.batch(step))

@@ -4,12 +4,16 @@ A bucket's reduction begins when backward has computed the last of its gradients
 and what is still on its way when backward ends is not hidden; nor are the levels of a reduction after the first, which
 begin then. Each start delays backward by its alpha, and a reduce-scatter waits for the one before, because both would
 hold a buffer. Collectives that backward waits for where they stand hide nothing: time counts only what it computes.
+
+Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
+take, which delays backward like a start. So nothing is hidden within a host, and between hosts what the wire takes.
 """
 
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from autopar.cost_models.links import axis_links
 from autopar.plan import Plan
 from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
@@ -32,6 +36,7 @@ def late_seconds(
         first = messages[0]
         uses = [position for name, _ in group.values for position, _, _ in journeys[name].wanted]
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] for n in (1, first.nbytes))
+        start += busy_share(pricer, first.axes) * (whole - start)
         sent.append((float(after[max(min(uses), 0)]), whole, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for ready, seconds, start, holds in sorted(sent):
@@ -41,3 +46,12 @@ def late_seconds(
         stalled += start
     shown = stalled + max(link - (float(after[0]) + stalled), 0.0)
     return max(sum(seconds for _, seconds, _, _ in sent) - shown, 0.0)
+
+
+def busy_share(pricer: Pricer, axes: tuple[int, ...]) -> float:
+    """For which part of the time that a message's bytes take the processor that computes is busy with them."""
+    cluster = pricer.cluster
+    crossings = axis_links(cluster, pricer.mesh.shape, axes).crossings
+    if cluster.library != "gloo" or not crossings:
+        return 0.0
+    return min(1.0, crossings[0].level.bandwidth / max(level.bandwidth for level in cluster.levels))
