@@ -31,7 +31,11 @@ from tests.zoo import zoo
 ROWS = 4
 """Samples of a micro-batch."""
 
-_folder = tempfile.TemporaryDirectory(prefix="autopar-pipeline-")
+
+@cache
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    """Made when first asked for: ranks import this file too, and those that are stopped remove nothing."""
+    return tempfile.TemporaryDirectory(prefix="autopar-pipeline-")
 
 
 @cache
@@ -41,7 +45,7 @@ def case(family: str, microbatches: int, dropout: float = 0.0) -> tuple[Captured
     part = {k: v[:ROWS] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
     whole = promote_casts(capture(model, (), part))
     captured = accumulate_gradients(whole, microbatches, lambda: promote_casts(capture(model, (), batch)))
-    file = Path(_folder.name) / f"{family}-{microbatches}-{dropout}.pt"
+    file = Path(_folder().name) / f"{family}-{microbatches}-{dropout}.pt"
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     values = {name: value.detach() for name, value in values.items()}
     inputs = {spec.placeholder: batch[spec.path] for spec in captured.inputs}
