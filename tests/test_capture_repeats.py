@@ -95,8 +95,8 @@ def t5() -> tuple[nn.Module, dict[str, Any]]:
         d_ff=16,
         num_heads=2,
         vocab_size=32,
-        num_layers=8,
-        num_decoder_layers=9,
+        num_layers=9,
+        num_decoder_layers=10,
         dropout_rate=0.1,
         decoder_start_token_id=0,
     )
@@ -109,7 +109,7 @@ def t5() -> tuple[nn.Module, dict[str, Any]]:
         (gpt2, [4]),
         (scaled_gpt2, []),
         (resnet, [3]),
-        (t5, [2, 3]),
+        (t5, [3, 4]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
