@@ -128,6 +128,26 @@ def storage_is_shared(plan: Plan) -> None:
     assert {leaf.dtype for leaf in half.state.leaves.values()} == {torch.float32}
 
 
+def exchanged(split: Plan, whole: Plan) -> tuple[list[bool], float]:
+    """On a rank: which modules hold DTensors, and how far values are from those they were loaded from."""
+    modules = [cases.distributed(plan) for plan in (split, whole)]
+    off = 0.0
+    for source, target in (modules, modules[::-1]):
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(1.5)
+        target.load_state_dict(source.state_dict())
+        pairs = zip(cases.whole_state(source).values(), cases.whole_state(target).values(), strict=True)
+        off = max(off, *(float((a - b).abs().max()) for a, b in pairs))
+    return [any(isinstance(p, DTensor) for p in module.parameters()) for module in modules], off
+
+
+def test_whole_parameters_are_plain_and_take_the_state_of_split_ones() -> None:
+    split, whole = cases.data_parallel((2,)), cases.data_parallel((2,), "whole")
+    for kinds, off in ranks(2).run(exchanged, split, whole):
+        assert kinds == [True, False] and off == 0.0
+
+
 def test_parameters_and_the_tensors_computed_on_share_storage() -> None:
     ranks(2).run(storage_is_shared, cases.data_parallel((2,)))
 

@@ -1,7 +1,7 @@
 """What do modules under a plan share, whole or in stages? Values by original name, taken from whole tensors.
 
 A state dict of the original model holds whole tensors; each rank takes its part of those it has, and leaves out those
-that other stages of a pipeline have alone.
+that other stages of a pipeline have alone. One of a module under another plan may hold DTensors.
 """
 
 from abc import abstractmethod
@@ -107,7 +107,9 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         for spec in state.specs.values():
             for name in spec.names:
                 value = state_dict.get(prefix + name)
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
+                if isinstance(value, DTensor) and state.plain:
+                    state_dict[prefix + name] = value.full_tensor()
+                elif isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == spec.shape:
                     state_dict[prefix + name] = state.scattered(spec, value)
 
 
