@@ -114,6 +114,12 @@ def test_servers_on_one_machine_are_not_asked() -> None:
     assert step.exposed_seconds == pytest.approx(2 * 0.75 * model.nbytes.sum() / 8e9, rel=1e-9)
 
 
+def all_merges(count: int) -> list[list[tuple[int, int]]]:
+    """First and last gradient of each message, for every way to cut so many gradients."""
+    every = (cuts for k in range(count) for cuts in combinations(range(1, count), k))
+    return [[(a, b - 1) for a, b in pairwise((0, *cuts, count))] for cuts in every]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_merge_is_the_best_of_all_merges(seed: int) -> None:
     rng = random.Random(seed)
@@ -125,9 +131,7 @@ def test_the_merge_is_the_best_of_all_merges(seed: int) -> None:
         sizes = [float(model.nbytes[first : last + 1].sum()) for first, last in groups]
         return last_end(model.ready[[last for _, last in groups]], sizes, alpha, beta)
 
-    merges = []
-    for cuts in (c for k in range(count) for c in combinations(range(1, count), k)):
-        merges.append([(a, b - 1) for a, b in pairwise((0, *cuts, count))])
+    merges = all_merges(count)
     best = min(end(groups) for groups in merges)
     optimal = optimal_merge(model.ready, model.nbytes, alpha, beta)
     assert optimal in merges
@@ -155,8 +159,7 @@ def test_the_merge_is_the_best_where_starts_take_the_processor(seed: int) -> Non
             clock += start
         return max(clock, sent)
 
-    every = (c for k in range(count) for c in combinations(range(1, count), k))
-    merges = [[(a, b - 1) for a, b in pairwise((0, *cuts, count))] for cuts in every]
+    merges = all_merges(count)
     found = merge_with_starts(model.ready, model.nbytes, alpha, beta, start)
     assert found in merges
     assert step(found) == pytest.approx(min(map(step, merges)), rel=1e-12)

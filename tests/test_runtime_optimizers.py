@@ -1,6 +1,6 @@
 """Every optimizer of torch.optim either updates distributed parameters as one process does, or is refused.
 
-Parameters that every rank has all of are plain tensors: all optimizers take them.
+Parameters that every rank has all of are plain tensors: Adafactor and Rprop take them too.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Which optimizers can update DTensor parameters? A step of one that cannot fails with the reason, not with DTensor's.
 
-Where every rank has all of every parameter they are plain tensors (`runtime.state`), and all of torch.optim serve.
+Where every rank has all of every parameter they are plain tensors (`runtime.state`), and nothing is refused.
 
 Found by trying every optimizer of torch.optim against one process (tests/test_runtime_optimizers.py does so again).
 """
