@@ -9,8 +9,11 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.search.exact import brute_force
 from autopar.search.exact.completion import complete
+from autopar.search.exact.formulation import formulate
+from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import Plane, ascend, plane
 from autopar.search.exact.priced_memory import original_arcs, priced
+from autopar.search.exact.reduction import reduce
 from autopar.search.exact.steiner import metric
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
 from tests.strategy_graphs import random_graph
@@ -63,22 +66,31 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
         best = math.inf
         metrics = [metric(group) for group in graph.groups]
 
-        def solve(cheap: StrategyGraph) -> tuple[Ints | None, tuple[Ints, ...], float]:
-            found = brute_force.solve(cheap)
-            return found.choice, found.arcs, found.seconds
-
-        def met(choice: Ints, graph: StrategyGraph = graph, metrics: list = metrics) -> float:  # type: ignore[type-arg]
+        def solve(
+            cheap: StrategyGraph,
+            _prices: Floats,
+            graph: StrategyGraph = graph,
+            metrics: list = metrics,  # type: ignore[type-arg]
+        ) -> tuple[Plane, float]:
             nonlocal best
-            whole = complete(graph, metrics, choice)
+            found = brute_force.solve(cheap)
+            whole = complete(graph, metrics, found.choice)
             if whole is not None and whole.fits:
                 best = min(best, whole.seconds)
-            return best
+            return plane(graph, found.choice, original_arcs(graph, found.arcs)), found.seconds
 
         planes: list[Plane] = []
         start = np.random.default_rng(seed).random(len(memory.base)) * 1e-10 if seed % 2 else None
         try:
             ascent = ascend(
-                graph, solve, met, planes=planes, relative_gap=1e-6, cutoff=math.inf, over=lambda: False, start=start
+                graph,
+                solve,
+                lambda: best,  # noqa: B023
+                planes=planes,
+                relative_gap=1e-6,
+                cutoff=math.inf,
+                over=lambda: False,
+                start=start,
             )
         except InfeasibleError:  # no choice is compatible, whatever it takes
             continue
@@ -95,6 +107,32 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
         ), seed
         promise = min(s + float(ascent.prices @ e) * (abs(memory.limit) or 1.0) for s, e in planes)
         assert ascent.bound <= promise + 1e-9, seed
+
+
+@pytest.mark.parametrize("first", range(0, 100, BLOCK))
+def test_linear_programs_at_prices_find_what_the_one_with_rows_for_moments_does(first: int) -> None:
+    """Duality; and so no solution that fits takes less. With a cutoff the bound says on which side of it that is."""
+    seen = 0
+    for seed, graph in with_memory(first):
+        try:
+            rows = formulate(reduce(graph).graph)
+            found = least_within(graph, prices={})
+        except InfeasibleError:
+            with pytest.raises(InfeasibleError):
+                brute_force.solve(graph)
+            continue
+        answer = rows.model.solve(relaxed=True)
+        if answer.infeasible:
+            with pytest.raises(InfeasibleError):
+                brute_force.solve(graph)
+            continue
+        relaxed = answer.bound / rows.scale
+        assert relaxed * (1 - 2e-3) - 1e-9 <= found <= relaxed * (1 + 1e-6) + 1e-9, seed
+        for cutoff in (0.9 * relaxed, 1.1 * relaxed):
+            prices = {7: 1e-10} if seed % 2 else {}
+            assert (least_within(graph, cutoff=cutoff, prices=prices) >= cutoff) == (cutoff < relaxed), seed
+        seen += 1
+    assert seen > 3
 
 
 def test_a_plane_holds_seconds_and_what_is_beyond_the_limit() -> None:

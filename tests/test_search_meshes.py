@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -71,8 +71,11 @@ class Drawn:
             self.second[key] = (self.second[key] + self.costs[key]) / 2
             self.sharp.add(key)
 
-    def foresee(self, keys: Iterator[int], cutoff: float) -> None:
-        assert not any(key in self.sharp or self.bound(key) >= cutoff for key in keys)
+    def foresee(self, keys: Iterable[tuple[int, bool]], cutoff: float, seconds: float | None, solve: bool) -> None:
+        assert bool(self.solved) == solve
+        for key, is_bounded in keys:
+            assert is_bounded == (key in self.sharp) and key not in self.solved
+            assert self.bound(key) < cutoff or (not self.solved and key in self.scouts(range(30)))
 
     def sharpen(self, key: int, cutoff: float) -> bool:
         """Now and then it takes two goes."""

@@ -23,13 +23,14 @@ from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.exact import brute_force
-from autopar.search.exact.ilp import solve
+from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.moments import Share
 from autopar.search.graph.strategy_graph import usage
 from autopar.search.joint.best_staged import best_staged, first_share, guessed_ways
-from autopar.search.joint.critical_path import way_seconds
+from autopar.search.joint.critical_path import GAP, way_seconds
+from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
 from autopar.search.planner import plan_program
@@ -62,6 +63,10 @@ def graph() -> CapturedModel:
 @cache
 def program() -> Program:
     return make_program(graph())
+
+
+def _whole(own: Pricer, share: Share) -> Plan:
+    return plan_program(program(), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share)
 
 
 def pricer() -> Pricer:
@@ -122,12 +127,7 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     """The way is that of the best plan, which it bounds closely; and no random plan in the same stages is below it."""
     cluster = machine(4)
 
-    def whole(own: Pricer, share: Share) -> Plan:
-        return plan_program(
-            program(), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
-        )
-
-    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), whole)
+    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), _whole)
     assert found.plan is not None
     (way,) = found.ways
     (guessed,) = guessed_ways(program(), pricer(), cluster, 2, schedule, (chunks,))
@@ -187,3 +187,40 @@ def test_the_relaxation_is_below_every_choice(first: int) -> None:
                 solve(drawn)
             continue
         assert least_seconds(drawn) <= best * (1 + 1e-6) + 1e-9
+
+
+def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_less() -> None:
+    """Memory aside <= relaxed <= exact <= the plan that fits; and no cutoff above a bound is said to be reached."""
+    cluster = machine(4)
+    free = best_staged(program(), pricer(), cluster, 2, "1f1b", (1,), _whole)
+    assert free.plan is not None
+    limit = 0.8 * free.plan.estimate.peak_nbytes
+    found = best_staged(program(), pricer().within(limit), cluster, 2, "1f1b", (1,), _whole)
+    assert found.plan is not None and found.plan.estimate.peak_nbytes <= limit
+    assert found.plan.estimate.step_seconds > free.plan.estimate.step_seconds
+    (way,) = found.ways
+    aside = way_seconds(program(), pricer(), way, True)
+    relaxed, exact = (way_seconds(program(), pricer(), way, True, limit=limit, exact=e) for e in (False, True))
+    assert aside < relaxed * (1 - 1e-3)
+    assert relaxed <= exact * (1 + GAP) and exact <= found.plan.estimate.step_seconds
+    assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=0.9 * relaxed) >= 0.9 * relaxed
+    assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=1.2 * exact) < 1.2 * exact
+
+
+@pytest.mark.parametrize("error", [CutoffError(1e9), InfeasibleError("too small")])
+def test_what_does_not_fit_in_less_room_than_there_is_proves_nothing(error: Exception) -> None:
+    """Only the first search of a whole plan has all the room: a cutoff or a limit reached later is no bound."""
+    rooms: list[float] = []
+
+    def whole(own: Pricer, share: Share) -> Plan:
+        rooms.append(memory_limit(own.cluster, own.config))
+        if len(rooms) == 1:
+            return _whole(own.within(1e12), share)  # more than fits, so that it is searched again
+        raise error
+
+    tight = pricer().within(1e4)
+    found = best_staged(program(), tight, machine(4), 2, "1f1b", (1,), whole)
+    assert found.plan is None and found.ways and 0.0 < found.bound < 1.0
+    assert rooms[0] == 1e4 > rooms[1]
+    with pytest.raises(type(error)):  # rooms are not empty, so that the first search raises it
+        best_staged(program(), tight, machine(4), 2, "1f1b", (1,), whole)

@@ -1,8 +1,9 @@
 """What is the graph of another batch size? Two captured ones, every size and number in them moved along the line.
 
 A size or an integer that is x at a samples and y at b samples is x + (y - x) (n - a) / (b - a) at n. Where that is no
-integer, or constants of the graphs differ, or their nodes do, there is no such line and the model is captured anew; so
-it is for one sample, of which graphs may be written differently (a dim of size 1 is broadcast). Two points do not show
+integer, or constants of the graphs differ, or their nodes do, there is no such line. The points are the whole batch and
+one sample, which is asked for in any case; the graph of one may be written differently (a dim of size 1 is broadcast),
+and then two samples take its place. Where that is no line either, the model is captured anew. Two points do not show
 that a number is on a line: who plans with such a graph compares it with the captured one in the end.
 """
 
@@ -15,8 +16,6 @@ from torch import fx
 
 from autopar.graph import CapturedModel, target_name
 
-SIZES = (2, 3)
-
 
 class NotLinearError(Exception):
     """Two graphs differ in more than sizes."""
@@ -24,28 +23,30 @@ class NotLinearError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """The graphs of a model by batch size; `capture` is asked for few of them, for all if they are not `linear`.
+    """The graphs of a model by batch size up to `batch`, the whole one; `capture` is asked for few of them.
 
-    sizes: the two points of the line, those captured to find others.
+    lines: pairs of sizes of which the first, as far as is known, gives all others; without one each is captured.
     """
 
     capture: Callable[[int], CapturedModel]
-    sizes: tuple[int, int] = SIZES
-    linear: bool = True
+    batch: int
+    lines: list[tuple[int, int]] = field(init=False)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lines = [(few, self.batch) for few in (1, 2) if few + 1 < self.batch]
 
     def at(self, size: int) -> CapturedModel:
         """The graph of `size` samples."""
-        if size in self._captured:
-            return self._captured[size]
-        if self.linear and size > 1 and size not in self.sizes:
+        while self.lines and size > 1 and size not in self._captured and size not in self.lines[0]:
+            sizes = self.lines[0]
             try:
-                small, large = (self.captured(n) for n in self.sizes)
-                return rebatched(small, large, self.sizes, size)
+                small, large = (self.captured(n) for n in sizes)
+                return rebatched(small, large, sizes, size)
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
                 if not isinstance(error, (NotLinearError, ValueError)):
                     raise
-                self.linear = False
+                self.distrust()
         return self.captured(size)
 
     def captured(self, size: int) -> CapturedModel:
@@ -53,6 +54,10 @@ class Batches:
         if size not in self._captured:
             self._captured[size] = self.capture(size)
         return self._captured[size]
+
+    def distrust(self) -> None:
+        """The first line does not give the graphs of other sizes."""
+        del self.lines[:1]
 
 
 def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: int) -> CapturedModel:

@@ -113,7 +113,7 @@ def search_microbatches(
             "the best number of micro-batches was asked, but the inputs have no batch in common; give microbatches=1, "
             "or inputs with the batch first in every tensor"
         )
-    batches = Batches(capture=capture)
+    batches = Batches(capture=capture, batch=batch)
 
     def part(count: int) -> CapturedModel:
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
@@ -121,9 +121,9 @@ def search_microbatches(
     while True:
         found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
         count = found.microbatches
-        if not batches.linear or _part(capture, batch, count).fingerprint == graph.fingerprint:
+        if not batches.lines or _part(capture, batch, count).fingerprint == graph.fingerprint:
             return found
-        batches.linear = False  # the graphs of other sizes are no line: capture each
+        batches.distrust()
 
 
 def _part(capture: Callable[[int], CapturedModel], batch: int, count: int) -> CapturedModel:

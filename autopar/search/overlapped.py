@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.capture.rebatch import SIZES, Batches
+from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel
@@ -112,8 +112,7 @@ def best_overlapped(
     given = SECONDS if seconds is None else seconds
     if batch is None or capture is None or not count:
         return _ranked(plan, captured, cluster, overlap, count, {}, is_asked, given, tell)
-    sizes = SIZES if batch <= max(SIZES) else (min(SIZES), batch)
-    batches = Batches(capture=capture, sizes=sizes)
+    batches = Batches(capture=capture, batch=batch)
 
     def graph(number: int) -> CapturedModel:
         return accumulate_gradients(batches.at(batch // number), number, lambda: batches.at(batch))
@@ -122,12 +121,12 @@ def best_overlapped(
     while True:
         best, own = _ranked(plan, captured, cluster, overlap, count, graphs, is_asked, given, tell)
         number = best.microbatches
-        if number == plan.microbatches or not batches.linear:
+        if number == plan.microbatches or not batches.lines:
             return best, own
         seen = accumulate_gradients(batches.captured(batch // number), number, lambda: batches.captured(batch))
         if seen.fingerprint == own.fingerprint:
             return best, seen
-        batches.linear = False  # the graphs of other sizes are no line: capture each
+        batches.distrust()
 
 
 def _ranked(

@@ -25,6 +25,7 @@ from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.limited_bound import least_within
 from autopar.search.fitting import fitting
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -41,6 +42,8 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 GB = 1e9
 TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
+NEARLY_FITS = 1.5
+"""What is fastest without a limit may need so many limits for a plan to be looked for that runs nothing again."""
 LATER = 4
 """Part of the time, one in so many, that is left at least for a search after the first."""
 SOLVERS = ("auto", "ilp", "double-recursive")
@@ -216,6 +219,11 @@ def _exact(
         return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices)
 
     tell("building the strategy graph")
+    if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see
+        again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
+        bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
+        if bound >= cutoff:
+            raise CutoffError(bound)
     problem = build(program, pricer, limit=limit, fold=fold, share=share)
     built = time.perf_counter()
     free = _unlimited(problem, relative_gap / 2, seconds, cutoff)
@@ -223,9 +231,12 @@ def _exact(
         solution = solved(problem, say_least, binds=False)
     elif within(problem.graph, free.choice, free.arcs):
         solution = free
+    elif cutoff < math.inf:
+        problem, solution = again, solved(again, say_least)
     else:
         # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
-        kept = _attempt(lambda: solved(problem, False, hint=free.choice))
+        needed = usage(problem.graph, free.choice, free.arcs).max()
+        kept = _attempt(lambda: solved(problem, False, hint=free.choice)) if needed <= NEARLY_FITS * limit else None
         proved = free.bound
         if kept is None or kept.seconds - free.bound > relative_gap * kept.seconds:
             tell("the memory limit binds: adding recompute to the strategy graph")

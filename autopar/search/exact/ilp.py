@@ -19,8 +19,8 @@ from autopar.search.exact.completion import Completed, complete, within
 from autopar.search.exact.formulation import Formulation, formulate
 from autopar.search.exact.highs_log import Progress, progress_of
 from autopar.search.exact.least_peak import least_peak
-from autopar.search.exact.memory_prices import ascend, plane, remembered
-from autopar.search.exact.priced_memory import priced
+from autopar.search.exact.memory_prices import Plane, ascend, plane, remember, remembered
+from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.relaxation import floor, incompatible
 from autopar.search.exact.steiner import Metric, metric
@@ -96,8 +96,11 @@ class CutoffError(Exception):
     """No solution is below the cutoff; `bound` seconds are proved."""
 
     def __init__(self, bound: float) -> None:
-        super().__init__(f"every solution takes {bound:.6g} s or more")
+        super().__init__(bound)
         self.bound = bound
+
+    def __str__(self) -> str:
+        return f"every solution takes {self.bound:.6g} s or more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,17 +200,19 @@ class _Run:
         best: Completed | None = None
         bound = floor(graph)
 
-        def met(choice: Ints) -> float:
+        def met(choice: Ints) -> None:
             nonlocal best
             best = better(best, complete(graph, metrics, choice))
             self._stands(phase, best, bound)
-            return np.inf if best is None else best.seconds
 
         own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={})
 
-        def solved(cheap: StrategyGraph) -> tuple[Ints | None, tuple[Ints, ...], float]:
+        def solved(cheap: StrategyGraph, _prices: Floats) -> tuple[Plane | None, float]:
             found = own.optimise(cheap, [], phase="priced")
-            return (None, (), found.bound) if found.best is None else (found.best.choice, found.best.arcs, found.bound)
+            if found.best is None:
+                return None, found.bound
+            met(found.best.choice)
+            return plane(graph, found.best.choice, original_arcs(graph, found.best.arcs)), found.bound
 
         planes = []
         for start in starts:
@@ -217,16 +222,14 @@ class _Run:
         ascent = ascend(
             graph,
             solved,
-            met,
+            lambda: np.inf if best is None else best.seconds,
             planes=planes,
             relative_gap=self.relative_gap,
             cutoff=self.cutoff,
             over=self.over,
             start=remembered(self.prices, graph.memory.moments),
         )
-        if graph.memory.moments and ascent.prices.any():
-            self.prices.clear()
-            self.prices.update(zip(graph.memory.moments, ascent.prices.tolist(), strict=True))
+        remember(self.prices, graph.memory.moments, ascent.prices)
         started = self._passed(phase, "prices", started)
         bound = max(bound, ascent.bound)
         if bound == np.inf:

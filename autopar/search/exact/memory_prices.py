@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linprog
 
-from autopar.search.exact.priced_memory import original_arcs, priced
+from autopar.search.exact.priced_memory import priced
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
 
 EVALUATIONS = 24
@@ -26,10 +26,11 @@ TINY = 1e-9
 CLOSE = 0.25
 """Of the gap asked for: how near bound and promise end the ascent."""
 
-Solver = Callable[[StrategyGraph], tuple[Ints | None, tuple[Ints, ...], float]]
-"""Solves a graph without a limit: choice, arcs, and a bound on the cost; None where nothing was found in time."""
 Plane = tuple[float, Floats]
 """Seconds of a choice, and at each moment its bytes above the limit, in limits."""
+Solver = Callable[[StrategyGraph, Floats], tuple[Plane | None, float]]
+"""Solves a graph without a limit, the one `priced` at these: what is cheapest (None where nothing was found in time),
+and a bound on what it costs. Both of all choices, or both of their relaxation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,26 +44,27 @@ class Ascent:
 def ascend(
     graph: StrategyGraph,
     solve: Solver,
-    met: Callable[[Ints], float],
+    best: Callable[[], float],
     *,
     planes: list[Plane],
     relative_gap: float,
     cutoff: float,
     over: Callable[[], bool],
     start: Floats | None = None,
+    only: bool = False,
 ) -> Ascent:
     """The best prices of a graph with a limit.
 
-    met: told every choice found, answers the seconds of the best that fits (inf while none does). planes: of choices
-    known already. start: prices that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the
-    gap.
+    best: seconds of the best known that fits (inf while none does). planes: of choices known already. start: prices
+    that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the gap. only: also as soon as it
+    is known not to reach the cutoff.
     """
     memory = graph.memory
     assert memory is not None
     unit = abs(memory.limit) or 1.0
     beyond = (memory.base - memory.limit) / unit
     out = Ascent(prices=np.zeros(len(beyond)))
-    best, most = math.inf, 0.0
+    most = 0.0
     prices = np.zeros(len(beyond))
     for number in range(EVALUATIONS):
         if start is not None and number == 0:
@@ -71,24 +73,29 @@ def ascend(
             most = most or max(FIRST_PRICE * max(abs(planes[0][0]), TINY), STEEPER * float(prices.sum()))
             promise, prices = _most_promising(planes, most)
             if number and float(prices.sum()) >= most * (1 - TINY):
-                if not math.isfinite(best) and _never_fits(graph, solve, prices / unit, float(prices @ beyond)):
+                if not math.isfinite(best()) and _never_fits(graph, solve, prices / unit, float(prices @ beyond)):
                     out.bound = math.inf
                     return out
                 most *= STEEPER
                 promise, prices = _most_promising(planes, most)
-            if promise - out.bound <= CLOSE * relative_gap * abs(promise):
+            if promise - out.bound <= CLOSE * relative_gap * abs(promise) or (only and promise < cutoff < math.inf):
                 return out
-        choice, arcs, least = solve(priced(graph, prices / unit))
+        found, least = solve(priced(graph, prices / unit), prices / unit)
         if (bound := least + float(prices @ beyond)) > out.bound:
             out.bound, out.prices = bound, prices / unit
-        if choice is None:
+        if found is None:
             return out
-        arcs = original_arcs(graph, arcs)
-        planes.append(plane(graph, choice, arcs))
-        best = min(best, met(choice))
-        if min(best, cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
+        planes.append(found)
+        if min(best(), cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
             return out
     return out
+
+
+def remember(known: dict[int, float], moments: Sequence[int], prices: Floats) -> None:
+    """Put these prices in the place of those known, unless all are 0 or moments have no names."""
+    if moments and prices.any():
+        known.clear()
+        known.update(zip(moments, prices.tolist(), strict=True))
 
 
 def remembered(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
@@ -127,7 +134,7 @@ def _never_fits(graph: StrategyGraph, solve: Solver, prices: Floats, beyond: flo
     nodes = tuple(replace(node, seconds=_free(node.seconds)) for node in graph.nodes)
     groups = tuple(replace(group, arc_seconds=_free(group.arc_seconds)) for group in graph.groups)
     edges = tuple(replace(edge, seconds=_free(edge.seconds)) for edge in graph.edges)
-    *_, least = solve(priced(replace(graph, nodes=nodes, groups=groups, edges=edges), prices))
+    _, least = solve(priced(replace(graph, nodes=nodes, groups=groups, edges=edges), prices), prices)
     return least + beyond > 1e-6 * abs(beyond)
 
 

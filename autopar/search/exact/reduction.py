@@ -99,6 +99,14 @@ def restrict(graph: StrategyGraph, options: Sequence[Mask], arcs: Sequence[Mask]
     )
 
 
+def without_impossible(graph: StrategyGraph) -> StrategyGraph:
+    """The graph without the arcs that take for ever."""
+    arcs = [np.isfinite(group.arc_seconds) for group in graph.groups]
+    if all(mask.all() for mask in arcs):
+        return graph
+    return restrict(graph, [np.ones(len(node.seconds), bool) for node in graph.nodes], arcs).graph
+
+
 def reduce(
     graph: StrategyGraph,
     *,

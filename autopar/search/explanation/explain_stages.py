@@ -34,7 +34,8 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
-from autopar.search.joint.joint import SEARCHED, Candidate, Joint
+from autopar.search.joint.candidates import SEARCHED, Candidate
+from autopar.search.joint.joint import Joint, Setup
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.known.staged_baselines import staged_baseline
@@ -265,10 +266,13 @@ class _Asker:
         )
         joint = Joint(
             graph=lambda _: self.captured,
-            counts=(plan.microbatches,),
-            cluster=cluster,
-            config=replace(plan.config, memory_nbytes=limit),
-            relative_gap=self.relative_gap,
+            setup=Setup(
+                counts=(plan.microbatches,),
+                cluster=cluster,
+                config=replace(plan.config, memory_nbytes=limit),
+                relative_gap=self.relative_gap,
+                fold=True,
+            ),
         )
         left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
         is_marked = MARK in plan.estimate.solver  # the search counts without buckets: no bound of it holds

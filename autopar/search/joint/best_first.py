@@ -30,7 +30,7 @@ AFTER = 12
 BETTER = 0.15
 """After so many more bounds a promising one is solved if it is expected so much, as a part, below the best answer."""
 AHEAD = 64
-"""How many of the next are foreseen; many of them ask for the same."""
+"""How many of the next are foreseen; many of them ask for the same bound."""
 ALIKE = 1.03
 """Of the promising, those expected so near the least are as good: the one of least effort is taken."""
 
@@ -52,8 +52,10 @@ class Problems(Protocol[Asked, Given]):
     def scouts(self, keys: Sequence[Asked]) -> Sequence[Asked]:
         """Of many problems those that are bounded before all others: among them a good first answer is expected."""
 
-    def foresee(self, keys: Iterator[Asked], cutoff: float) -> None:
-        """These are the next to be sharpened, as things stand: what can be done beside may begin."""
+    def foresee(self, keys: Iterable[tuple[Asked, bool]], cutoff: float, seconds: float | None, solve: bool) -> None:
+        """These come next, as things stand: what can be done beside may begin. True: those that are sharpened.
+
+        solve: whether they will be solved then, if their bounds stay below the cutoff."""
 
     def sharpen(self, key: Asked, cutoff: float) -> bool:
         """Work for a better bound; afterwards `bound` gives it. True where no further work would better it, or it is
@@ -130,15 +132,18 @@ def best_first(
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
+            aim = cutoff
+            if outcome.answer is None:
+                aim = min((problems.expected(key) for key in sharpened), default=math.inf) * (1 - relative_gap)
             scouts = [key for key in scouts if key not in sharpened and key not in outcome.solved]
             if scouts and outcome.answer is None:
-                problems.foresee(iter(scouts[1:]), cutoff)
+                problems.foresee(_next(problems, heap, sharpened, aim, scouts[1:]), aim, left, False)
                 tell(f"bounding {scouts[0]}: {len(scouts)} to go before a first answer, {len(heap)} of {count} open")
                 _sharpen(problems, scouts[0], outcome, sharpened, cutoff)
                 heap = [entry for entry in heap if entry[3] not in outcome.solved]
                 heapq.heapify(heap)
                 continue
-            problems.foresee(_next_bounds(problems, heap, sharpened, cutoff), cutoff)
+            problems.foresee(_next(problems, heap, sharpened, aim), aim, left, outcome.answer is not None)
             is_due = len(sharpened) >= (EARLY if outcome.answer is None else last + AFTER)
             if is_due and (ahead := _promising(problems, heap, sharpened - tried, outcome.cost * (1 - BETTER))):
                 tried.add(ahead[3])
@@ -182,13 +187,19 @@ def best_first(
     return outcome
 
 
-def _next_bounds(
-    problems: Problems[Key, Answer], heap: list[tuple[int, float, int, Key]], sharpened: set[Key], cutoff: float
-) -> Iterator[Key]:
-    """Those that will be bounded next, but for the one whose turn it is; bounds in the heap may be old."""
-    waiting = [entry for entry in heap[1:] if entry[1] < cutoff and entry[3] not in sharpened]
+def _next(
+    problems: Problems[Key, Answer],
+    heap: list[tuple[int, float, int, Key]],
+    sharpened: set[Key],
+    aim: float,
+    scouts: Sequence[Key] = (),
+) -> Iterator[tuple[Key, bool]]:
+    """Those that come next but for the one whose turn it is, if the best will cost so much, and whether they are
+    sharpened; bounds in the heap may be old."""
+    yield from ((key, False) for key in scouts)
+    waiting = [entry for entry in heap[1:] if entry[1] < aim and entry[3] not in scouts]
     fresh = [(tier, problems.bound(key), number, key) for tier, _, number, key in waiting]
-    yield from (key for _, bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < cutoff)
+    yield from ((key, key in sharpened) for _, bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < aim)
 
 
 def _promising(

@@ -7,6 +7,8 @@ which only its ops count; then all ranks are counted call by call (`search.stage
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
@@ -16,11 +18,13 @@ from autopar.plan import Plan
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
+from autopar.search.costs.work_bound import op_work
+from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.critical_path import Way, guessed_way, least_message, longest_way
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.rounds import dealt
-from autopar.search.staged.stages import block_starts, choose_cuts, even_cuts, even_starts, simulated, staged
+from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
 from autopar.staged_plan import StagedPlan
 
 ATTEMPTS = 4
@@ -31,7 +35,7 @@ def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -
     """What the first pipeline rank, which has most micro-batches in flight, runs and keeps of stages that begin so."""
     p = len(order.ranks)
     stage = stages_of(begins, len(program.ops))
-    sizes = dict(enumerate(dealt(len(block_starts(program.captured)) + 1, p, order.num_stages // p)))
+    sizes = dict(enumerate(dealt(len(starts_of(program)) + 1, p, order.num_stages // p)))
     now = most = 0
     for action in order.ranks[0]:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * sizes[action.stage]
@@ -39,7 +43,7 @@ def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -
     own = sum(sizes[number] for number in range(0, order.num_stages, p))
     end = begins[order.num_stages - p]
     positions = {op.name: op.position for op in program.ops}
-    before = [0, *(positions[name] for name in block_starts(program.captured))]
+    before = [0, *(positions[name] for name in starts_of(program))]
     last = slice(max(start for start in before if start < end), end)
     return Share(ops=stage % p == 0, in_flight=most / own, last=last)
 
@@ -49,10 +53,11 @@ def guessed_ways(
 ) -> Iterator[Way]:
     """Ways through steps of evenly dealt stages, of each of these numbers a rank, that no plan is needed for."""
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
+    work = np.array([op_work(op, pricer) for op in program.ops])
     for number in chunks:
         begins = even_starts(program, pipeline, number)
         order = make_order(schedule, pipeline, program.microbatches, number)
-        yield guessed_way(program, pricer, order, begins, first_share(program, order, begins), send)
+        yield guessed_way(program, pricer, work, order, begins, first_share(program, order, begins), send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +80,8 @@ def best_staged(
 ) -> Staged:
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and ways to better that.
 
+    Raises InfeasibleError or CutoffError if the first search of `whole` does, within the memory of a rank.
+
     chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
     the first rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
     stages, is one for all of theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut
@@ -92,10 +99,10 @@ def best_staged(
         own = pricer.within(room)
         try:
             plan = replace(whole(own, share), config=pricer.config)
-        except InfeasibleError:
+        except (InfeasibleError, CutoffError):
             if attempt == 0:
                 raise
-            return Staged(plan=None, bound=bound, ways=ways)
+            return Staged(plan=None, bound=bound, ways=ways)  # in less room than there is: that proves nothing
         if attempt == 0:
             bound = plan.estimate.bound / pipeline
         every = [even_cuts(program, pipeline, number) for number in chunks]

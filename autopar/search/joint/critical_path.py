@@ -26,8 +26,8 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.costs.paid import Paid, reading_stages, stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
-from autopar.search.costs.work_bound import op_work
 from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -76,10 +76,21 @@ def longest_way(pipeline: Pipeline, num_stages: int) -> tuple[NDArray[np.float64
 
 
 def way_seconds(
-    program: Program, pricer: Pricer, way: Way, fold: bool, *, limit: float | None = None, cutoff: float = math.inf
+    program: Program,
+    pricer: Pricer,
+    way: Way,
+    fold: bool,
+    *,
+    limit: float | None = None,
+    cutoff: float = math.inf,
+    prices: dict[int, float] | None = None,
+    exact: bool = False,
 ) -> float:
     """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the first
-    rank, recompute allowed, or no less than the cutoff."""
+    rank, recompute allowed, or no less than the cutoff.
+
+    prices: of memory, see `ilp.solve`. exact: of choices, not of their relaxation.
+    """
     ranks = np.arange(len(way.forward)) % way.num_ranks
     paid = Paid(
         stage_of=stages_of(way.begins, len(program.ops)),
@@ -89,10 +100,19 @@ def way_seconds(
     )
     if limit is None:
         return least_seconds(build(program, pricer, limit=None, fold=fold, paid=paid).graph) + way.sent
-    problem = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid)
+    known = {} if prices is None else prices
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid).graph
+    if not exact:
+        return least_within(graph, cutoff=cutoff - way.sent, seconds=SECONDS, prices=known) + way.sent
     try:
         found = solve(
-            problem.graph, relative_gap=GAP, seconds=SECONDS, cutoff=cutoff - way.sent, binds=True, say_least=False
+            graph,
+            relative_gap=GAP,
+            seconds=SECONDS,
+            cutoff=cutoff - way.sent,
+            binds=True,
+            say_least=False,
+            prices=known,
         )
     except CutoffError as error:
         return error.bound + way.sent
@@ -104,11 +124,19 @@ def way_seconds(
 
 
 def guessed_way(
-    program: Program, pricer: Pricer, order: PipelineOrder, begins: Sequence[int], share: Share, send: tuple[Form, ...]
+    program: Program,
+    pricer: Pricer,
+    work: NDArray[np.float64],
+    order: PipelineOrder,
+    begins: Sequence[int],
+    share: Share,
+    send: tuple[Form, ...],
 ) -> Way:
-    """The longest way where no plan is at hand: of stages that take what their work takes, split evenly."""
+    """The longest way where no plan is at hand: of stages that take what their work takes, split evenly.
+
+    work: seconds of each op's forward and backward, [ops, 2].
+    """
     num_stages, stage_of = len(begins) + 1, stages_of(begins, len(program.ops))
-    work = np.array([op_work(op, pricer) for op in program.ops])
     seconds = np.stack([np.bincount(stage_of, weights=side, minlength=num_stages) for side in work.T], axis=1)
     sent = least(send, least_message(program, pricer, _crossing(program, begins)))[0]
     stages = [

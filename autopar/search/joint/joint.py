@@ -15,13 +15,14 @@ on the mesh of one of p stages, m the number of micro-batches:
 """
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
+from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import Folding, fold_program
@@ -30,26 +31,25 @@ from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.work_bound import saved_nbytes, work_seconds
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
+from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.best_staged import best_staged, guessed_ways
+from autopar.search.joint.candidates import Candidate, chunks_of, in_flight
 from autopar.search.joint.critical_path import Way, way_seconds
-from autopar.search.joint.relaxing import Asked, Pricers, Relaxations
+from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
+from autopar.search.joint.second_process import SecondProcess
 from autopar.search.known.baselines import memory_limit
-from autopar.search.meshes import Arrangement, arrangements, divisors
+from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import plan_program
 from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
 from autopar.search.staged.stages import even_starts
 from autopar.staged_plan import StagedPlan
 
-INTERLEAVED = "interleaved-1f1b"
-SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
-CHUNKS = (2, 4, 8, 16)
-"""Stages a rank of interleaved schedules."""
-FEWEST = 4
-"""Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
 MANY = 32
-"""Problems from which on a second process is worth its start, a few seconds of imports."""
+"""Problems from which on a good first answer is looked for on purpose, and a second process is worth its start."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
+LEAST_SECONDS = 0.1
+"""Given to a problem whose time is over."""
 UNEVEN = 1.15
 """What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
 AGAIN = 1 / 3
@@ -62,62 +62,47 @@ Answer = Plan | StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One problem of the joint space; `chunks`: most stages a pipeline rank, of interleaved ones any of `CHUNKS`."""
+class Setup:
+    """What the problems of a search have in common, beside the graphs; counts: of micro-batches."""
 
-    arrangement: Arrangement
-    microbatches: int
-    schedule: str = ""
-    chunks: int = 1
-
-    def __str__(self) -> str:
-        text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
-        text += f", {self.schedule}" if self.schedule else ""
-        return text + (f" of up to {self.chunks} stages a rank" if self.chunks > 1 else "")
+    counts: tuple[int, ...]
+    cluster: Cluster
+    config: TrainConfig
+    relative_gap: float
+    fold: bool
 
 
-def candidates(
-    cluster: Cluster, counts: tuple[int, ...], pipelines: tuple[int, ...], schedule: str, num_blocks: int
-) -> list[Candidate]:
-    """All problems of a schedule. Of auto those of 1f1b (gpipe takes as long and more memory), and those of interleaved
-    stages that fill the pipeline with fewest micro-batches on a mesh of fewest axes."""
-    if schedule not in ("auto", *SEARCHED):
-        raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
-    out = []
-    every = arrangements(cluster, pipelines)
-    for arrangement in every:
-        p = arrangement.pipeline
-        if p == 1:
-            out += [Candidate(arrangement=arrangement, microbatches=count) for count in counts]
-        elif p <= num_blocks:
-            name = "1f1b" if schedule == "auto" else schedule
-            if name != INTERLEAVED:
-                out += [Candidate(arrangement=arrangement, microbatches=count, schedule=name) for count in counts]
-            axes = min(other.mesh.num_axes for other in every if other.pipeline == p)
-            chunks = max((v for v in CHUNKS if v * p <= num_blocks), default=1)
-            if chunks > 1 and (name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes)):
-                filling = [count for count in counts if count % p == 0]
-                out += [
-                    Candidate(arrangement=arrangement, microbatches=count, schedule=INTERLEAVED, chunks=chunks)
-                    for count in (filling if name == INTERLEAVED else filling[:FEWEST])
-                ]
-    return out
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solving:
+    """The question what a candidate's best plan is; whatever the cutoff and the deadline (of `time.time`), one."""
+
+    key: Candidate
+    cutoff: float = field(compare=False)
+    deadline: float | None = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solved:
+    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. ways: through a step."""
+
+    found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+    own: float
+    ways: list[Way]
 
 
 @dataclass(slots=True, kw_only=True)
 class Joint:
     """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
 
-    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often.
+    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often. other: a
+    process that runs `joint.second` and answers beside this one.
     """
 
     graph: Callable[[int], CapturedModel]
-    counts: tuple[int, ...]
-    cluster: Cluster
-    config: TrainConfig
-    relative_gap: float
-    fold: bool = True
+    setup: Setup
     tell: Callable[[str], None] = lambda _: None
+    other: SecondProcess | None = None
+    _graphs: dict[int, CapturedModel] = field(default_factory=dict)
     _programs: dict[int, Program] = field(default_factory=dict)
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
@@ -128,16 +113,32 @@ class Joint:
     _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
     _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
-    _relaxations: Relaxations = field(init=False)
+    _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pricers = Pricers(self.config)
-        self._relaxations = Relaxations(program=self.program, pricer=self._pricers.of, fold=self.fold)
+        self._pricers = Pricers(self.setup.config)
+        self._ahead = Ahead(
+            here=self.answer, graph=self.captured, needs=self._needs, setup=self.setup, other=self.other
+        )
 
-    def beside(self, number: int) -> Relaxations:
-        """A context in which a second process finds bounds ahead, where so many problems and two cores are worth it."""
-        self._relaxations.beside = number >= MANY and (os.cpu_count() or 1) > 1
-        return self._relaxations
+    def captured(self, microbatches: int) -> CapturedModel:
+        """The graph of one of so many micro-batches."""
+        if microbatches not in self._graphs:
+            self._graphs[microbatches] = self.graph(microbatches)
+        return self._graphs[microbatches]
+
+    def _needs(self, question: Asked | Solving) -> set[int]:
+        """The numbers of micro-batches whose graphs a question is about."""
+        if isinstance(question, Solving):
+            return {question.key.microbatches, min(self.setup.counts)}
+        return {question[1]}
+
+    def answer(self, question: Asked | Solving) -> Any:
+        """Seconds that something takes at least, or a `Solved`."""
+        if isinstance(question, Solving):
+            return self._solved(question)
+        arrangement, m, times = question
+        return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -146,7 +147,7 @@ class Joint:
         """
         if microbatches not in self._programs:
             try:
-                self._programs[microbatches] = make_program(self.graph(microbatches))
+                self._programs[microbatches] = make_program(self.captured(microbatches))
             except BatchError as error:
                 if microbatches == 1:
                     raise
@@ -166,7 +167,7 @@ class Joint:
         """All work of a step, and that of the optimizer, on the devices of one stage."""
         p = key.arrangement.pipeline
         if p not in self._work:
-            self._work[p] = work_seconds(self.program(min(self.counts)), self.pricer(key))
+            self._work[p] = work_seconds(self.program(min(self.setup.counts)), self.pricer(key))
         return self._work[p]
 
     def _with_bubble(self, key: Candidate, seconds: float) -> float:
@@ -182,17 +183,17 @@ class Joint:
     def rounds(self, key: Candidate, microbatches: int) -> Rounds:
         """Of the candidate's schedule with so many micro-batches."""
         p, v = key.arrangement.pipeline, key.chunks
-        if v == 1 or not self.fold:
+        if v == 1 or not self.setup.fold:
             return rounds(key.schedule, p, microbatches)
         known = (key.schedule, p, v, microbatches)
         if known not in self._rounds:
-            program = self.program(min(self.counts))
+            program = self.program(min(self.setup.counts))
             self._folding = self._folding or fold_program(program)
             passing, update = self._work_seconds(key)
             shares = passing / microbatches, update
             found = [
                 interleaved_rounds(program, self._folding, even_starts(program, p, n), p, microbatches, shares)
-                for n in _chunks(key)
+                for n in chunks_of(key)
             ]
             self._rounds[known] = Rounds(min(one.passing for one in found), min(one.once for one in found))
         return self._rounds[known]
@@ -204,11 +205,11 @@ class Joint:
     def _again(self, key: Candidate) -> float:
         """By how much about the work grows if what does not fit of all that backward needs is made again there."""
         if self._saved is None:
-            fewest = min(self.counts)
+            fewest = min(self.setup.counts)
             self._saved = fewest * saved_nbytes(self.program(fewest))
         devices = key.arrangement.mesh.size * key.arrangement.pipeline
-        kept = self._saved / key.microbatches / devices * _in_flight(key)
-        room = memory_limit(key.arrangement.cluster, self.config)
+        kept = self._saved / key.microbatches / devices * in_flight(key)
+        room = memory_limit(key.arrangement.cluster, self.setup.config)
         return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
 
     def effort(self, key: Candidate) -> float:
@@ -231,9 +232,22 @@ class Joint:
                 out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
         return sorted(dict.fromkeys(out), key=self.bound)
 
-    def foresee(self, keys: Iterator[Candidate], cutoff: float) -> None:
-        with suppress(InfeasibleError):  # a batch that does not divide: said when its turn comes
-            self._relaxations.foresee(self._wanted(key, cutoff) for key in keys)
+    def foresee(
+        self, keys: Iterable[tuple[Candidate, bool]], cutoff: float, seconds: float | None, solve: bool
+    ) -> None:
+        with suppress(BatchError, InfeasibleError):  # a batch that does not divide: said when its turn comes
+            self._ahead.foresee(self._questions(keys, cutoff, seconds, solve))
+
+    def _questions(
+        self, keys: Iterable[tuple[Candidate, bool]], cutoff: float, seconds: float | None, solve: bool
+    ) -> Iterator[Asked | Solving]:
+        for key, is_bounded in keys:
+            while not is_bounded and self._ahead.knows(self._wanted(key, cutoff)):
+                is_bounded = self.sharpen(key, cutoff)
+            if self.bound(key) < cutoff and not is_bounded:
+                yield self._wanted(key, cutoff)
+            elif self.bound(key) < cutoff and solve:
+                yield self._solving(key, cutoff, seconds)
 
     def sharpen(self, key: Candidate, cutoff: float) -> bool:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
@@ -241,7 +255,7 @@ class Joint:
         arrangement, m, times = wanted = self._wanted(key, cutoff)
         own = self.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
-        found = self._relaxations.of(wanted) / arrangement.pipeline
+        found = self._ahead.of(wanted) / arrangement.pipeline
         # r t + o is concave in r: of fewer rounds at least their share
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
@@ -250,21 +264,34 @@ class Joint:
         return True
 
     def _cut_off_by_guessed_ways(self, key: Candidate, cutoff: float) -> None:
-        """Of evenly dealt stages a bound needs no plan.
+        """Of evenly dealt stages a bound needs no plan: each way through a step memory aside, then within it.
 
         Raises CutoffError if it reaches the cutoff.
         """
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
         least = math.inf
-        for way in guessed_ways(program, pricer, self.cluster, p, key.schedule, _chunks(key)):
-            least = min(least, way_seconds(program, pricer, way, self.fold))
+        for way in guessed_ways(program, pricer, self.setup.cluster, p, key.schedule, chunks_of(key)):
+            least = min(least, self._way_seconds(key, way, cutoff))
             if least < cutoff:
                 return
         raise CutoffError(least)
 
+    def _way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
+        """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
+        if that is asked for, `exact`ly."""
+        program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
+        limit = memory_limit(key.arrangement.cluster, self.setup.config)
+        prices = self._prices_of_memory.setdefault(key.arrangement.pipeline, {})
+        least = way_seconds(program, pricer, way, fold)
+        for work in (False, True)[: 1 + exact]:
+            if least < cutoff:
+                found = way_seconds(program, pricer, way, fold, limit=limit, cutoff=cutoff, prices=prices, exact=work)
+                least = max(least, found)
+        return least
+
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
         """The relaxation that comes next for this candidate."""
-        shared = [n for n in divisors(key.microbatches) if n in self.counts]
+        shared = [n for n in divisors(key.microbatches) if n in self.setup.counts]
         first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
         known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
@@ -282,20 +309,45 @@ class Joint:
         return (passing * r / microbatches + g * update) / p
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
+        came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
+        self._own[key] = max(self._own.get(key, 0.0), came.own)
+        self._ways[key] = came.ways or self._ways.get(key, [])
+        if isinstance(came.found, Exception):
+            raise came.found
+        return came.found
+
+    def _solving(self, key: Candidate, cutoff: float, seconds: float | None) -> Solving:
+        return Solving(key=key, cutoff=cutoff, deadline=None if seconds is None else time.time() + seconds)
+
+    def _solved(self, asked: Solving) -> Solved:
+        key = asked.key
+        found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+        try:
+            found = self._solve(asked)
+        except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
+            found = error
+        return Solved(found=found, own=self._own.get(key, 0.0), ways=self._ways.get(key, []))
+
+    def _solve(self, asked: Solving) -> tuple[Answer, float, float]:
+        key, cutoff = asked.key, asked.cutoff
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
         once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
-        if key.schedule == INTERLEAVED and cutoff < math.inf:
+        if key.schedule and cutoff < math.inf:
             self._cut_off_by_guessed_ways(key, cutoff)
+        began = time.monotonic()
 
         def whole(pricer: Pricer, share: Share | None = None) -> Plan:
+            left = max(PLAN_SECONDS - (time.monotonic() - began), PLAN_SECONDS / 3)
+            if asked.deadline is not None:
+                left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
             return plan_program(
                 program,
                 pricer,
-                relative_gap=self.relative_gap / 4,  # a better plan leaves fewer bounds to be found
-                seconds=PLAN_SECONDS if seconds is None else min(seconds, PLAN_SECONDS),
+                relative_gap=self.setup.relative_gap / 4,  # a better plan leaves fewer bounds to be found
+                seconds=left,
                 with_baselines=False,
-                fold=self.fold,
+                fold=self.setup.fold,
                 progress=lambda text: self.tell(f"{key}: {text}"),
                 cutoff=(cutoff - bubble) / once * p,
                 say_least=False,
@@ -307,7 +359,7 @@ class Joint:
             plan = whole(self.pricer(key))
             return plan, plan.estimate.step_seconds, plan.estimate.bound
         try:
-            found = best_staged(program, self.pricer(key), self.cluster, p, key.schedule, _chunks(key), whole)
+            found = best_staged(program, self.pricer(key), self.setup.cluster, p, key.schedule, chunks_of(key), whole)
         except CutoffError as error:
             raise CutoffError(self._with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.ways
@@ -317,26 +369,13 @@ class Joint:
         return found.plan, found.plan.estimate.step_seconds, self._own[key]
 
     def tighten(self, key: Candidate, cutoff: float) -> None:
-        """By ways through the step of each number of stages a rank that it may have: memory aside, then within it."""
-        program, limit = self.program(key.microbatches), memory_limit(key.arrangement.cluster, self.config)
-        bounds = []
-        for way in self._ways.get(key, ()):
-            pricer = self.pricer(key)
-            bounds.append(way_seconds(program, pricer, way, self.fold))
-            if bounds[-1] < cutoff:
-                within = way_seconds(program, pricer, way, self.fold, limit=limit, cutoff=cutoff)
-                bounds[-1] = max(bounds[-1], within)
+        """By ways through the step of each number of stages a rank that it may have; guessed ones without a plan."""
+        ways: Iterable[Way] = self._ways.get(key, ())
+        if key.schedule and not ways:
+            cluster, p = self.setup.cluster, key.arrangement.pipeline
+            ways = guessed_ways(
+                self.program(key.microbatches), self.pricer(key), cluster, p, key.schedule, chunks_of(key)
+            )
+        bounds = [self._way_seconds(key, way, cutoff, exact=True) for way in ways]
         if bounds:
             self._own[key] = max(self._own.get(key, 0.0), min(bounds))
-
-
-def _in_flight(key: Candidate) -> float:
-    """Micro-batches of whole stages that the first rank keeps at most."""
-    p, m, v = key.arrangement.pipeline, key.microbatches, key.chunks
-    if key.schedule == INTERLEAVED:
-        return min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v
-    return min(p, m) if key.schedule == "1f1b" else m
-
-
-def _chunks(key: Candidate) -> tuple[int, ...]:
-    return tuple(n for n in CHUNKS if n <= key.chunks) if key.schedule == INTERLEAVED else (1,)

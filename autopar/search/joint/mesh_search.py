@@ -6,13 +6,15 @@ certificate is written.
 """
 
 import gc
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from autopar.capture.rebatch import SIZES, Batches
+from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
@@ -20,7 +22,9 @@ from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
-from autopar.search.joint.joint import Answer, Candidate, Joint, candidates
+from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.joint import MANY, Answer, Joint, Setup
+from autopar.search.joint.second_process import SecondProcess
 from autopar.search.meshes import divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts
@@ -28,6 +32,9 @@ from autopar.staged_plan import check_microbatches
 
 NEAR = 8
 """How many alternatives a plan names."""
+SECOND = "autopar.search.joint.second"
+SURELY_MANY = 2 * MANY
+"""Problems, for a model of blocks without end, from which on a second process starts before the model is captured."""
 
 
 def search_meshes(
@@ -57,7 +64,7 @@ def search_meshes(
         InfeasibleError: if no plan fits.
     """
     began = time.monotonic()
-    batches = Batches(capture=capture, sizes=SIZES if batch is None or batch <= max(SIZES) else (min(SIZES), batch))
+    batches = Batches(capture=capture, batch=batch or 1)
     counts = (microbatches,) if microbatches is not None else (1,) if batch is None else divisors(batch)
 
     def graph(count: int) -> CapturedModel:
@@ -65,42 +72,49 @@ def search_meshes(
             return accumulate_gradients(capture(batch), count, lambda: capture(batch))
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
 
-    while True:
-        left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
-        joint = Joint(
-            graph=graph,
-            counts=counts,
-            cluster=cluster,
-            config=config,
-            relative_gap=relative_gap,
-            fold=fold,
-            tell=tell,
-        )
-        num_blocks = len(block_starts(joint.program(min(counts)).captured)) + 1
+    def keys(num_blocks: int) -> list[Candidate]:
         possible = tuple(n for n in parts(cluster) if n <= num_blocks)
         if wrong := sorted(set(pipelines or ()) - set(possible)):
             raise MeshError(
                 f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks allow "
                 f"{', '.join(map(str, possible))}; choose one of them or auto"
             )
-        keys = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
-        keys = [key for key in keys if key.arrangement.pipeline == 1 or _runs(key)]
+        found = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
+        found = [key for key in found if key.arrangement.pipeline == 1 or _runs(key)]
         if mesh is not None:
-            keys = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in keys))
-        if not keys:
+            found = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in found))
+        if not found:
             raise InfeasibleError(
                 f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
                 "choose another number of them, gpipe or auto"
             )
-        with joint.beside(len(keys)), _uncollected():
-            outcome = best_first(joint, keys, relative_gap=relative_gap, seconds=left, tell=tell)
-        if outcome.answer is None or outcome.key is None:
-            raise _nothing_fits(joint, outcome)
-        count = outcome.key.microbatches
-        own = graph(count) if batch is None else _captured(batches, batch, count)
-        if own.fingerprint == outcome.answer.fingerprint:
-            return _certified(outcome, joint, len(keys), with_baselines, time.monotonic() - began, mesh), own
-        batches.linear = False  # the graphs of other sizes are no line: capture each
+        return found
+
+    setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
+    with ExitStack() as held:
+        held.enter_context(_uncollected())
+        other = _second(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
+        while True:
+            left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
+            whole = graph(min(counts))
+            asked = keys(len(block_starts(whole)) + 1)
+            if other is None and len(asked) >= MANY:
+                other = _second(held)
+            joint = Joint(graph=graph, setup=setup, tell=tell, other=other)
+            outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
+            if outcome.answer is None or outcome.key is None:
+                raise _nothing_fits(joint, outcome)
+            count = outcome.key.microbatches
+            own = graph(count) if batch is None else _captured(batches, batch, count)
+            if own.fingerprint == outcome.answer.fingerprint:
+                break
+            batches.distrust()
+    return _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh), own
+
+
+def _second(held: ExitStack) -> SecondProcess | None:
+    """A process beside this one, where there is a core for it."""
+    return held.enter_context(SecondProcess(SECOND)) if (os.cpu_count() or 1) > 1 else None
 
 
 @contextmanager
@@ -172,10 +186,10 @@ def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> Infeasib
         plan_program(
             joint.program(key.microbatches),
             joint.pricer(key),
-            relative_gap=joint.relative_gap,
+            relative_gap=joint.setup.relative_gap,
             seconds=None,
             with_baselines=False,
-            fold=joint.fold,
+            fold=joint.setup.fold,
         )
     except InfeasibleError as error:
         said = error

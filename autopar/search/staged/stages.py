@@ -72,6 +72,14 @@ def block_starts(captured: CapturedModel) -> tuple[str, ...]:
     return tuple(seen.values())[1:]
 
 
+def starts_of(program: Program) -> tuple[str, ...]:
+    """`block_starts` of the program's graph."""
+    if "block starts" not in program.made:
+        program.made["block starts"] = block_starts(program.captured)
+    found: tuple[str, ...] = program.made["block starts"]
+    return found
+
+
 def even_starts(program: Program, p: int, chunks: int) -> tuple[int, ...]:
     """Positions of the ops with which interleaved stages begin after the first: blocks dealt evenly."""
     positions = {op.name: op.position for op in program.ops}
@@ -80,7 +88,7 @@ def even_starts(program: Program, p: int, chunks: int) -> tuple[int, ...]:
 
 def even_cuts(program: Program, p: int, chunks: int) -> tuple[str, ...]:
     """Cuts that deal blocks evenly to p ranks of so many stages."""
-    starts = block_starts(program.captured)
+    starts = starts_of(program)
     ends = np.cumsum(dealt(len(starts) + 1, p, chunks))[:-1]
     return tuple(starts[end - 1] for end in ends)
 

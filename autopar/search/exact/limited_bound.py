@@ -1,0 +1,80 @@
+"""What does every solution within the memory limit take at least, for a few linear programs and no more?
+
+The linear relaxation with a row for every moment takes minutes where the one of a graph at prices of memory takes
+seconds; with the best prices both have one optimum (duality). So the prices are climbed as in `memory_prices`, and each
+solution of a relaxation, fractional as it may be, is a plane above the bound: what it takes, and its bytes.
+"""
+
+import math
+import time
+
+from autopar.search.exact.formulation import Formulation, formulate
+from autopar.search.exact.memory_prices import Plane, ascend, remember, remembered
+from autopar.search.exact.reduction import without_impossible
+from autopar.search.exact.relaxation import incompatible
+from autopar.search.graph.strategy_graph import Floats, StrategyGraph
+
+GAP = 1e-3
+"""How near the best prices' bound the climb ends, as a part."""
+
+
+def least_within(
+    graph: StrategyGraph, *, cutoff: float = math.inf, seconds: float | None = None, prices: dict[int, float]
+) -> float:
+    """A bound on the seconds of every solution within the limit, no better than it takes to reach the cutoff; infinite
+    where it is seen that nothing fits.
+
+    prices: of memory, see `ilp.solve`; seconds: of climbing.
+
+    Raises InfeasibleError when no choice is compatible.
+    """
+    graph = without_impossible(graph)
+    memory = graph.memory
+    assert memory is not None
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+
+    def solved(cheap: StrategyGraph, at: Floats) -> tuple[Plane | None, float]:
+        linear = formulate(cheap)
+        answer = linear.model.solve(relaxed=True, seconds=max(deadline - time.monotonic(), 0.0) if seconds else None)
+        if answer.infeasible:
+            raise incompatible()
+        if answer.values is None or not answer.optimal:
+            return None, -math.inf
+        least = answer.bound / linear.scale
+        beyond = _beyond(graph, linear, answer.values)
+        paid = float(at @ (beyond - (memory.base - memory.limit)))
+        return (least - paid, beyond / (abs(memory.limit) or 1.0)), least
+
+    ascent = ascend(
+        graph,
+        solved,
+        lambda: math.inf,
+        planes=[],
+        relative_gap=GAP,
+        cutoff=cutoff * (1 + GAP),
+        over=lambda: time.monotonic() >= deadline,
+        start=remembered(prices, memory.moments),
+        only=True,
+    )
+    remember(prices, memory.moments, ascent.prices)
+    return ascent.bound
+
+
+def _beyond(graph: StrategyGraph, linear: Formulation, values: Floats) -> Floats:
+    """Bytes beyond the limit at each moment, in a solution of the relaxation of the graph at prices."""
+    memory = graph.memory
+    assert memory is not None
+    nbytes = memory.base - memory.limit
+    for term in memory.nodes:
+        nbytes = nbytes + float(term.nbytes @ values[linear.options[term.node]]) * term.coefficient
+    used = [values[columns] for columns in linear.arcs]
+    for arc in memory.arcs:
+        if used[arc.group].size:
+            nbytes = nbytes + float(arc.nbytes @ used[arc.group][: len(arc.nbytes)]) * arc.coefficient
+    ends = [len(group.arc_seconds) for group in graph.groups]
+    for kept in memory.kept:  # `priced` puts an arc for each vertex behind those of the group, tensor after tensor
+        begin = ends[kept.group]
+        ends[kept.group] = end = begin + len(kept.nbytes)
+        if used[kept.group].size:
+            nbytes = nbytes + float(kept.nbytes @ used[kept.group][begin:end]) * kept.coefficient
+    return nbytes

@@ -1,0 +1,70 @@
+"""Which problems make up the joint space? A mesh, a number of stages, of micro-batches, and a schedule for each."""
+
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError
+from autopar.search.meshes import Arrangement, arrangements
+
+INTERLEAVED = "interleaved-1f1b"
+SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
+CHUNKS = (2, 4, 8, 16)
+"""Stages a rank of interleaved schedules."""
+FEWEST = 4
+"""Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One problem of the joint space; `chunks`: most stages a pipeline rank, of interleaved ones any of `CHUNKS`."""
+
+    arrangement: Arrangement
+    microbatches: int
+    schedule: str = ""
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        text += f", {self.schedule}" if self.schedule else ""
+        return text + (f" of up to {self.chunks} stages a rank" if self.chunks > 1 else "")
+
+
+def candidates(
+    cluster: Cluster, counts: tuple[int, ...], pipelines: tuple[int, ...], schedule: str, num_blocks: int
+) -> list[Candidate]:
+    """All problems of a schedule. Of auto those of 1f1b (gpipe takes as long and more memory), and those of interleaved
+    stages that fill the pipeline with fewest micro-batches on a mesh of fewest axes."""
+    if schedule not in ("auto", *SEARCHED):
+        raise ArgumentError(f"schedule {schedule!r} is not searched; choose auto or one of {', '.join(SEARCHED)}")
+    out = []
+    every = arrangements(cluster, pipelines)
+    for arrangement in every:
+        p = arrangement.pipeline
+        if p == 1:
+            out += [Candidate(arrangement=arrangement, microbatches=count) for count in counts]
+        elif p <= num_blocks:
+            name = "1f1b" if schedule == "auto" else schedule
+            if name != INTERLEAVED:
+                out += [Candidate(arrangement=arrangement, microbatches=count, schedule=name) for count in counts]
+            axes = min(other.mesh.num_axes for other in every if other.pipeline == p)
+            chunks = max((v for v in CHUNKS if v * p <= num_blocks), default=1)
+            if chunks > 1 and (name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes)):
+                filling = [count for count in counts if count % p == 0]
+                out += [
+                    Candidate(arrangement=arrangement, microbatches=count, schedule=INTERLEAVED, chunks=chunks)
+                    for count in (filling if name == INTERLEAVED else filling[:FEWEST])
+                ]
+    return out
+
+
+def in_flight(key: Candidate) -> float:
+    """Micro-batches of whole stages that the first rank keeps at most."""
+    p, m, v = key.arrangement.pipeline, key.microbatches, key.chunks
+    if key.schedule == INTERLEAVED:
+        return min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v
+    return min(p, m) if key.schedule == "1f1b" else m
+
+
+def chunks_of(key: Candidate) -> tuple[int, ...]:
+    """Numbers of stages a rank that the candidate stands for."""
+    return tuple(n for n in CHUNKS if n <= key.chunks) if key.schedule == INTERLEAVED else (1,)

@@ -1,0 +1,101 @@
+"""What a second process answers is what this one does, whoever is asked, and without it the search goes on."""
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from autopar.cluster import load_cluster
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan, TrainConfig
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.joint.ahead import Ahead
+from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.joint import Joint, Setup, Solved, Solving
+from autopar.search.joint.mesh_search import SECOND
+from autopar.search.joint.relaxing import Asked, relaxed_seconds
+from autopar.search.joint.second_process import SecondProcess
+from tests.search_cases import program_of
+
+CLUSTER = load_cluster("8xh100")
+SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), relative_gap=0.01, fold=True)
+
+
+@contextmanager
+def two() -> Iterator[tuple[Joint, Ahead, SecondProcess]]:
+    """A search with a second process."""
+    with SecondProcess(SECOND) as other:
+        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=SETUP, other=other)
+        yield joint, joint._ahead, other
+
+
+def alone() -> Joint:
+    return Joint(graph=lambda _: program_of("gpt2").captured, setup=SETUP)
+
+
+def keys() -> list[Candidate]:
+    return [k for k in candidates(CLUSTER, (1,), (1,), "auto", 2) if k.arrangement.mesh.num_axes < 3]
+
+
+def bounds() -> list[Asked]:
+    return [(key.arrangement, 1, 1) for key in keys()]
+
+
+def test_who_finds_a_bound_does_not_matter() -> None:
+    asked, here = bounds(), alone()
+    with two() as (_, ahead, _other):
+        ahead.foresee(asked[1:])
+        there = {one: future.result() for one, future in ahead._asked.items()}
+        assert set(there) == set(asked[1:])
+        assert all(ahead.knows(one) for one in asked[1:]) and not ahead.knows(asked[0])
+        found = [ahead.of(one) for one in asked]
+        assert found[1:] == [there[one] for one in asked[1:]]
+    assert found == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
+    arrangement, _, times = asked[0]
+    own = relaxed_seconds(program_of("gpt2"), here._pricers.of(arrangement, 1), times, True)
+    assert found[0] == pytest.approx(own, rel=1e-12)
+
+
+def test_who_finds_a_plan_does_not_matter() -> None:
+    """The plan and its bound, that none is below a cutoff (which may be an older one), and that none fits."""
+    first, second, *_ = keys()
+    here = alone()
+    answer, cost, bound = here.solve(first, math.inf, None)
+    with two() as (joint, ahead, _):
+        joint.foresee([(first, True), (second, True)], math.inf, None, True)
+        ahead._asked[Solving(key=first, cutoff=0.0, deadline=None)].result()
+        plan, *others = joint.solve(first, 10 * cost, None)
+        assert others == pytest.approx([cost, bound]) and plan.check(program_of("gpt2").captured) is None
+        assert isinstance(plan, Plan) and isinstance(answer, Plan) and plan.choices == answer.choices
+        assert isinstance(ahead._asked[Solving(key=second, cutoff=0.0, deadline=None)].result(), Solved)
+    with two() as (joint, ahead, _):
+        joint.foresee([(first, True), (second, True)], cost / 2, None, True)
+        with pytest.raises(CutoffError) as there:
+            joint.solve(first, cost / 4, None)
+        assert cost / 2 <= there.value.bound <= cost
+    small = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), relative_gap=0.01, fold=True)
+    with SecondProcess(SECOND) as other:
+        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=small, other=other)
+        joint.foresee([(first, True)], math.inf, None, True)
+        with pytest.raises(InfeasibleError):
+            joint.solve(first, math.inf, None)
+
+
+def test_without_the_other_process_answers_are_found_here() -> None:
+    asked, here = bounds()[:2], alone()
+    with two() as (_, ahead, other):
+        ahead.foresee(asked)
+        os.kill(other.pid, signal.SIGKILL)
+        assert [ahead.of(one) for one in asked] == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
+
+
+def test_what_is_foreseen_anew_takes_the_place_of_what_waits() -> None:
+    asked = bounds()
+    with two() as (_, ahead, _other):
+        ahead.foresee(asked)
+        ahead.foresee(asked[-1:])
+        assert asked[-1] in ahead._asked
+        assert all(one == asked[-1] or not future.cancel() for one, future in ahead._asked.items())
