@@ -1,4 +1,4 @@
-"""What a second process answers is what this one does, whoever is asked, and without it the search goes on."""
+"""What helpers answer is what this process does, whoever is asked, and without them the search goes on."""
 
 import math
 import os
@@ -14,10 +14,10 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.joint import Joint, Setup, Solved, Solving
-from autopar.search.joint.mesh_search import SECOND
+from autopar.search.joint.mesh_search import HELPER
 from autopar.search.joint.relaxing import Asked, relaxed_seconds
-from autopar.search.joint.second_process import SecondProcess
 from tests.search_cases import program_of
 
 CLUSTER = load_cluster("8xh100")
@@ -25,11 +25,11 @@ SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), relative_gap=0
 
 
 @contextmanager
-def two() -> Iterator[tuple[Joint, Ahead, SecondProcess]]:
-    """A search with a second process."""
-    with SecondProcess(SECOND) as other:
-        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=SETUP, other=other)
-        yield joint, joint._ahead, other
+def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Ahead, Helpers]]:
+    """A search with so many helpers."""
+    with Helpers(HELPER, count) as helpers:
+        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=setup, helpers=helpers)
+        yield joint, joint._ahead, helpers
 
 
 def alone() -> Joint:
@@ -44,10 +44,12 @@ def bounds() -> list[Asked]:
     return [(key.arrangement, 1, 1) for key in keys()]
 
 
-def test_who_finds_a_bound_does_not_matter() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_finds_a_bound_does_not_matter(count: int) -> None:
     asked, here = bounds(), alone()
-    with two() as (_, ahead, _other):
-        ahead.foresee(asked[1:])
+    with helped(count) as (_, ahead, helpers):
+        ahead.foresee([*asked[1:], *asked[1:]])
+        assert helpers._threads._work_queue.qsize() <= len(asked) - 1  # each once
         there = {one: future.result() for one, future in ahead._asked.items()}
         assert set(there) == set(asked[1:])
         assert all(ahead.knows(one) for one in asked[1:]) and not ahead.knows(asked[0])
@@ -64,21 +66,20 @@ def test_who_finds_a_plan_does_not_matter() -> None:
     first, second, *_ = keys()
     here = alone()
     answer, cost, bound = here.solve(first, math.inf, None)
-    with two() as (joint, ahead, _):
+    with helped() as (joint, ahead, _):
         joint.foresee([(first, True), (second, True)], math.inf, None, True)
         ahead._asked[Solving(key=first, cutoff=0.0, deadline=None)].result()
         plan, *others = joint.solve(first, 10 * cost, None)
         assert others == pytest.approx([cost, bound]) and plan.check(program_of("gpt2").captured) is None
         assert isinstance(plan, Plan) and isinstance(answer, Plan) and plan.choices == answer.choices
         assert isinstance(ahead._asked[Solving(key=second, cutoff=0.0, deadline=None)].result(), Solved)
-    with two() as (joint, ahead, _):
+    with helped() as (joint, ahead, _):
         joint.foresee([(first, True), (second, True)], cost / 2, None, True)
         with pytest.raises(CutoffError) as there:
             joint.solve(first, cost / 4, None)
         assert cost / 2 <= there.value.bound <= cost
     small = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), relative_gap=0.01, fold=True)
-    with SecondProcess(SECOND) as other:
-        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=small, other=other)
+    with helped(setup=small) as (joint, _, _helpers):
         joint.foresee([(first, True)], math.inf, None, True)
         with pytest.raises(InfeasibleError):
             joint.solve(first, math.inf, None)
@@ -86,15 +87,16 @@ def test_who_finds_a_plan_does_not_matter() -> None:
 
 def test_without_the_other_process_answers_are_found_here() -> None:
     asked, here = bounds()[:2], alone()
-    with two() as (_, ahead, other):
+    with helped(2) as (_, ahead, helpers):
         ahead.foresee(asked)
-        os.kill(other.pid, signal.SIGKILL)
+        for process in helpers.processes:
+            os.kill(process.pid, signal.SIGKILL)
         assert [ahead.of(one) for one in asked] == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
 
 
 def test_what_is_foreseen_anew_takes_the_place_of_what_waits() -> None:
     asked = bounds()
-    with two() as (_, ahead, _other):
+    with helped() as (_, ahead, _helpers):
         ahead.foresee(asked)
         ahead.foresee(asked[-1:])
         assert asked[-1] in ahead._asked

@@ -1,8 +1,7 @@
-"""Which answers will be needed next? Those are asked of a second process, while this one is at its own.
+"""Which answers will be needed next? Those are asked of other processes, while this one is at its own.
 
-`foresee` says what comes next, as things stand; `of` takes what the other process has found, works here while it is
-still at the one that is needed, and finds the rest here. Where the other process fails, this one answers, and raises
-what there is to raise.
+`foresee` says what comes next, as things stand; `of` takes what a helper has found, works here while it is still at the
+one that is needed, and finds the rest here. Where a helper fails this process answers, and raises what is to be raised.
 """
 
 import logging
@@ -12,29 +11,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.graph import CapturedModel
-from autopar.search.joint.second_process import SecondProcess
+from autopar.search.joint.helpers import Helpers, Told
 from autopar.serialize import dump
 
 logger = logging.getLogger(__name__)
 
 QUEUED = 12
-"""How many may wait for the other process; they are put in a new order whenever more is known."""
+"""How many may wait for each helper; they are put in a new order whenever more is known."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Ahead:
     """here: answers a question in this process. graph, needs: the graph of so many micro-batches, and the numbers whose
-    graphs a question is about, which are sent with it. setup: what the other process is told first."""
+    graphs a question is about, which are sent with it. setup: what a helper is told first."""
 
     here: Callable[[Any], Any]
     graph: Callable[[int], CapturedModel]
     needs: Callable[[Any], set[int]]
     setup: object
-    other: SecondProcess | None = None
+    helpers: Helpers | None = None
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _asked: dict[Hashable, Future[Any]] = field(default_factory=dict)
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
-    _sent: set[int] = field(default_factory=set)
 
     def of(self, question: Hashable) -> Any:
         """The answer."""
@@ -55,18 +53,19 @@ class Ahead:
         return question in self._found or (future is not None and future.done())
 
     def _next(self) -> Hashable | None:
-        """What waits for the other process longest, which then need not answer it."""
+        """What waits for a helper longest, which then need not answer it."""
         waiting = next((one for one, future in self._asked.items() if future.cancel()), None)
         self._asked.pop(waiting, None)
         return waiting
 
     def foresee(self, questions: Iterable[Hashable]) -> None:
         """These will probably be asked, in this order, and none before them."""
-        if self.other is None:
+        if self.helpers is None:
             return
         while self._next() is not None:
             pass
-        left, later = QUEUED, []
+        room = QUEUED * len(self.helpers.processes)
+        left, later = room, dict[Hashable, None]()
         for one in questions:
             if not left:
                 return
@@ -76,27 +75,29 @@ class Ahead:
                 self._asked[one] = self._ask(one)
                 left -= 1
             else:
-                later.append(one)
-        for one in later[: left if left == QUEUED else 0]:  # a graph may have to be captured: as long as nothing waits
+                later[one] = None
+        for one in list(later)[:room] if left == room else ():  # as nothing waits: a graph may have to be captured
             self._graphs.update({count: self.graph(count) for count in self.needs(one) - self._graphs.keys()})
             self._asked[one] = self._ask(one)
 
     def _ask(self, question: Hashable) -> Future[Any]:
-        assert self.other is not None
+        assert self.helpers is not None
 
-        def request() -> Any:
-            new = {count: dump(self._graphs[count]) for count in self.needs(question) - self._sent}
-            setup = None if self._sent else self.setup
-            self._sent.update(new)
-            return setup, new, question
+        def request(told: Told) -> Any:
+            is_new = told.get("search") is not self
+            if is_new:
+                told.update(search=self, sent=set())
+            new = {count: dump(self._graphs[count]) for count in self.needs(question) - told["sent"]}
+            told["sent"].update(new)
+            return (self.setup if is_new else None), new, question
 
-        return self.other.ask(request)
+        return self.helpers.ask(request)
 
 
 def _result(future: Future[Any]) -> Any:
-    """What the other process found, None where it failed."""
+    """What a helper found, None where it failed."""
     try:
         return future.result()
     except Exception as error:
-        logger.info("the second process of the search failed: %s: %s", type(error).__name__, error)
+        logger.info("a helper of the search failed: %s: %s", type(error).__name__, error)
         return None

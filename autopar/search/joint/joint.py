@@ -33,10 +33,10 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.best_staged import best_staged, guessed_ways
-from autopar.search.joint.candidates import Candidate, chunks_of, in_flight
+from autopar.search.joint.candidates import INTERLEAVED, Candidate, chunks_of, in_flight
 from autopar.search.joint.critical_path import Way, way_seconds
+from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
-from autopar.search.joint.second_process import SecondProcess
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import plan_program
@@ -45,7 +45,7 @@ from autopar.search.staged.stages import even_starts
 from autopar.staged_plan import StagedPlan
 
 MANY = 32
-"""Problems from which on a good first answer is looked for on purpose, and a second process is worth its start."""
+"""Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
 LEAST_SECONDS = 0.1
@@ -94,14 +94,14 @@ class Solved:
 class Joint:
     """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
 
-    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often. other: a
-    process that runs `joint.second` and answers beside this one.
+    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often. helpers: run
+    `joint.helper` and answer beside this process.
     """
 
     graph: Callable[[int], CapturedModel]
     setup: Setup
     tell: Callable[[str], None] = lambda _: None
-    other: SecondProcess | None = None
+    helpers: Helpers | None = None
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
     _programs: dict[int, Program] = field(default_factory=dict)
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Joint:
     def __post_init__(self) -> None:
         self._pricers = Pricers(self.setup.config)
         self._ahead = Ahead(
-            here=self.answer, graph=self.captured, needs=self._needs, setup=self.setup, other=self.other
+            here=self.answer, graph=self.captured, needs=self._needs, setup=self.setup, helpers=self.helpers
         )
 
     def captured(self, microbatches: int) -> CapturedModel:
@@ -251,7 +251,8 @@ class Joint:
 
     def sharpen(self, key: Candidate, cutoff: float) -> bool:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
-        always half way to the candidate's own, and last its own rounds: many candidates share these steps."""
+        more by steps that double, and last its own rounds: many candidates share these steps. (With few samples at a
+        time the batch splits no more; from there on all are far above.)"""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
         own = self.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
@@ -295,9 +296,9 @@ class Joint:
         first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
         known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
-        between = (max(known) + len(shared)) // 2 if known else 0
-        if not known or between < len(shared) - 1:
-            return key.arrangement, shared[between], shared[between]
+        following = max(known) + 2 ** (len(known) - 1) if known else 0
+        if not known or following < len(shared) - 1:
+            return key.arrangement, shared[following], shared[following]
         times = int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
         return key.arrangement, key.microbatches, times
 
@@ -333,7 +334,7 @@ class Joint:
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
         once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
-        if key.schedule and cutoff < math.inf:
+        if key.schedule == INTERLEAVED and cutoff < math.inf:  # those of 1f1b may be cut unevenly, which pays
             self._cut_off_by_guessed_ways(key, cutoff)
         began = time.monotonic()
 

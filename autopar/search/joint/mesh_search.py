@@ -6,7 +6,6 @@ certificate is written.
 """
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.helpers import Helpers, spare_cores
 from autopar.search.joint.joint import MANY, Answer, Joint, Setup
-from autopar.search.joint.second_process import SecondProcess
 from autopar.search.meshes import divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts
@@ -32,9 +31,9 @@ from autopar.staged_plan import check_microbatches
 
 NEAR = 8
 """How many alternatives a plan names."""
-SECOND = "autopar.search.joint.second"
+HELPER = "autopar.search.joint.helper"
 SURELY_MANY = 2 * MANY
-"""Problems, for a model of blocks without end, from which on a second process starts before the model is captured."""
+"""Problems, for a model of blocks without end, from which on helpers start before the model is captured."""
 
 
 def search_meshes(
@@ -93,14 +92,14 @@ def search_meshes(
     setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
     with ExitStack() as held:
         held.enter_context(_uncollected())
-        other = _second(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
+        helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
             whole = graph(min(counts))
             asked = keys(len(block_starts(whole)) + 1)
-            if other is None and len(asked) >= MANY:
-                other = _second(held)
-            joint = Joint(graph=graph, setup=setup, tell=tell, other=other)
+            if helpers is None and len(asked) >= MANY:
+                helpers = _helpers(held)
+            joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers)
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome)
@@ -112,9 +111,9 @@ def search_meshes(
     return _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh), own
 
 
-def _second(held: ExitStack) -> SecondProcess | None:
-    """A process beside this one, where there is a core for it."""
-    return held.enter_context(SecondProcess(SECOND)) if (os.cpu_count() or 1) > 1 else None
+def _helpers(held: ExitStack) -> Helpers | None:
+    """Processes beside this one, where there are cores for them."""
+    return held.enter_context(Helpers(HELPER, spare_cores())) if spare_cores() else None
 
 
 @contextmanager

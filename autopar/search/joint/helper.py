@@ -1,9 +1,9 @@
-"""What a second process of the joint search runs: `python -m autopar.search.joint.second` answers as `Joint` does."""
+"""What a helper of the joint search runs: `python -m autopar.search.joint.helper` answers as `Joint` does."""
 
 from autopar.graph import CapturedModel
+from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint, Setup, Solving
 from autopar.search.joint.relaxing import Asked
-from autopar.search.joint.second_process import serve
 from autopar.serialize import load
 
 Request = tuple[Setup | None, dict[int, bytes], Asked | Solving]
