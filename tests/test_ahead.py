@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,9 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.helpers import Helpers
-from autopar.search.joint.joint import Joint, Setup, Solved, Solving
+from autopar.search.joint.joint import Joint
 from autopar.search.joint.mesh_search import HELPER
+from autopar.search.joint.questions import Setup, Solved, Solving
 from autopar.search.joint.relaxing import Asked, relaxed_seconds
 from tests.search_cases import program_of
 
@@ -101,3 +103,20 @@ def test_what_is_foreseen_anew_takes_the_place_of_what_waits() -> None:
         ahead.foresee(asked[-1:])
         assert asked[-1] in ahead._asked
         assert all(one == asked[-1] or not future.cancel() for one, future in ahead._asked.items())
+
+
+def test_prices_of_memory_go_with_questions_and_answers() -> None:
+    """What a byte is worth where one process found that the limit binds is where the other begins."""
+    first, second, *_ = keys()
+    plan, *_ = alone().solve(first, math.inf, None)
+    setup = replace(SETUP, config=TrainConfig(memory_nbytes=0.8 * plan.estimate.peak_nbytes))
+    with helped(setup=setup) as (joint, ahead, _):
+        joint.foresee([(first, True)], math.inf, None, True)
+        joint.solve(first, math.inf, None)
+        prices = joint._prices(1)
+        assert any(price > 0 for price in prices.values())
+        joint.foresee([(second, True)], math.inf, None, True)
+        (asked,) = (one for one in ahead._asked if isinstance(one, Solving))
+        assert asked.prices == prices
+    twice = joint._prices(2)
+    assert twice == {moment: pytest.approx(2 * price) for moment, price in prices.items()}

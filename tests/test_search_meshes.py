@@ -71,6 +71,9 @@ class Drawn:
             self.second[key] = (self.second[key] + self.costs[key]) / 2
             self.sharp.add(key)
 
+    def foresee_tightening(self, keys: Sequence[int], cutoff: float) -> None:
+        assert all(self.bound(key) < math.inf for key in keys)
+
     def foresee(self, keys: Iterable[tuple[int, bool]], cutoff: float, seconds: float | None, solve: bool) -> None:
         assert bool(self.solved) == solve
         for key, is_bounded in keys:
@@ -148,6 +151,24 @@ def test_an_interrupt_while_bounds_are_tightened_keeps_the_answer() -> None:
         assert outcome.cost == min(problems.costs) >= outcome.bound
         statuses.add(outcome.status)
     assert INTERRUPTED in statuses
+
+
+def test_a_bound_that_cannot_be_bettered_does_not_keep_the_others_low() -> None:
+    class Stuck(Drawn):
+        def tighten(self, key: int, cutoff: float) -> None:
+            if key % 3 and not math.isinf(self.costs[key]):
+                self.second[key] = self.costs[key]
+                self.sharp.add(key)
+
+    seen = 0
+    for seed in range(20):
+        problems = Stuck(seed)
+        outcome = best_first(problems, range(30), relative_gap=0.0)
+        known = {**outcome.excluded, **outcome.bounds}
+        stuck = [bound for key, bound in known.items() if key % 3 == 0 and bound < outcome.cost]
+        assert outcome.bound == min([outcome.cost, *stuck]) <= min(problems.costs)
+        seen += len(stuck)
+    assert seen
 
 
 @cache

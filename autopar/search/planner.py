@@ -42,8 +42,6 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 GB = 1e9
 TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
-NEARLY_FITS = 1.5
-"""What is fastest without a limit may need so many limits for a plan to be looked for that runs nothing again."""
 LATER = 4
 """Part of the time, one in so many, that is left at least for a search after the first."""
 SOLVERS = ("auto", "ilp", "double-recursive")
@@ -235,10 +233,10 @@ def _exact(
         problem, solution = again, solved(again, say_least)
     else:
         # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
-        needed = usage(problem.graph, free.choice, free.arcs).max()
-        kept = _attempt(lambda: solved(problem, False, hint=free.choice)) if needed <= NEARLY_FITS * limit else None
-        proved = free.bound
-        if kept is None or kept.seconds - free.bound > relative_gap * kept.seconds:
+        proved, kept, near = free.bound, None, free.bound / (1 - relative_gap)
+        if least_within(problem.graph, cutoff=near, seconds=left(), prices={} if prices is None else prices) < near:
+            kept = _attempt(lambda: solved(problem, False, hint=free.choice))
+        if kept is None or kept.seconds > near:
             tell("the memory limit binds: adding recompute to the strategy graph")
             again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
             if kept is None:

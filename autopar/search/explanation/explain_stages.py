@@ -35,7 +35,8 @@ from autopar.search.costs.program import make_program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
 from autopar.search.joint.candidates import SEARCHED, Candidate
-from autopar.search.joint.joint import Joint, Setup
+from autopar.search.joint.joint import Joint
+from autopar.search.joint.questions import Setup
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.known.staged_baselines import staged_baseline

@@ -67,6 +67,9 @@ class Problems(Protocol[Asked, Given]):
     def tighten(self, key: Asked, cutoff: float) -> None:
         """Work for a better bound, no better than the cutoff, of one that `solve` answered, or gave up."""
 
+    def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
+        """These are tightened next."""
+
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
 
@@ -221,16 +224,21 @@ def _tighten(
     deadline: float | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Better bounds for those that were worked at and are not proved, the least first, as long as that helps."""
-    for known in (outcome.bounds, outcome.excluded):
-        for key in sorted((key for key, bound in known.items() if bound < cutoff), key=lambda key: known[key]):
-            if deadline is not None and time.monotonic() >= deadline:
-                return
-            tell(f"tightening the bound of {key}")
-            problems.tighten(key, cutoff)
-            known[key] = max(known[key], problems.bound(key))
-            if known[key] < cutoff:
-                break
+    """Better bounds for those that were worked at and are not proved, the least first. One that cannot be brought to
+    the cutoff says how far the others are worth while."""
+    owners = {key: known for known in (outcome.excluded, outcome.bounds) for key in known}
+    left = sorted((key for key in owners if owners[key][key] < cutoff), key=lambda key: owners[key][key])
+    while left:
+        key, *left = left
+        if deadline is not None and time.monotonic() >= deadline:
+            return
+        if owners[key][key] >= cutoff:
+            continue
+        problems.foresee_tightening(left, cutoff)
+        tell(f"tightening the bound of {key}")
+        problems.tighten(key, cutoff)
+        owners[key][key] = max(owners[key][key], problems.bound(key))
+        cutoff = min(cutoff, owners[key][key])
 
 
 def _sharpen(

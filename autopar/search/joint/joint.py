@@ -21,10 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
-from autopar.plan import Plan, TrainConfig
+from autopar.plan import Plan
 from autopar.search.costs.folding import Folding, fold_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -36,13 +35,13 @@ from autopar.search.joint.best_staged import best_staged, guessed_ways
 from autopar.search.joint.candidates import INTERLEAVED, Candidate, chunks_of, in_flight
 from autopar.search.joint.critical_path import Way, way_seconds
 from autopar.search.joint.helpers import Helpers
+from autopar.search.joint.questions import Answer, Setup, Solved, Solving, Tightening
 from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import plan_program
 from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
 from autopar.search.staged.stages import even_starts
-from autopar.staged_plan import StagedPlan
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
@@ -56,38 +55,6 @@ AGAIN = 1 / 3
 """What running all of forward again adds to forward and backward."""
 IDLE = (1.25, 1.05)
 """How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
-
-
-Answer = Plan | StagedPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What the problems of a search have in common, beside the graphs; counts: of micro-batches."""
-
-    counts: tuple[int, ...]
-    cluster: Cluster
-    config: TrainConfig
-    relative_gap: float
-    fold: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solving:
-    """The question what a candidate's best plan is; whatever the cutoff and the deadline (of `time.time`), one."""
-
-    key: Candidate
-    cutoff: float = field(compare=False)
-    deadline: float | None = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Solved:
-    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. ways: through a step."""
-
-    found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
-    own: float
-    ways: list[Way]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,16 +94,19 @@ class Joint:
             self._graphs[microbatches] = self.graph(microbatches)
         return self._graphs[microbatches]
 
-    def _needs(self, question: Asked | Solving) -> set[int]:
+    def _needs(self, question: Asked | Solving | Tightening) -> set[int]:
         """The numbers of micro-batches whose graphs a question is about."""
-        if isinstance(question, Solving):
+        if isinstance(question, Solving | Tightening):
             return {question.key.microbatches, min(self.setup.counts)}
         return {question[1]}
 
-    def answer(self, question: Asked | Solving) -> Any:
+    def answer(self, question: Asked | Solving | Tightening) -> Any:
         """Seconds that something takes at least, or a `Solved`."""
         if isinstance(question, Solving):
             return self._solved(question)
+        if isinstance(question, Tightening):
+            self._remember(question.key, question.prices)
+            return min(self._way_seconds(question.key, way, question.cutoff, exact=True) for way in question.ways)
         arrangement, m, times = question
         return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
 
@@ -282,7 +252,7 @@ class Joint:
         if that is asked for, `exact`ly."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
         limit = memory_limit(key.arrangement.cluster, self.setup.config)
-        prices = self._prices_of_memory.setdefault(key.arrangement.pipeline, {})
+        prices = self._prices(key.arrangement.pipeline)
         least = way_seconds(program, pricer, way, fold)
         for work in (False, True)[: 1 + exact]:
             if least < cutoff:
@@ -313,21 +283,43 @@ class Joint:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
         self._own[key] = max(self._own.get(key, 0.0), came.own)
         self._ways[key] = came.ways or self._ways.get(key, [])
+        self._remember(key, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
         return came.found
 
     def _solving(self, key: Candidate, cutoff: float, seconds: float | None) -> Solving:
-        return Solving(key=key, cutoff=cutoff, deadline=None if seconds is None else time.time() + seconds)
+        deadline = None if seconds is None else time.time() + seconds
+        return Solving(key=key, cutoff=cutoff, deadline=deadline, prices=dict(self._prices(key.arrangement.pipeline)))
+
+    def _remember(self, key: Candidate, prices: dict[int, float]) -> None:
+        if prices:
+            self._prices_of_memory[key.arrangement.pipeline] = dict(prices)
+
+    def _prices(self, pipeline: int) -> dict[int, float]:
+        """Of memory, for the whole model on one of so many stages; at first those of another number, scaled: the whole
+        model on fewer devices takes longer, and has no more room."""
+        if not self._prices_of_memory.get(pipeline):
+            known = [p for p, prices in self._prices_of_memory.items() if prices]
+            near = min(known, key=lambda p: abs(math.log(p / pipeline)), default=pipeline)
+            prices = {moment: price * pipeline / near for moment, price in self._prices_of_memory.get(near, {}).items()}
+            self._prices_of_memory[pipeline] = prices
+        return self._prices_of_memory[pipeline]
 
     def _solved(self, asked: Solving) -> Solved:
         key = asked.key
+        self._remember(key, asked.prices)
         found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
         try:
             found = self._solve(asked)
         except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
             found = error
-        return Solved(found=found, own=self._own.get(key, 0.0), ways=self._ways.get(key, []))
+        return Solved(
+            found=found,
+            own=self._own.get(key, 0.0),
+            ways=self._ways.get(key, []),
+            prices=dict(self._prices(key.arrangement.pipeline)),
+        )
 
     def _solve(self, asked: Solving) -> tuple[Answer, float, float]:
         key, cutoff = asked.key, asked.cutoff
@@ -353,7 +345,7 @@ class Joint:
                 cutoff=(cutoff - bubble) / once * p,
                 say_least=False,
                 share=share,
-                prices=self._prices_of_memory.setdefault(p, {}),
+                prices=self._prices(p),
             )
 
         if p == 1:
@@ -371,12 +363,15 @@ class Joint:
 
     def tighten(self, key: Candidate, cutoff: float) -> None:
         """By ways through the step of each number of stages a rank that it may have; guessed ones without a plan."""
-        ways: Iterable[Way] = self._ways.get(key, ())
-        if key.schedule and not ways:
-            cluster, p = self.setup.cluster, key.arrangement.pipeline
-            ways = guessed_ways(
-                self.program(key.microbatches), self.pricer(key), cluster, p, key.schedule, chunks_of(key)
-            )
-        bounds = [self._way_seconds(key, way, cutoff, exact=True) for way in ways]
-        if bounds:
-            self._own[key] = max(self._own.get(key, 0.0), min(bounds))
+        if key.schedule:
+            self._own[key] = max(self._own.get(key, 0.0), self._ahead.of(self._tightening(key, cutoff)))
+
+    def foresee_tightening(self, keys: Sequence[Candidate], cutoff: float) -> None:
+        self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
+
+    def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
+        p = key.arrangement.pipeline
+        ways = self._ways.get(key) or guessed_ways(
+            self.program(key.microbatches), self.pricer(key), self.setup.cluster, p, key.schedule, chunks_of(key)
+        )
+        return Tightening(key=key, ways=tuple(ways), cutoff=cutoff, prices=dict(self._prices(p)))

@@ -23,7 +23,8 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.helpers import Helpers, spare_cores
-from autopar.search.joint.joint import MANY, Answer, Joint, Setup
+from autopar.search.joint.joint import MANY, Joint
+from autopar.search.joint.questions import Answer, Setup
 from autopar.search.meshes import divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts

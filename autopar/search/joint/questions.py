@@ -1,0 +1,63 @@
+"""What do the processes of a joint search ask each other, and what comes back?"""
+
+from dataclasses import dataclass, field
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.plan import Plan, TrainConfig
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.joint.candidates import Candidate
+from autopar.search.joint.critical_path import Way
+from autopar.staged_plan import StagedPlan
+
+Answer = Plan | StagedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the problems of a search have in common, beside the graphs; counts: of micro-batches."""
+
+    counts: tuple[int, ...]
+    cluster: Cluster
+    config: TrainConfig
+    relative_gap: float
+    fold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solving:
+    """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
+
+    prices: of memory, that are tried first.
+    """
+
+    key: Candidate
+    cutoff: float = field(compare=False)
+    deadline: float | None = field(compare=False)
+    prices: dict[int, float] = field(compare=False, default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solved:
+    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. ways: through a step.
+
+    prices: of memory, where it binds.
+    """
+
+    found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+    own: float
+    ways: list[Way]
+    prices: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tightening:
+    """The question what a step takes at least on any of these ways, whatever the cutoff; they are the candidate's.
+
+    prices: of memory, that are tried first.
+    """
+
+    key: Candidate
+    ways: tuple[Way, ...] = field(compare=False)
+    cutoff: float = field(compare=False)
+    prices: dict[int, float] = field(compare=False)
