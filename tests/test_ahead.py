@@ -34,8 +34,8 @@ def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Ahead,
         yield joint, joint._ahead, helpers
 
 
-def alone() -> Joint:
-    return Joint(graph=lambda _: program_of("gpt2").captured, setup=SETUP)
+def alone(setup: Setup = SETUP) -> Joint:
+    return Joint(graph=lambda _: program_of("gpt2").captured, setup=setup)
 
 
 def keys() -> list[Candidate]:
@@ -83,8 +83,10 @@ def test_who_finds_a_plan_does_not_matter() -> None:
     small = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), relative_gap=0.01, fold=True)
     with helped(setup=small) as (joint, _, _helpers):
         joint.foresee([(first, True)], math.inf, None, True)
-        with pytest.raises(InfeasibleError):
-            joint.solve(first, math.inf, None)
+        for cutoff in (math.inf, 1e3):
+            for searching in (joint, alone(small)):
+                with pytest.raises(InfeasibleError):
+                    searching.solve(first, cutoff, None)
 
 
 def test_without_the_other_process_answers_are_found_here() -> None:

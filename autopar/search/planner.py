@@ -220,6 +220,8 @@ def _exact(
     if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see
         again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
         bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
+        if bound == math.inf:
+            raise InfeasibleError(f"no plan on mesh {pricer.mesh} fits in {limit / GB:.3g} GB a device")
         if bound >= cutoff:
             raise CutoffError(bound)
     problem = build(program, pricer, limit=limit, fold=fold, share=share)

@@ -237,7 +237,7 @@ class Joint:
     def _cut_off_by_guessed_ways(self, key: Candidate, cutoff: float) -> None:
         """Of evenly dealt stages a bound needs no plan: each way through a step memory aside, then within it.
 
-        Raises CutoffError if it reaches the cutoff.
+        Raises CutoffError if it reaches the cutoff, InfeasibleError if nothing fits.
         """
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
         least = math.inf
@@ -245,6 +245,8 @@ class Joint:
             least = min(least, self._way_seconds(key, way, cutoff))
             if least < cutoff:
                 return
+        if least == math.inf:
+            raise InfeasibleError(f"{key}: nothing fits in the memory of the first rank")
         raise CutoffError(least)
 
     def _way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
