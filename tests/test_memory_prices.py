@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,9 @@ def test_linear_programs_at_prices_find_what_the_one_with_rows_for_moments_does(
                 brute_force.solve(graph)
             continue
         relaxed = answer.bound / rows.scale
+        assert graph.memory is not None
+        free = least_within(replace(graph, memory=replace(graph.memory, limit=math.inf)), prices={})
+        assert free <= relaxed * (1 + 1e-6) + 1e-9, seed
         assert relaxed * (1 - 2e-3) - 1e-9 <= found <= relaxed * (1 + 1e-6) + 1e-9, seed
         for cutoff in (0.9 * relaxed, 1.1 * relaxed):
             prices = {7: 1e-10} if seed % 2 else {}

@@ -7,11 +7,12 @@ solution of a relaxation, fractional as it may be, is a plane above the bound: w
 
 import math
 import time
+from dataclasses import replace
 
 from autopar.search.exact.formulation import Formulation, formulate
 from autopar.search.exact.memory_prices import Plane, ascend, remember, remembered
 from autopar.search.exact.reduction import without_impossible
-from autopar.search.exact.relaxation import incompatible
+from autopar.search.exact.relaxation import incompatible, least_seconds
 from autopar.search.graph.strategy_graph import Floats, StrategyGraph
 
 GAP = 1e-3
@@ -31,6 +32,8 @@ def least_within(
     graph = without_impossible(graph)
     memory = graph.memory
     assert memory is not None
+    if math.isinf(memory.limit):
+        return least_seconds(replace(graph, memory=None))
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
     def solved(cheap: StrategyGraph, at: Floats) -> tuple[Plane | None, float]:
