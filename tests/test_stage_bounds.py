@@ -225,13 +225,11 @@ def test_no_first_rank_holds_less_than_is_counted_of_the_whole(schedule: str, ch
         return plan
 
     found = best_staged(program(microbatches), pricer(), machine(4), 2, schedule, (chunks,), whole)
-    assert found.plan is not None
-    cuts = even_cuts(program(microbatches), 2, chunks)
-    plan = found.plan if found.plan.cuts == cuts else replace(found.plan, cuts=cuts)
-    assert plan.cuts == cuts
+    assert found.plan is not None and found.plan.cuts == even_cuts(program(microbatches), 2, chunks)
     peak = found.plan.estimate.peak_nbytes
-    assert counted[0] <= peak * (1 + 1e-9)
-    assert counted[0] >= 0.6 * peak
+    assert 0.8 * peak <= counted[0] <= peak * (1 + 1e-9)
+    if (schedule, microbatches) == ("1f1b", 2):
+        assert counted[0] == peak
 
 
 @pytest.mark.parametrize("error", [CutoffError(1e9), InfeasibleError("too small")])
