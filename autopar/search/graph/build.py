@@ -22,7 +22,6 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
-from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import Moments, Share
 from autopar.search.graph.options import Option, Restriction, cluster_options
@@ -357,10 +356,18 @@ class Builder:
             )
         )
         self.problem.travels.append((names, layouts, tuple(steps)))
-        group, rest = len(self.problem.groups) - 1, len(arcs) - len(space.ways)
-        lifetimes = [*(space.options[way.option][1] for way in space.ways), *[""] * rest]
-        nbytes = np.array([*((way.copy, way.gradient) for way in space.ways), *[(0.0, 0.0)] * rest]).T
-        self.arc_memory += [(group, *term) for term in copies_held(names, readers, lifetimes, nbytes, self.moments)]
+        group = len(self.problem.groups) - 1
+        for lifetime in ("step", "keep", "use"):
+            coefficient = self.moments.nothing()
+            for name in names:
+                positions = [p for r in readers for p in r.positions[name]]
+                savers = [p for r in readers if r.savers for p in r.positions[name]]
+                self.moments.count_copies(coefficient, lifetime, positions, savers)
+            nbytes = np.zeros(len(arcs))
+            for i, way in enumerate(space.ways):
+                nbytes[i] = way.copy + way.gradient if space.options[way.option][1] == lifetime else 0
+            if nbytes.any():
+                self.arc_memory.append((group, nbytes, coefficient))
 
     def _unread(self) -> int:
         """Bytes of inputs, buffers and constants that nothing reads."""

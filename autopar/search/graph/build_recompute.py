@@ -27,7 +27,6 @@ from autopar.search.costs.pricing import total
 from autopar.search.costs.program import Op, Tensor
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
-from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import Problem, Reader
@@ -294,12 +293,12 @@ class _ParameterLayers:
                                                                         for w in space.ways))}  # fmt: skip
         arcs: list[tuple[int, int, float]] = []
         steps: list[tuple[Step, ...]] = []
-        held: list[tuple[str, float, float, int]] = []  # lifetime, bytes, of gradients, reader that replays or -1
+        held: list[tuple[str, float, int]] = []  # lifetime, bytes, reader that replays or -1
         for way in space.ways:
             lifetime = space.options[way.option][1]
             arcs.append((way.option, copies[way.use, way.again, lifetime], way.seconds))
             steps.append(way.steps)
-            held.append((lifetime, float(way.copy), float(way.gradient), -1))
+            held.append((lifetime, float(way.copy + way.gradient), -1))
         bytes_of = {(w.use, w.again, space.options[w.option][1]): float(w.copy) for w in space.ways}
         number = num_options + len(copies)
         consumers = []
@@ -315,8 +314,7 @@ class _ParameterLayers:
                         times = reader.savers + (reads if replays else 0)
                         arcs.append((vertex, wants[use, replays], copy[1] * times))
                         steps.append(())
-                        own = (f"{copy[2]} again", bytes_of[copy], 0.0, i) if replays else (copy[2], 0.0, 0.0, -1)
-                        held.append(own)
+                        held.append((f"{copy[2]} again", bytes_of[copy], i) if replays else (copy[2], 0.0, -1))
             consumers.append(
                 Consumer(
                     node=reader.node,
@@ -340,20 +338,26 @@ class _ParameterLayers:
         builder.problem.travels.append((self.names, tuple(layouts), tuple(steps)))
         self._memory(held)
 
-    def _memory(self, held: list[tuple[str, float, float, int]]) -> None:
+    def _memory(self, held: list[tuple[str, float, int]]) -> None:
         builder, moments = self.builder, self.builder.moments
         group = len(builder.problem.groups) - 1
-        nbytes = np.array([(copy, gradient) for _, copy, gradient, _ in held]).T
-        terms = copies_held(self.names, self.readers, [kind for kind, *_ in held], nbytes, moments)
-        builder.arc_memory += [(group, *term) for term in terms]
+        for lifetime in ("step", "keep", "use"):
+            coefficient = moments.nothing()
+            for name in self.names:
+                positions = [p for r in self.readers for p in r.positions[name]]
+                savers = [p for r in self.readers if r.savers for p in r.positions[name]]
+                moments.count_copies(coefficient, lifetime, positions, savers)
+            nbytes = np.array([n if kind == lifetime else 0.0 for kind, n, _ in held])
+            if nbytes.any():
+                builder.arc_memory.append((group, nbytes, coefficient))
         for i, reader in enumerate(self.readers):
             for lifetime in ("keep", "use"):
-                again_here = [n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, _, j in held]
-                if not any(again_here) or (lifetime == "keep" and reader.savers):
+                nbytes = np.array([n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, j in held])
+                if not nbytes.any() or (lifetime == "keep" and reader.savers):
                     continue
                 coefficient = moments.nothing()
                 for name in self.names:
                     for p in reader.positions[name]:
                         again = None if lifetime == "keep" else builder._end(p)
                         coefficient[moments.held(p, again, p)] += moments.weight(p)
-                builder.arc_memory.append((group, np.array(again_here), coefficient))
+                builder.arc_memory.append((group, nbytes, coefficient))

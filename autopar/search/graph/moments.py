@@ -19,13 +19,11 @@ from autopar.search.graph.strategy_graph import Floats
 class Share:
     """A pipeline rank's: `ops[position]`, whether it runs the op; `in_flight`: how many micro-batches it has kept for
     backward at most, the one at hand included, in what it keeps of one. last: the block of ops before which it has kept
-    most of the one at hand; at other moments its memory is not limited. begun: ops with a backward pass before that,
-    whose parameters' gradients are there."""
+    most of the one at hand; at other moments its memory is not limited."""
 
     ops: NDArray[np.bool_]
     in_flight: float
     last: slice
-    begun: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +82,7 @@ class Moments:
 
     def gradient(self, last_reader: int) -> slice:
         """From the backward of a parameter's last reader, the first to run, to the end."""
-        if self.several and (self.share is None or self.share.begun[last_reader]):
+        if self.several:
             return self.always()
         return slice(self.backward(last_reader), self.count)
 
@@ -107,11 +105,6 @@ class Moments:
         if savers:
             return [slice(self.forward(readers[0]), self.backward(savers[0]) + 1)]
         return [slice(self.forward(readers[0]), self.forward(readers[-1]) + 1)]
-
-    def count_gradients(self, coefficient: Floats, savers: list[int]) -> None:
-        """Count the gradient of a parameter, that these ops' backward makes, until it is reduced for the optimizer."""
-        if savers:
-            coefficient[self.gradient(max(savers)).start : self.step().stop] += self.weight(*savers)
 
     def count_copies(self, coefficient: Floats, lifetime: str, readers: list[int], savers: list[int]) -> None:
         """Count copies of a parameter; those that live until a backward are kept for other micro-batches too."""

@@ -37,20 +37,15 @@ def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -
     stage = stages_of(begins, len(program.ops))
     sizes = dict(enumerate(dealt(len(starts_of(program)) + 1, p, order.num_stages // p)))
     now = most = 0
-    begun: set[int] = set()
-    with_gradients: list[int] = []
     for action in order.ranks[0]:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * sizes[action.stage]
-        if action.kind != "F":
-            begun.add(action.stage)
-        elif now >= most:  # the last time that most are in flight most gradients are there
-            most, with_gradients = now, sorted(begun)
+        most = max(most, now)
     own = sum(sizes[number] for number in range(0, order.num_stages, p))
     end = begins[order.num_stages - p]
     positions = {op.name: op.position for op in program.ops}
     before = [0, *(positions[name] for name in starts_of(program))]
     last = slice(max(start for start in before if start < end), end)
-    return Share(ops=stage % p == 0, in_flight=most / own, last=last, begun=np.isin(stage, with_gradients))
+    return Share(ops=stage % p == 0, in_flight=most / own, last=last)
 
 
 def guessed_ways(
