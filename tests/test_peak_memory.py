@@ -15,6 +15,7 @@ from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
@@ -126,6 +127,24 @@ def test_every_lifetime(lifetime: str, microbatches: int) -> None:
     captured = case("gpt2", microbatches)[0]
     plan = make_baseline("fsdp", captured, machine(2), make_mesh((2,)), TrainConfig())
     check("gpt2", replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, lifetime)))
+
+
+@pytest.mark.parametrize("lifetime", ["step", "microbatch"])
+def test_a_copy_that_is_another_one_viewed_counts_once(lifetime: str) -> None:
+    """Gathered to be invariant, then taken as replicated, which computes nothing."""
+    captured = case("gpt2", 2)[0]
+    plan = make_baseline("fsdp", captured, machine(2), make_mesh((2,)), TrainConfig())
+    kept = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, lifetime))
+    invariant, replicated = Layout((INVARIANT,)), Layout((REPLICATE,))
+    routes = {
+        name: ((plan.layouts[name], invariant, replicated),)
+        for name in plan.lifetimes
+        if plan.layouts[name].sharded_dims()
+    }
+    assert len(routes) > 3
+    own = machine(2)
+    assert evaluate(replace(kept, routes=routes), captured, own).memory == evaluate(kept, captured, own).memory
+    check("gpt2", replace(kept, routes=routes))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "resnet"])

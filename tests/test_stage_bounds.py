@@ -28,22 +28,25 @@ from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.moments import Share
 from autopar.search.graph.strategy_graph import usage
-from autopar.search.joint.best_staged import best_staged, first_share, guessed_ways
+from autopar.search.joint.best_staged import best_staged, guessed_ways
 from autopar.search.joint.critical_path import GAP, way_seconds
+from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
 from autopar.search.planner import plan_program
 from autopar.search.staged.rounds import dealt, interleaved_rounds
-from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
+from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
 from tests.search_cases import machine
 from tests.strategy_graphs import random_graph
 
 LAYERS, MICROBATCHES = 4, 4
+COUNTED = 0.04
+"""How much more the strategy graph, op by op, may count of a tiny model than is held, call by call."""
 
 
 @cache
-def graph() -> CapturedModel:
+def graph(microbatches: int = MICROBATCHES) -> CapturedModel:
     """A Llama of so many layers, one of its micro-batches."""
     config = hf.LlamaConfig(
         hidden_size=16,
@@ -54,19 +57,21 @@ def graph() -> CapturedModel:
         vocab_size=64,
     )
     model = hf.LlamaForCausalLM(config).train()
-    ids = np.random.default_rng(0).integers(3, 64, (2 * MICROBATCHES, 8))
+    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, 8))
     kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
     part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), part), MICROBATCHES, lambda: capture(model, (), kwargs))
+    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))
 
 
 @cache
-def program() -> Program:
-    return make_program(graph())
+def program(microbatches: int = MICROBATCHES) -> Program:
+    return make_program(graph(microbatches))
 
 
-def _whole(own: Pricer, share: Share) -> Plan:
-    return plan_program(program(), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share)
+def _whole(own: Pricer, share: Share, microbatches: int = MICROBATCHES) -> Plan:
+    return plan_program(
+        program(microbatches), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
+    )
 
 
 def pricer() -> Pricer:
@@ -155,9 +160,20 @@ def test_rows_of_ranks_are_parts_of_the_whole() -> None:
     """One micro-batch in flight: at the update all ranks hold together what the whole model does; each that is in
     flight beside holds what the first keeps, at every moment."""
     order = make_order("1f1b", 2, MICROBATCHES)
-    first = first_share(program(), order, even_starts(program(), 2, 1))
-    assert first.in_flight == 2 and 0 < first.ops.sum() < len(first.ops)
-    everything = slice(0, len(program().ops))
+    first = fullest_share(program(), order, even_starts(program(), 2, 1))
+    assert first.in_flight == 2 and 0 < first.ops.sum() < len(first.ops) and first.last == (slice(53, 101),)
+    everything, every = slice(0, len(program().ops)), np.ones_like(first.ops)
+
+    def share(ops: np.ndarray, beside: float = 0.0) -> Share:
+        return Share(
+            ops=ops,
+            at_hand=ops[None] * 1.0,
+            beside=ops[None] * beside,
+            begun=every[None],
+            last=(everything,),
+            kinds=("FB",),
+            in_flight=beside + 1,
+        )
 
     def used(share: Share | None, choice: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         made = build(program(), pricer(), limit=1e12, share=share).graph
@@ -165,15 +181,48 @@ def test_rows_of_ranks_are_parts_of_the_whole() -> None:
         return usage(made, found.choice if choice is None else choice, found.arcs), found.choice
 
     whole, choice = used(None)
-    same, _ = used(Share(ops=np.ones_like(first.ops), in_flight=1.0, last=everything), choice)
+    same, _ = used(share(every), choice)
     assert same.max() == pytest.approx(whole.max())
-    ranks = [used(Share(ops=ops, in_flight=1.0, last=everything), choice)[0].max() for ops in (first.ops, ~first.ops)]
+    ranks = [used(share(ops), choice)[0].max() for ops in (first.ops, ~first.ops)]
     assert max(ranks) < whole.max() <= sum(ranks) * (1 + 1e-9)
-    more, _ = used(replace(first, in_flight=3.0), choice)
-    one, _ = used(replace(first, in_flight=2.0), choice)
-    none, _ = used(replace(first, in_flight=1.0), choice)
-    assert none.max() < one.max() < more.max()
-    assert more.max() - one.max() == pytest.approx(one.max() - none.max())
+    none, one, more = (used(share(first.ops, beside), choice)[0].max() for beside in (0.0, 1.0, 2.0))
+    assert none < one < more
+    assert more - one == pytest.approx(one - none)
+    assert used(first, choice)[0].max() == pytest.approx(one)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b"])
+def test_no_pass_holds_more_than_those_of_the_share(schedule: str) -> None:
+    """Whatever a block's kept tensors and its gradients weigh, of blocks that are alike."""
+    draw = random.Random(0)
+    for p, chunks, m in [(2, 1, 2), (2, 1, 4), (2, 2, 2), (2, 2, 4), (4, 1, 8), (4, 1, 4), (2, 2, 8), (3, 1, 9)]:
+        if (chunks > 1) == (schedule == "interleaved-1f1b"):
+            order = make_order(schedule, p, m, chunks)
+            begins = even_starts(program(), p, chunks)
+            share = fullest_share(program(), order, begins)
+            stage, sizes = stages_of(begins, len(program().ops)), dealt(len(starts_of(program())) + 1, p, chunks)
+            firsts = [int((stage == number).argmax()) for number in range(p * chunks)]
+            taken = [
+                (float((beside + hand) @ sizes), float(begun @ sizes), kinds)
+                for beside, hand, begun, kinds in zip(
+                    share.beside[:, firsts], share.at_hand[:, firsts], share.begun[:, firsts], share.kinds, strict=True
+                )
+            ]
+            (rank,) = {int(number) % p for number in stage[share.ops]}
+            assert share.in_flight * sum(sizes[rank::p]) == max(kept for kept, _, _ in taken)
+            for kind in "FB":
+                kept, begun, every = [0] * len(sizes), [0] * len(sizes), []
+                for action in order.ranks[rank]:
+                    kept[action.stage] += action.kind == "F"
+                    if action.kind == kind:
+                        every.append((float(np.dot(kept, sizes)), float(np.dot(begun, sizes))))
+                    kept[action.stage] -= action.kind == "B"
+                    begun[action.stage] |= action.kind == "B"
+                assert {(k, g) for k, g, kinds in taken if kind in kinds} <= set(every)
+                for _ in range(20):
+                    a, b = draw.random(), draw.random() ** 2 * m
+                    most = max(a * k + b * g for k, g in every)
+                    assert max(a * k + b * g for k, g, kinds in taken if kind in kinds) == pytest.approx(most)
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
@@ -205,6 +254,34 @@ def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_le
     assert relaxed <= exact * (1 + GAP) and exact <= found.plan.estimate.step_seconds
     assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=0.9 * relaxed) >= 0.9 * relaxed
     assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=1.2 * exact) < 1.2 * exact
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 8])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2)])
+def test_no_first_rank_holds_less_than_is_counted_of_the_whole(schedule: str, chunks: int, microbatches: int) -> None:
+    """So that a bound within the memory of the whole plan is one for the stages, with room and without, as far as sums
+    over ops are what calls hold. Few micro-batches fill no pipeline: where most are in flight are no gradients yet."""
+    if schedule == "interleaved-1f1b" and microbatches == 3:
+        pytest.skip("torch deals micro-batches to interleaved stages in rounds of as many as ranks")
+    cuts = even_cuts(program(microbatches), 2, chunks)
+    order = make_order(schedule, 2, microbatches, chunks)
+    counted: list[float] = []
+    shares: list[float] = []
+
+    def whole(own: Pricer, share: Share) -> Plan:
+        plan = _whole(own, share, microbatches)
+        cut, stages = staged(plan, program(microbatches), own, 2, schedule, cuts)
+        prices = simulated(cut, stages, machine(4), own.cluster)[0].estimate.solver["stages"]
+        counted.append(plan.estimate.solver["counted_nbytes"])
+        shares.append(counted[-1] / prices[order.ranks[0][0].stage]["memory"])
+        return plan
+
+    free = best_staged(program(microbatches), pricer(), machine(4), 2, schedule, (chunks,), whole)
+    assert free.plan is not None
+    tight = pricer().within(0.85 * free.plan.estimate.peak_nbytes)
+    best_staged(program(microbatches), tight, machine(4), 2, schedule, (chunks,), whole)
+    assert len(set(counted)) > 1
+    assert min(shares) >= 0.6 and max(shares) <= 1 + COUNTED, shares
 
 
 @pytest.mark.parametrize("error", [CutoffError(1e9), InfeasibleError("too small")])

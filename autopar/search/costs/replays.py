@@ -39,8 +39,7 @@ def root_of(
     """The value whose storage a tensor in a layout is."""
     while True:
         journey = journeys[name]
-        is_made = journey.tensor.kind != "parameter"
-        while is_made and layout != journey.source and not journey.made[layout].forward:
+        while layout != journey.source and not journey.made[layout].forward:
             layout = journey.made[layout].source
         view = program.aliases.get(name)
         if view is None or layout != journey.source:

@@ -22,6 +22,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
+from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import Moments, Share
 from autopar.search.graph.options import Option, Restriction, cluster_options
@@ -128,8 +129,8 @@ class Builder:
         keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
         for positions in cluster.instances:
             moments.keep(keeping, moments.kept(min(positions), min(positions)), min(positions))
-            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
-            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
+            forward[..., [moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[..., [moments.backward(p) for p in positions]] = moments.weight(*positions)
         self._count(node, [o.kept for o in options], keeping)
         self._count(node, [o.working_forward for o in options], forward)
         self._count(node, [o.working_backward for o in options], backward)
@@ -356,18 +357,10 @@ class Builder:
             )
         )
         self.problem.travels.append((names, layouts, tuple(steps)))
-        group = len(self.problem.groups) - 1
-        for lifetime in ("step", "keep", "use"):
-            coefficient = self.moments.nothing()
-            for name in names:
-                positions = [p for r in readers for p in r.positions[name]]
-                savers = [p for r in readers if r.savers for p in r.positions[name]]
-                self.moments.count_copies(coefficient, lifetime, positions, savers)
-            nbytes = np.zeros(len(arcs))
-            for i, way in enumerate(space.ways):
-                nbytes[i] = way.copy + way.gradient if space.options[way.option][1] == lifetime else 0
-            if nbytes.any():
-                self.arc_memory.append((group, nbytes, coefficient))
+        group, rest = len(self.problem.groups) - 1, len(arcs) - len(space.ways)
+        lifetimes = [*(space.options[way.option][1] for way in space.ways), *[""] * rest]
+        nbytes = np.array([*((way.copy, way.gradient) for way in space.ways), *[(0.0, 0.0)] * rest]).T
+        self.arc_memory += [(group, *term) for term in copies_held(names, readers, lifetimes, nbytes, self.moments)]
 
     def _unread(self) -> int:
         """Bytes of inputs, buffers and constants that nothing reads."""
@@ -379,18 +372,20 @@ class Builder:
         columns = [c for *_, c in self.node_memory]
         columns += [term[2] for term in self.kept_memory]
         columns += [c for *_, c in self.arc_memory]
-        table = np.array(columns) if columns else np.zeros((0, self.moments.count))
-        instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
         peaks = self.moments.peaks()
-        chosen = peaks[few_moments(table[:, peaks], self.moments, instances)]
+        table = np.array([c.reshape(-1)[peaks] for c in columns]).reshape(len(columns), len(peaks))
+        instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
+        chosen = peaks[few_moments(table, self.moments, instances)]
         return Memory(
             limit=limit,
             base=np.full(len(chosen), float(self._unread())),
             moments=tuple(int(moment) for moment in chosen),
-            nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[chosen]) for n, b, c in self.node_memory),
+            nodes=tuple(
+                NodeMemory(node=n, nbytes=b, coefficient=c.reshape(-1)[chosen]) for n, b, c in self.node_memory
+            ),
             kept=tuple(
-                KeptMemory(group=g, nbytes=b, coefficient=c[chosen], keeps_given=given, keepers=keepers)
+                KeptMemory(group=g, nbytes=b, coefficient=c.reshape(-1)[chosen], keeps_given=given, keepers=keepers)
                 for g, b, c, given, keepers in self.kept_memory
             ),
-            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c[chosen]) for g, b, c in self.arc_memory),
+            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c.reshape(-1)[chosen]) for g, b, c in self.arc_memory),
         )

@@ -27,6 +27,7 @@ from autopar.search.costs.pricing import total
 from autopar.search.costs.program import Op, Tensor
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import Problem, Reader
@@ -92,9 +93,9 @@ class RecomputeBuilder(Builder):
         for positions in cluster.instances:
             first = min(positions)
             moments.keep(keeping, moments.kept(first, first), first)
-            replaying[moments.held(first, self._end(first), first)] += moments.weight(first)
-            forward[[moments.forward(p) for p in positions]] = moments.weight(*positions)
-            backward[[moments.backward(p) for p in positions]] = moments.weight(*positions)
+            replaying[..., moments.held(first, self._end(first), first)] += moments.at_hand(first)
+            forward[..., [moments.forward(p) for p in positions]] = moments.weight(*positions)
+            backward[..., [moments.backward(p) for p in positions]] = moments.weight(*positions)
         inside = np.array([o.kept for o in options], dtype=np.float64)
         self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:
@@ -259,9 +260,9 @@ class _Layers:
             last = min(reading, default=made)
             start = max((builder._end(p) for p in reading), default=made)
             moments.keep(keeping, moments.kept(made, last), last)
-            replaying[moments.held(made, start, last)] += moments.weight(last)
+            replaying[..., moments.held(made, start, last)] += moments.at_hand(last)
             moments.keep(own, moments.kept(made, made), made)
-            own_again[moments.held(made, builder._end(made), made)] += moments.weight(made)
+            own_again[..., moments.held(made, builder._end(made), made)] += moments.at_hand(made)
         for nbytes, coefficient in ((self.kept, keeping), (self.replayed, replaying)):
             if any(nbytes):
                 builder.arc_memory.append((group, np.array(nbytes), coefficient))
@@ -293,12 +294,12 @@ class _ParameterLayers:
                                                                         for w in space.ways))}  # fmt: skip
         arcs: list[tuple[int, int, float]] = []
         steps: list[tuple[Step, ...]] = []
-        held: list[tuple[str, float, int]] = []  # lifetime, bytes, reader that replays or -1
+        held: list[tuple[str, float, float, int]] = []  # lifetime, bytes, of gradients, reader that replays or -1
         for way in space.ways:
             lifetime = space.options[way.option][1]
             arcs.append((way.option, copies[way.use, way.again, lifetime], way.seconds))
             steps.append(way.steps)
-            held.append((lifetime, float(way.copy + way.gradient), -1))
+            held.append((lifetime, float(way.copy), float(way.gradient), -1))
         bytes_of = {(w.use, w.again, space.options[w.option][1]): float(w.copy) for w in space.ways}
         number = num_options + len(copies)
         consumers = []
@@ -314,7 +315,8 @@ class _ParameterLayers:
                         times = reader.savers + (reads if replays else 0)
                         arcs.append((vertex, wants[use, replays], copy[1] * times))
                         steps.append(())
-                        held.append((f"{copy[2]} again", bytes_of[copy], i) if replays else (copy[2], 0.0, -1))
+                        own = (f"{copy[2]} again", bytes_of[copy], 0.0, i) if replays else (copy[2], 0.0, 0.0, -1)
+                        held.append(own)
             consumers.append(
                 Consumer(
                     node=reader.node,
@@ -338,26 +340,20 @@ class _ParameterLayers:
         builder.problem.travels.append((self.names, tuple(layouts), tuple(steps)))
         self._memory(held)
 
-    def _memory(self, held: list[tuple[str, float, int]]) -> None:
+    def _memory(self, held: list[tuple[str, float, float, int]]) -> None:
         builder, moments = self.builder, self.builder.moments
         group = len(builder.problem.groups) - 1
-        for lifetime in ("step", "keep", "use"):
-            coefficient = moments.nothing()
-            for name in self.names:
-                positions = [p for r in self.readers for p in r.positions[name]]
-                savers = [p for r in self.readers if r.savers for p in r.positions[name]]
-                moments.count_copies(coefficient, lifetime, positions, savers)
-            nbytes = np.array([n if kind == lifetime else 0.0 for kind, n, _ in held])
-            if nbytes.any():
-                builder.arc_memory.append((group, nbytes, coefficient))
+        nbytes = np.array([(copy, gradient) for _, copy, gradient, _ in held]).T
+        terms = copies_held(self.names, self.readers, [kind for kind, *_ in held], nbytes, moments)
+        builder.arc_memory += [(group, *term) for term in terms]
         for i, reader in enumerate(self.readers):
             for lifetime in ("keep", "use"):
-                nbytes = np.array([n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, j in held])
-                if not nbytes.any() or (lifetime == "keep" and reader.savers):
+                again_here = [n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, _, j in held]
+                if not any(again_here) or (lifetime == "keep" and reader.savers):
                     continue
                 coefficient = moments.nothing()
                 for name in self.names:
                     for p in reader.positions[name]:
                         again = None if lifetime == "keep" else builder._end(p)
-                        coefficient[moments.held(p, again, p)] += moments.weight(p)
-                builder.arc_memory.append((group, nbytes, coefficient))
+                        coefficient[..., moments.held(p, again, p)] += moments.at_hand(p)
+                builder.arc_memory.append((group, np.array(again_here), coefficient))

@@ -3,7 +3,8 @@
 With n ops, op i runs forward at moment i and backward at moment 2n - 1 - i; the optimizer's step is moment 2n. With
 several micro-batches these are the moments of the last one: gradients of those before are there from its beginning.
 
-On one rank of a pipeline only its ops count, and at every moment what the other micro-batches in flight have kept.
+On one rank of a pipeline only its ops count. Its moments are those of a few passes of its order: of the micro-batch at
+hand, while others that are in flight have been kept.
 """
 
 from collections.abc import Iterable
@@ -14,54 +15,78 @@ from numpy.typing import NDArray
 
 from autopar.search.graph.strategy_graph import Floats
 
+Mask = NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """A pipeline rank's: `ops[position]`, whether it runs the op; `in_flight`: how many micro-batches it has kept for
-    backward at most, the one at hand included, in what it keeps of one. last: the block of ops before which it has kept
-    most of the one at hand; at other moments its memory is not limited."""
+    """A pipeline rank's: `ops[position]`, whether it runs the op, and the passes in which its memory may be fullest.
 
-    ops: NDArray[np.bool_]
+    Of [pass, position of an op] at_hand: 1 for those of the stage that is passed; beside: how many other micro-batches
+    have kept what the op keeps; begun: whether it has had a backward pass, so that gradients are there. Of each pass
+    last: the block of ops before which most of the micro-batch at hand is kept (at other moments memory is not
+    limited); kinds: "F", "B", or "FB" for one in its turn after the other. in_flight: micro-batches that are kept at
+    most, the one at hand included, in what is kept of one.
+    """
+
+    ops: Mask
+    at_hand: Floats
+    beside: Floats
+    begun: Mask
+    last: tuple[slice, ...]
+    kinds: tuple[str, ...]
     in_flight: float
-    last: slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """Intervals as slices over the moments, ends included. `share`: of one rank of a pipeline, None for all ops."""
+    """Intervals as slices over the moments, ends included. `share`: of one rank of a pipeline, None for all ops.
+
+    A coefficient says how often something counts at each moment: [moment], with a share [pass, moment].
+    """
 
     num_ops: int
     several: bool = False
     share: Share | None = None
 
     def weight(self, *positions: int) -> float:
-        """1 if what these ops make, read or hold is held here."""
+        """1 if what these ops read is held here."""
         return 1.0 if self.share is None else float(self.share.ops[list(positions)].any())
 
-    def beside(self) -> float:
-        """How often what one micro-batch keeps is kept for others."""
-        return 0.0 if self.share is None else self.share.in_flight - 1.0
+    def at_hand(self, *positions: int) -> Floats:
+        """1 in each pass in which what these ops make or read of the micro-batch at hand is held here."""
+        if self.share is None:
+            return np.ones(1)
+        return np.asarray(self.share.at_hand[:, positions].max(axis=1, keepdims=True))
 
     def peaks(self) -> NDArray[np.int64]:
-        """Moments that may be the peak."""
-        every = np.arange(self.count)
+        """Moments that may be the peak, by number in a flat coefficient."""
+        every = np.arange(self.nothing().size)
         if self.share is None:
             return every
-        last = every[: self.num_ops][self.share.last]
-        return np.concatenate([last, 2 * self.num_ops - 1 - last[::-1], every[-1:]])
+        found = [every[[self.count - 1]]]
+        for moments, last, kinds in zip(every.reshape(-1, self.count), self.share.last, self.share.kinds, strict=True):
+            if "F" in kinds:
+                found.append(moments[: self.num_ops][last])
+            if "B" in kinds:
+                found.append(moments[self.num_ops : -1][::-1][last])
+        return np.sort(np.concatenate(found))
 
     def keep(self, coefficient: Floats, interval: slice, position: int) -> None:
-        """Count what is kept for the op's backward: in its interval, and always for other micro-batches."""
-        weight = self.weight(position)
-        coefficient[interval] += weight
-        coefficient += self.beside() * weight
+        """Count what is kept for the op's backward: in its interval, and until the update for other micro-batches."""
+        coefficient[..., interval] += self.at_hand(position)
+        self._keep_beside(coefficient, [position])
+
+    def _keep_beside(self, coefficient: Floats, positions: list[int]) -> None:
+        if self.share is not None:
+            coefficient[:, self.step()] += self.share.beside[:, positions].max(axis=1, keepdims=True)
 
     @property
     def count(self) -> int:
         return 2 * self.num_ops + 1
 
     def nothing(self) -> Floats:
-        return np.zeros(self.count)
+        return np.zeros(self.count if self.share is None else (len(self.share.begun), self.count))
 
     def forward(self, position: int) -> int:
         return position
@@ -80,11 +105,14 @@ class Moments:
         """From its making, or where it is made again, to the backward of its last use there."""
         return slice(made if again is None else self.backward(again), self.backward(last_use) + 1)
 
-    def gradient(self, last_reader: int) -> slice:
-        """From the backward of a parameter's last reader, the first to run, to the end."""
-        if self.several:
-            return self.always()
-        return slice(self.backward(last_reader), self.count)
+    def count_gradient(self, coefficient: Floats, readers: list[int], end: int) -> None:
+        """Count a gradient of a parameter from the backward of its last reader, the first to run, to before `end`."""
+        if self.share is None:
+            coefficient[0 if self.several else self.backward(max(readers)) : end] += 1.0
+            return
+        if own := [p for p in readers if self.share.ops[p]]:
+            for number, row in enumerate(coefficient):
+                row[0 if self.share.begun[number, own].any() else self.backward(max(own)) : end] += 1.0
 
     def step(self) -> slice:
         """All micro-batches, until gradients are reduced for the optimizer."""
@@ -108,8 +136,10 @@ class Moments:
 
     def count_copies(self, coefficient: Floats, lifetime: str, readers: list[int], savers: list[int]) -> None:
         """Count copies of a parameter; those that live until a backward are kept for other micro-batches too."""
-        weight = self.weight(*readers) if readers else 1.0
+        weight = self.at_hand(*readers)
+        if lifetime == "step" or not readers:
+            weight = np.ones(1) * (self.weight(*readers) if readers else 1.0)
         for interval in self.copies(lifetime, readers, savers):
-            coefficient[interval] += weight
+            coefficient[..., interval] += weight
         if lifetime == "keep" and savers:
-            coefficient += self.beside() * weight
+            self._keep_beside(coefficient, savers)

@@ -220,11 +220,11 @@ def held(
         reading = [p for p, _ in program.readers[name]]
         weight = moments.weight(*reading) if reading else 1.0
         always += weight
-        step[moments.step()] += weight
+        step[..., moments.step()] += weight
         last = [p for p in reading if program.ops[p].has_backward]
         if program.tensors[name].requires_grad and last:
-            gradient[moments.gradient(max(last))] += weight
-            reduced[moments.update()] += weight
+            moments.count_gradient(gradient, last, moments.count)
+            reduced[..., moments.update()] += weight
     stored = np.array(space.stored)
     for_step = np.array([lifetime == "step" for _, lifetime in space.options], dtype=bool)
     casts = np.array(space.casts)

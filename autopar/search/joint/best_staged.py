@@ -1,7 +1,7 @@
 """Which plan of the whole model is best as the stages of a pipeline, within the memory of each rank?
 
-The first rank has most micro-batches in flight. Its memory is limited in the strategy graph of the whole model, of
-which only its ops count; then all ranks are counted call by call (`search.staged_memory`).
+The memory of the rank that may hold most is limited in the strategy graph of the whole model, of which only its ops
+count; then all ranks are counted call by call (`search.staged_memory`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,40 +12,26 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.schedules import PipelineOrder, make_order
-from autopar.errors import InfeasibleError
+from autopar.cost_models.schedules import make_order
+from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.plan import Plan
-from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import op_work
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.critical_path import Way, guessed_way, least_message, longest_way
+from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.known.baselines import memory_limit
-from autopar.search.staged.rounds import dealt
-from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
+from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged
 from autopar.staged_plan import StagedPlan
 
 ATTEMPTS = 4
 """How often a whole plan is made smaller until its stages fit."""
-
-
-def first_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -> Share:
-    """What the first pipeline rank, which has most micro-batches in flight, runs and keeps of stages that begin so."""
-    p = len(order.ranks)
-    stage = stages_of(begins, len(program.ops))
-    sizes = dict(enumerate(dealt(len(starts_of(program)) + 1, p, order.num_stages // p)))
-    now = most = 0
-    for action in order.ranks[0]:
-        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * sizes[action.stage]
-        most = max(most, now)
-    own = sum(sizes[number] for number in range(0, order.num_stages, p))
-    end = begins[order.num_stages - p]
-    positions = {op.name: op.position for op in program.ops}
-    before = [0, *(positions[name] for name in starts_of(program))]
-    last = slice(max(start for start in before if start < end), end)
-    return Share(ops=stage % p == 0, in_flight=most / own, last=last)
+MARGIN = 0.002
+"""Of the limit: how much more than what is beyond it a whole plan is made smaller."""
+NEAR = 1.02
+"""How much longer a step may take than the fastest one's, of numbers of stages a rank of which that does not fit."""
 
 
 def guessed_ways(
@@ -57,7 +43,7 @@ def guessed_ways(
     for number in chunks:
         begins = even_starts(program, pipeline, number)
         order = make_order(schedule, pipeline, program.microbatches, number)
-        yield guessed_way(program, pricer, work, order, begins, first_share(program, order, begins), send)
+        yield guessed_way(program, pricer, work, order, begins, fullest_share(program, order, begins), send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,26 +69,28 @@ def best_staged(
     Raises InfeasibleError or CutoffError if the first search of `whole` does, within the memory of a rank.
 
     chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
-    the first rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
+    the fullest rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
     stages, is one for all of theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut
     where they are fastest too, if that fits.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     starts = [even_starts(program, pipeline, number) for number in chunks]
     orders = [make_order(schedule, pipeline, program.microbatches, number) for number in chunks]
-    shares = [first_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
+    shares = [fullest_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
     share = min(shares, key=lambda share: share.in_flight)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound = limit, 0.0
+    best: StagedPlan | None = None
+    fitting: list[StagedPlan] = []
     ways: list[Way] = []
     for attempt in range(ATTEMPTS):
         own = pricer.within(room)
         try:
             plan = replace(whole(own, share), config=pricer.config)
-        except (InfeasibleError, CutoffError):
+        except (InfeasibleError, CutoffError, SearchTimeoutError):
             if attempt == 0:
                 raise
-            return Staged(plan=None, bound=bound, ways=ways)  # in less room than there is: that proves nothing
+            break  # in less room than there is: that proves nothing
         if attempt == 0:
             bound = plan.estimate.bound / pipeline
         every = [even_cuts(program, pipeline, number) for number in chunks]
@@ -127,9 +115,11 @@ def best_staged(
                         num_ranks=pipeline,
                     )
                 )
-        if fitting := [one for one in made if one.estimate.peak_nbytes <= limit]:
-            best = min(fitting, key=lambda one: one.estimate.step_seconds)
-            return Staged(plan=best, bound=bound, ways=ways)
-        counted = plan.estimate.solver["counted_nbytes"]
-        room = 0.98 * limit / min(one.estimate.peak_nbytes for one in made) * min(counted, room)
-    return Staged(plan=None, bound=bound, ways=ways)
+        fitting += [one for one in made if one.estimate.peak_nbytes <= limit]
+        best = min(fitting, key=lambda one: one.estimate.step_seconds, default=None)
+        fastest = min(made, key=lambda one: one.estimate.step_seconds).estimate
+        if best is not None and best.estimate.step_seconds <= NEAR * fastest.step_seconds:
+            break
+        beyond = fastest.peak_nbytes - limit + MARGIN * limit
+        room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
+    return Staged(plan=best, bound=bound, ways=ways)

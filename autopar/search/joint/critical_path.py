@@ -42,8 +42,8 @@ SECONDS = 15.0
 class Way:
     """forward, backward: how often the way leads through each stage. rank: that pays most once a step.
 
-    sent: seconds of the messages on the way, each the least that it can be. share: of the first rank. begins: positions
-    of the ops with which stages after the first begin.
+    sent: seconds of the messages on the way, each the least that it can be. share: of the fullest rank. begins:
+    positions of the ops with which stages after the first begin.
     """
 
     forward: NDArray[np.float64]
@@ -86,7 +86,7 @@ def way_seconds(
     prices: dict[int, float] | None = None,
     exact: bool = False,
 ) -> float:
-    """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the first
+    """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the fullest
     rank, recompute allowed, or no less than the cutoff.
 
     prices: of memory, see `ilp.solve`. exact: of choices, not of their relaxation.

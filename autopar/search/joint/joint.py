@@ -9,7 +9,7 @@ on the mesh of one of p stages, m the number of micro-batches:
     its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
                    the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`)
     its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known.
-                   Of stages the memory is the first rank's, with all that it has in flight
+                   Of stages the memory is the fullest rank's, with all that it has in flight
 
 `best_first` solves no more than it must. Equal blocks are split alike in all stages, and dealt to them evenly.
 """
@@ -246,7 +246,7 @@ class Joint:
             if least < cutoff:
                 return
         if least == math.inf:
-            raise InfeasibleError(f"{key}: nothing fits in the memory of the first rank")
+            raise InfeasibleError(f"{key}: nothing fits in the memory of the fullest rank")
         raise CutoffError(least)
 
     def _way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:

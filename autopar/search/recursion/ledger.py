@@ -98,7 +98,7 @@ def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, 
         savers = [p for use in travel.uses if use.savers for p in use.positions[i]]
         last = [p for p in positions if ops[p].has_backward]
         if travel.tensor.requires_grad and last:
-            rows["gradient", number][moments.gradient(max(last))] += 1
+            moments.count_gradient(rows["gradient", number], last, moments.count)
             rows["reduced", number][moments.update()] += 1
         for lifetime in ("step", "keep", "use"):
             for interval in moments.copies(lifetime, positions, savers) if positions else ():

@@ -1,0 +1,91 @@
+"""Which rank of a pipeline may hold most, and in which passes?
+
+With more micro-batches than fill the pipeline the first rank has most in flight; with fewer all have the same number,
+and the one with most blocks holds most. What it holds grows with what it keeps for backward and with the gradients that
+are there. While a pipeline fills it keeps more and more and has no gradients; with more micro-batches than that takes
+it keeps as much again later, with all gradients, and that pass is its fullest; with fewer, gradients come as what is
+kept goes. Of its passes forward, and of those back, which hold what is run again too, those are taken beyond which no
+other keeps more, has more gradients, or has more of a mixture of the two: corners of a hull. Blocks of ops count alike
+here; memory is then limited in the passes taken of the rank taken, and any choice of them is sound.
+"""
+
+from collections.abc import Sequence
+from operator import mul
+
+import numpy as np
+
+from autopar.cost_models.schedules import Action, PipelineOrder
+from autopar.search.costs.paid import stages_of
+from autopar.search.costs.program import Program
+from autopar.search.graph.moments import Share
+from autopar.search.staged.rounds import dealt
+from autopar.search.staged.stages import starts_of
+
+Fill = tuple[tuple[int, ...], int, tuple[bool, ...]]
+"""Micro-batches kept of each stage beside the one at hand, the stage that is passed, and which had a backward pass."""
+
+
+def fullest_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -> Share:
+    """The fullest rank's, of stages whose blocks are dealt evenly and that begin at these positions of ops.
+
+    order: of a schedule whose backward has one part.
+    """
+    p, num_ops = len(order.ranks), len(program.ops)
+    stage = stages_of(begins, num_ops)
+    sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
+    every = [_passes(actions, order.num_stages) for actions in order.ranks]
+    most = [max(_kept(fill, sizes) for fill in kinds) for kinds in every]
+    rank = most.index(max(most))
+    kinds = every[rank]
+    amounts = {fill: (_kept(fill, sizes), sum(map(mul, fill[2], sizes))) for fill in kinds}
+    positions = {op.name: op.position for op in program.ops}
+    blocks = [0, *(positions[name] for name in starts_of(program))]
+    ends = [*begins, num_ops]
+    taken = [fill for kind in "FB" for fill in _corners({f: n for f, n in amounts.items() if kind in kinds[f]})]
+    taken = list(dict.fromkeys(taken))
+    last = [slice(max(b for b in blocks if b < ends[passed]), ends[passed]) for _, passed, _ in taken]
+    return Share(
+        ops=stage % p == rank,
+        at_hand=np.array([np.where(stage == passed, 1.0, 0.0) for _, passed, _ in taken]),
+        beside=np.array([beside for beside, _, _ in taken], dtype=np.float64)[:, stage],
+        begun=np.array([begun for _, _, begun in taken])[:, stage],
+        last=tuple(last),
+        kinds=tuple("".join(sorted(kinds[fill], reverse=True)) for fill in taken),
+        in_flight=most[rank] / sum(sizes[rank::p]),
+    )
+
+
+def _passes(actions: Sequence[Action], num_stages: int) -> dict[Fill, set[str]]:
+    """How full a rank is in its passes, and their kinds."""
+    kept, begun = [0] * num_stages, [False] * num_stages
+    out: dict[Fill, set[str]] = {}
+    for action in actions:
+        if action.kind == "B":
+            kept[action.stage] -= 1
+        out.setdefault((tuple(kept), action.stage, tuple(begun)), set()).add(action.kind)
+        if action.kind == "F":
+            kept[action.stage] += 1
+        begun[action.stage] |= action.kind == "B"
+    return out
+
+
+def _kept(fill: Fill, sizes: Sequence[int]) -> int:
+    """Blocks that are kept, as often as of micro-batches, the one at hand included."""
+    others: int = sum(map(mul, fill[0], sizes))
+    return others + sizes[fill[1]]
+
+
+def _corners(amounts: dict[Fill, tuple[int, int]]) -> list[Fill]:
+    """Of (kept, gradients) the corners of the hull where both are large, most kept first; of equals the last stage."""
+    corners: list[Fill] = []
+    for fill in sorted(amounts, key=lambda fill: (*amounts[fill], fill[1]), reverse=True):
+        kept, gradients = amounts[fill]
+        if corners and gradients <= amounts[corners[-1]][1]:
+            continue
+        while len(corners) > 1:
+            (a, u), (b, v) = amounts[corners[-2]], amounts[corners[-1]]
+            if (a - b) * (gradients - u) < (a - kept) * (v - u):  # above the line
+                break
+            corners.pop()
+        corners.append(fill)
+    return corners
