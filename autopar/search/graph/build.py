@@ -378,7 +378,7 @@ class Builder:
         chosen = peaks[few_moments(table, self.moments, instances)]
         return Memory(
             limit=limit,
-            base=np.full(len(chosen), float(self._unread())),
+            base=self._unread() + self.moments.beside().reshape(-1)[chosen],
             moments=tuple(int(moment) for moment in chosen),
             nodes=tuple(
                 NodeMemory(node=n, nbytes=b, coefficient=c.reshape(-1)[chosen]) for n, b, c in self.node_memory

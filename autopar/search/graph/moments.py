@@ -25,8 +25,9 @@ class Share:
     Of [pass, position of an op] at_hand: 1 for those of the stage that is passed; beside: how many other micro-batches
     have kept what the op keeps; begun: whether it has had a backward pass, so that gradients are there. Of each pass
     last: the block of ops before which most of the micro-batch at hand is kept (at other moments memory is not
-    limited); kinds: "F", "B", or "FB" for one in its turn after the other. in_flight: micro-batches that are kept at
-    most, the one at hand included, in what is kept of one.
+    limited); kinds: "F", "B", or "FB" for one in its turn after the other; sent: bytes of messages on their way.
+    received: bytes of what messages of a step are received in. in_flight: micro-batches that are kept at most, the one
+    at hand included, in what is kept of one.
     """
 
     ops: Mask
@@ -35,6 +36,8 @@ class Share:
     begun: Mask
     last: tuple[slice, ...]
     kinds: tuple[str, ...]
+    sent: tuple[float, ...]
+    received: float
     in_flight: float
 
 
@@ -48,6 +51,14 @@ class Moments:
     num_ops: int
     several: bool = False
     share: Share | None = None
+
+    def beside(self) -> Floats:
+        """Bytes that are there whatever is chosen, at each moment."""
+        out = self.nothing()
+        if self.share is not None:
+            out += self.share.received
+            out[:, self.step()] += np.array(self.share.sent)[:, None]
+        return out
 
     def weight(self, *positions: int) -> float:
         """1 if what these ops read is held here."""

@@ -20,8 +20,9 @@ from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import op_work
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
-from autopar.search.joint.critical_path import Way, guessed_way, least_message, longest_way
+from autopar.search.joint.critical_path import Way, guessed_way, longest_way
 from autopar.search.joint.fullest_rank import fullest_share
+from autopar.search.joint.messages import least_messages
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged
 from autopar.staged_plan import StagedPlan
@@ -43,7 +44,8 @@ def guessed_ways(
     for number in chunks:
         begins = even_starts(program, pipeline, number)
         order = make_order(schedule, pipeline, program.microbatches, number)
-        yield guessed_way(program, pricer, work, order, begins, fullest_share(program, order, begins), send)
+        share = fullest_share(program, pricer.mesh.size, schedule, pipeline, number, begins)
+        yield guessed_way(program, pricer, work, order, begins, share, send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,9 +77,11 @@ def best_staged(
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     starts = [even_starts(program, pipeline, number) for number in chunks]
-    orders = [make_order(schedule, pipeline, program.microbatches, number) for number in chunks]
-    shares = [fullest_share(program, order, begins) for order, begins in zip(orders, starts, strict=True)]
-    share = min(shares, key=lambda share: share.in_flight)
+    shares = [
+        fullest_share(program, pricer.mesh.size, schedule, pipeline, number, begins)
+        for number, begins in zip(chunks, starts, strict=True)
+    ]
+    share = _least(shares)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound = limit, 0.0
     best: StagedPlan | None = None
@@ -103,7 +107,7 @@ def best_staged(
             made.append(one)
             if number < len(chunks):
                 passes, messages = longest_way(timeline, len(stages))
-                nbytes = least_message(program, own, [stage.sends for stage in stages[:-1]])
+                nbytes = min(least_messages(program, own.mesh.size, [stage.sends for stage in stages[:-1]]))
                 ways.append(
                     Way(
                         forward=passes[0],
@@ -117,9 +121,19 @@ def best_staged(
                 )
         fitting += [one for one in made if one.estimate.peak_nbytes <= limit]
         best = min(fitting, key=lambda one: one.estimate.step_seconds, default=None)
-        fastest = min(made, key=lambda one: one.estimate.step_seconds).estimate
+        number, fastest = min(enumerate(one.estimate for one in made), key=lambda one: one[1].step_seconds)
         if best is not None and best.estimate.step_seconds <= NEAR * fastest.step_seconds:
             break
-        beyond = fastest.peak_nbytes - limit + MARGIN * limit
-        room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
+        if len(chunks) > 1 and share is not shares[number]:
+            share, room = shares[number], limit
+        else:
+            beyond = fastest.peak_nbytes - limit + MARGIN * limit
+            room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
     return Staged(plan=best, bound=bound, ways=ways)
+
+
+def _least(shares: Sequence[Share]) -> Share:
+    """What ranks hold at least, of several numbers of stages a rank: the fewest in flight, and the fewest messages."""
+    fewest = min(shares, key=lambda share: share.in_flight)
+    sent, received = min(min(share.sent) for share in shares), min(share.received for share in shares)
+    return replace(fewest, sent=(sent,) * len(fewest.sent), received=received) if len(shares) > 1 else fewest

@@ -32,6 +32,7 @@ from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.moments import Share
+from autopar.search.joint.messages import crossing, least_messages
 
 GAP = 2e-3
 SECONDS = 15.0
@@ -138,7 +139,7 @@ def guessed_way(
     """
     num_stages, stage_of = len(begins) + 1, stages_of(begins, len(program.ops))
     seconds = np.stack([np.bincount(stage_of, weights=side, minlength=num_stages) for side in work.T], axis=1)
-    sent = least(send, least_message(program, pricer, _crossing(program, begins)))[0]
+    sent = least(send, min(least_messages(program, pricer.mesh.size, crossing(program, begins))))[0]
     stages = [
         StageWork(
             actions={"F": (Segment(COMPUTE, float(f)),), "B": (Segment(COMPUTE, float(b)),)},
@@ -162,16 +163,3 @@ def guessed_way(
         begins=tuple(begins),
         num_ranks=p,
     )
-
-
-def _crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
-    """What each cut sends on: made before it, read after it."""
-    last = {name: max((p for p, _ in program.readers[name]), default=-1) for name in program.tensors}
-    made = [(name, t.producer) for name, t in program.tensors.items() if t.producer is not None and t.requires_grad]
-    return [[name for name, position in made if position < begin <= last[name]] for begin in begins]
-
-
-def least_message(program: Program, pricer: Pricer, crossing: Sequence[Sequence[str]]) -> float:
-    """Bytes a rank of the least of the messages over cuts, each given by the names that cross it."""
-    tensors = [[program.tensors[name] for name in names] for names in crossing]
-    return min(sum(math.prod(t.shape) * t.element_size for t in cut) for cut in tensors) / pricer.mesh.size

@@ -6,37 +6,44 @@ are there. While a pipeline fills it keeps more and more and has no gradients; w
 it keeps as much again later, with all gradients, and that pass is its fullest; with fewer, gradients come as what is
 kept goes. Of its passes forward, and of those back, which hold what is run again too, those are taken beyond which no
 other keeps more, has more gradients, or has more of a mixture of the two: corners of a hull. Blocks of ops count alike
-here; memory is then limited in the passes taken of the rank taken, and any choice of them is sound.
+here; memory is then limited in the passes taken of the rank taken, and any choice of them is sound. Messages count
+besides, as small as they can be: what they are received in, of all micro-batches, and where a schedule waits for what
+it sent at the end of the step, what was sent by then (`search.staged.staged_memory`).
 """
 
 from collections.abc import Sequence
-from operator import mul
+from operator import add, mul
 
 import numpy as np
 
-from autopar.cost_models.schedules import Action, PipelineOrder
+from autopar.cost_models.schedules import Action, make_order
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.program import Program
 from autopar.search.graph.moments import Share
+from autopar.search.joint.messages import crossing, least_messages
 from autopar.search.staged.rounds import dealt
+from autopar.search.staged.staged_memory import WAITS_AT_END
 from autopar.search.staged.stages import starts_of
 
 Fill = tuple[tuple[int, ...], int, tuple[bool, ...]]
 """Micro-batches kept of each stage beside the one at hand, the stage that is passed, and which had a backward pass."""
 
 
-def fullest_share(program: Program, order: PipelineOrder, begins: Sequence[int]) -> Share:
+def fullest_share(
+    program: Program, num_devices: int, schedule: str, pipeline: int, chunks: int, begins: Sequence[int]
+) -> Share:
     """The fullest rank's, of stages whose blocks are dealt evenly and that begin at these positions of ops.
 
-    order: of a schedule whose backward has one part.
+    num_devices: of a stage. schedule: one whose backward has one part.
     """
+    order = make_order(schedule, pipeline, program.microbatches, chunks)
     p, num_ops = len(order.ranks), len(program.ops)
     stage = stages_of(begins, num_ops)
     sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
     every = [_passes(actions, order.num_stages) for actions in order.ranks]
-    most = [max(_kept(fill, sizes) for fill in kinds) for kinds in every]
+    most = [max(_kept(fill, sizes) for fill in fills) for fills in every]
     rank = most.index(max(most))
-    kinds = every[rank]
+    kinds = {fill: "".join(sorted(found, reverse=True)) for fill, (found, _) in every[rank].items()}
     amounts = {fill: (_kept(fill, sizes), sum(map(mul, fill[2], sizes))) for fill in kinds}
     positions = {op.name: op.position for op in program.ops}
     blocks = [0, *(positions[name] for name in starts_of(program))]
@@ -44,28 +51,44 @@ def fullest_share(program: Program, order: PipelineOrder, begins: Sequence[int])
     taken = [fill for kind in "FB" for fill in _corners({f: n for f, n in amounts.items() if kind in kinds[f]})]
     taken = list(dict.fromkeys(taken))
     last = [slice(max(b for b in blocks if b < ends[passed]), ends[passed]) for _, passed, _ in taken]
+    cuts = crossing(program, begins)
+    own = [[name for name in names if stage[_producer(program, name)] == number] for number, names in enumerate(cuts)]
+    back = [0.0, *least_messages(program, num_devices, cuts)]  # what a stage receives, and sends back
+    ahead = [*least_messages(program, num_devices, own), 0.0]  # what it sends, and receives back
     return Share(
         ops=stage % p == rank,
         at_hand=np.array([np.where(stage == passed, 1.0, 0.0) for _, passed, _ in taken]),
         beside=np.array([beside for beside, _, _ in taken], dtype=np.float64)[:, stage],
         begun=np.array([begun for _, _, begun in taken])[:, stage],
         last=tuple(last),
-        kinds=tuple("".join(sorted(kinds[fill], reverse=True)) for fill in taken),
+        kinds=tuple(kinds[fill] for fill in taken),
+        sent=tuple(
+            sum(map(mul, every[rank][fill][1], map(add, ahead, back))) if schedule in WAITS_AT_END else 0.0
+            for fill in taken
+        ),
+        received=program.microbatches * sum(back[n] + ahead[n] for n in range(rank, order.num_stages, p)),
         in_flight=most[rank] / sum(sizes[rank::p]),
     )
 
 
-def _passes(actions: Sequence[Action], num_stages: int) -> dict[Fill, set[str]]:
-    """How full a rank is in its passes, and their kinds."""
-    kept, begun = [0] * num_stages, [False] * num_stages
-    out: dict[Fill, set[str]] = {}
+def _producer(program: Program, name: str) -> int:
+    producer = program.tensors[name].producer
+    assert producer is not None
+    return producer
+
+
+def _passes(actions: Sequence[Action], num_stages: int) -> dict[Fill, tuple[set[str], tuple[int, ...]]]:
+    """How full a rank is in its passes, of what kinds they are, and backward passes of each stage before the last."""
+    kept, done = [0] * num_stages, [0] * num_stages
+    out: dict[Fill, tuple[set[str], tuple[int, ...]]] = {}
     for action in actions:
         if action.kind == "B":
             kept[action.stage] -= 1
-        out.setdefault((tuple(kept), action.stage, tuple(begun)), set()).add(action.kind)
+        fill = tuple(kept), action.stage, tuple(number > 0 for number in done)
+        out[fill] = {action.kind} | (out[fill][0] if fill in out else set()), tuple(done)
         if action.kind == "F":
             kept[action.stage] += 1
-        begun[action.stage] |= action.kind == "B"
+        done[action.stage] += action.kind == "B"
     return out
 
 
