@@ -34,6 +34,20 @@ def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Ahead,
         yield joint, joint._ahead, helpers
 
 
+def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits() -> None:
+    with helped() as (joint, ahead, _):
+        key, later, *_ = candidates(CLUSTER, (1,), (1,), "auto", 1)
+        joint.foresee([(key, True), (later, True)], math.inf, None, True)
+        asked = [question for question in ahead._asked if isinstance(question, Solving)]
+        assert asked and all(question.cutoff == math.inf for question in asked)
+        found = joint.answer(Solving(key=key, cutoff=math.inf, deadline=None)).found
+        assert isinstance(found, tuple)
+        fresh = joint._fresh(Solving(key=later, cutoff=math.inf, deadline=None))
+        assert isinstance(fresh, Solving) and fresh.cutoff == found[1] * (1 - SETUP.relative_gap)
+        lower = joint._fresh(replace(fresh, cutoff=0.0))
+        assert isinstance(lower, Solving) and lower.cutoff == 0.0  # never a higher one
+
+
 def alone(setup: Setup = SETUP) -> Joint:
     return Joint(graph=lambda _: program_of("gpt2").captured, setup=setup)
 

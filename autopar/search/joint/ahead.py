@@ -23,9 +23,11 @@ QUEUED = 12
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ahead:
     """here: answers a question in this process. graph, needs: the graph of so many micro-batches, and the numbers whose
-    graphs a question is about, which are sent with it. setup: what a helper is told first."""
+    graphs a question is about, which are sent with it. fresh: a question as it is asked with all that is known by now.
+    setup: what a helper is told first."""
 
     here: Callable[[Any], Any]
+    fresh: Callable[[Any], Any]
     graph: Callable[[int], CapturedModel]
     needs: Callable[[Any], set[int]]
     setup: object
@@ -42,7 +44,7 @@ class Ahead:
                 self._found[question] = self.here(question)
             else:
                 while not future.done() and (waiting := self._next()) is not None:
-                    self._found[waiting] = self.here(waiting)
+                    self._found[waiting] = self.here(self.fresh(waiting))
                 found = _result(future)
                 self._found[question] = self.here(question) if found is None else found
         return self._found[question]
@@ -89,7 +91,7 @@ class Ahead:
                 told.update(search=self, sent=set())
             new = {count: dump(self._graphs[count]) for count in self.needs(question) - told["sent"]}
             told["sent"].update(new)
-            return (self.setup if is_new else None), new, question
+            return (self.setup if is_new else None), new, self.fresh(question)
 
         return self.helpers.ask(request)
 

@@ -4,6 +4,7 @@ The memory of the rank that may hold most is limited in the strategy graph of th
 count; then all ranks are counted call by call (`search.staged_memory`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.schedules import make_order
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.plan import Plan
+from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import op_work
@@ -31,8 +32,8 @@ ATTEMPTS = 4
 """How often a whole plan is made smaller until its stages fit."""
 MARGIN = 0.002
 """Of the limit: how much more than what is beyond it a whole plan is made smaller."""
-NEAR = 1.02
-"""How much longer a step may take than the fastest one's, of numbers of stages a rank of which that does not fit."""
+SLOWER = 0.1
+"""By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
 
 def guessed_ways(
@@ -65,6 +66,7 @@ def best_staged(
     schedule: str,
     chunks: Sequence[int],
     whole: Callable[[Pricer, Share], Plan],
+    cutoff: float = math.inf,
 ) -> Staged:
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and ways to better that.
 
@@ -72,8 +74,9 @@ def best_staged(
 
     chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
     the fullest rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
-    stages, is one for all of theirs. The memory is made smaller until all ranks fit. Stages of one chunk a rank are cut
-    where they are fastest too, if that fits.
+    stages, is one for all of theirs. If those that promise most do not fit they are planned by themselves, then with
+    ever less memory. Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds
+    from which on a plan is of no use: stages that are slower with more memory than there is are not planned again.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     starts = [even_starts(program, pipeline, number) for number in chunks]
@@ -121,15 +124,22 @@ def best_staged(
                 )
         fitting += [one for one in made if one.estimate.peak_nbytes <= limit]
         best = min(fitting, key=lambda one: one.estimate.step_seconds, default=None)
-        number, fastest = min(enumerate(one.estimate for one in made), key=lambda one: one[1].step_seconds)
-        if best is not None and best.estimate.step_seconds <= NEAR * fastest.step_seconds:
+        with_less = [_with_less(one.estimate, limit) for one in made]
+        number = with_less.index(min(with_less))
+        hopeful = made[number].estimate
+        if with_less[number] >= cutoff or (best and best.estimate.step_seconds <= with_less[number]):
             break
         if len(chunks) > 1 and share is not shares[number]:
             share, room = shares[number], limit
         else:
-            beyond = fastest.peak_nbytes - limit + MARGIN * limit
+            beyond = hopeful.peak_nbytes - limit + MARGIN * limit
             room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
     return Staged(plan=best, bound=bound, ways=ways)
+
+
+def _with_less(estimate: Estimate, limit: float) -> float:
+    """Seconds that are expected of a plan once it is planned again to fit."""
+    return estimate.step_seconds * (1 + SLOWER * max(estimate.peak_nbytes / limit - 1, 0.0))
 
 
 def _least(shares: Sequence[Share]) -> Share:

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
@@ -46,9 +46,11 @@ from autopar.search.staged.stages import even_starts
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
 PLAN_SECONDS = 15.0
-"""Bound on solving one problem, which then gives the best plan found and its true gap: others wait."""
-LEAST_SECONDS = 0.1
-"""Given to a problem whose time is over."""
+"""Bound on solving one problem, which then gives the best plan found and its true gap."""
+FIRST_SECONDS = 20.0
+"""The same while no plan is known: a good one saves more time than it takes."""
+AGAIN_SECONDS, LEAST_SECONDS = 10.0, 0.1
+"""Given at least to planning it again, within less memory; and when the time of all problems is over."""
 UNEVEN = 1.15
 """What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
 AGAIN = 1 / 3
@@ -76,6 +78,7 @@ class Joint:
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
     _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
     _folding: Folding | None = None
+    _best: float = math.inf
     _saved: float | None = None
     _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
     _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
@@ -85,7 +88,12 @@ class Joint:
     def __post_init__(self) -> None:
         self._pricers = Pricers(self.setup.config)
         self._ahead = Ahead(
-            here=self.answer, graph=self.captured, needs=self._needs, setup=self.setup, helpers=self.helpers
+            here=self.answer,
+            fresh=self._fresh,
+            graph=self.captured,
+            needs=self._needs,
+            setup=self.setup,
+            helpers=self.helpers,
         )
 
     def captured(self, microbatches: int) -> CapturedModel:
@@ -99,6 +107,12 @@ class Joint:
         if isinstance(question, Solving | Tightening):
             return {question.key.microbatches, min(self.setup.counts)}
         return {question[1]}
+
+    def _fresh(self, question: Asked | Solving | Tightening) -> Asked | Solving | Tightening:
+        """A plan that was found since lowers the cutoff."""
+        if isinstance(question, Solving):
+            return replace(question, cutoff=min(question.cutoff, self._best * (1 - self.setup.relative_gap)))
+        return question
 
     def answer(self, question: Asked | Solving | Tightening) -> Any:
         """Seconds that something takes at least, or a `Solved`."""
@@ -288,6 +302,7 @@ class Joint:
         self._remember(key, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
+        self._best = min(self._best, came.found[1])
         return came.found
 
     def _solving(self, key: Candidate, cutoff: float, seconds: float | None) -> Solving:
@@ -314,6 +329,7 @@ class Joint:
         found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
         try:
             found = self._solve(asked)
+            self._best = min(self._best, found[1])
         except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
             found = error
         return Solved(
@@ -330,10 +346,13 @@ class Joint:
         once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
         if key.schedule == INTERLEAVED and cutoff < math.inf:  # those of 1f1b may be cut unevenly, which pays
             self._cut_off_by_guessed_ways(key, cutoff)
-        began = time.monotonic()
+        began, most = time.monotonic(), PLAN_SECONDS if cutoff < math.inf else FIRST_SECONDS
 
         def whole(pricer: Pricer, share: Share | None = None) -> Plan:
-            left = max(PLAN_SECONDS - (time.monotonic() - began), PLAN_SECONDS / 3)
+            left = most - (time.monotonic() - began)
+            if left < 0.0:
+                raise SearchTimeoutError(f"{key}: no plan was found that fits in {most:g} s")
+            left = max(left, AGAIN_SECONDS)
             if asked.deadline is not None:
                 left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
             return plan_program(
@@ -354,7 +373,8 @@ class Joint:
             plan = whole(self.pricer(key))
             return plan, plan.estimate.step_seconds, plan.estimate.bound
         try:
-            found = best_staged(program, self.pricer(key), self.setup.cluster, p, key.schedule, chunks_of(key), whole)
+            pricer, cluster = self.pricer(key), self.setup.cluster
+            found = best_staged(program, pricer, cluster, p, key.schedule, chunks_of(key), whole, cutoff)
         except CutoffError as error:
             raise CutoffError(self._with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.ways
