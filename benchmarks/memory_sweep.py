@@ -1,6 +1,6 @@
 """What do plans become as memory shrinks? The limit is lowered from what everything fits in until nothing does.
 
-    python -m benchmarks.memory_sweep [--cluster 4x8xa100_80gb] [--layers 8] [--batch 32] [--steps 12] [--gap 0.01]
+    python -m benchmarks.memory_sweep [--cluster 4x8xa100] [--layers 8] [--batch 32] [--steps 12] [--gap 0.01]
 
 The model is Llama-3-8B's block in a few layers. A row says how a plan lives: what part of the parameters' bytes a rank
 stores, which lifetimes gathered copies have, how many operations run again, how many stages there are. Predicted
@@ -52,7 +52,7 @@ def character(made: Any) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", default="4x8xa100_80gb")
+    parser.add_argument("--cluster", default="4x8xa100")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=12)
