@@ -42,7 +42,7 @@ def planned(loaded: Any, arguments: argparse.Namespace, memory_gb: float | None)
 
 def character(made: Any) -> list[str]:
     """Stages, mesh and micro-batches, lifetimes, and how many calls are run again."""
-    plans = made.stages if isinstance(made, StagedPlan) else (made.plan,)
+    plans = made.stages if isinstance(made, StagedPlan) else (made,)
     lives = Counter(lifetime for plan in plans for lifetime in plan.lifetimes.values())
     again = sum(len(plan.recompute) for plan in plans)
     stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
@@ -69,6 +69,11 @@ def main() -> int:
         device="meta",
     )
     table = Table("limit GB", "peak GB", "step ms", "gap", "mesh, micro-batches", "lifetimes", "recomputed", "wall s")
+
+    def add_row(*cells: str) -> None:
+        table.add_row(*cells)
+        print(" | ".join(cells), file=sys.stderr, flush=True)  # rows take minutes
+
     first = planned(loaded, arguments, None)
     limit, least, falls, before = first.estimate.peak_nbytes / 1e9, 0.0, 0, 0.0
     factor = None
@@ -77,18 +82,18 @@ def main() -> int:
         try:
             made = planned(loaded, arguments, limit)
         except InfeasibleError as error:
-            table.add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
+            add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
             least = (error.least_nbytes or 0.0) / 1e9
             break
         except AutoparError as error:
-            table.add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
-            continue
+            add_row(f"{limit:.3g}", "", "", "", str(error), "", "", f"{time.monotonic() - began:.0f}")
+            break
         estimate = made.estimate
         seconds = estimate.step_seconds
         falls += seconds < before * (1 - arguments.gap)
         before = max(before, seconds)
         row = [f"{limit:.3g}", f"{estimate.peak_nbytes / 1e9:.3g}", f"{seconds * 1e3:.1f}", f"{estimate.gap:.2%}"]
-        table.add_row(*row, *character(made), f"{time.monotonic() - began:.0f}")
+        add_row(*row, *character(made), f"{time.monotonic() - began:.0f}")
         factor = factor or 0.8
         limit = min(limit, estimate.peak_nbytes / 1e9) * factor
     console = Console(width=160)

@@ -125,6 +125,10 @@ class Builder:
         node = self._node(cluster.root.name, seconds)
         assert node == number
         self.problem.options[node] = options
+        if self.limited:
+            self._count_cluster(node, cluster, options)
+
+    def _count_cluster(self, node: int, cluster: Cluster, options: list[Option]) -> None:
         moments = self.moments
         keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
         for positions in cluster.instances:
@@ -237,7 +241,7 @@ class Builder:
         keeps_given: bool,
     ) -> None:
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
-        if not keepers and not keeps_given:
+        if not self.limited or not (keepers or keeps_given):
             return
         coefficient = self.moments.nothing()
         for name in names:
@@ -293,7 +297,7 @@ class Builder:
         )
         node = self._node(names[0], np.array(space.seconds) * once)
         self.problem.parameters[node] = (names, space)
-        for nbytes, coefficient in held(space, names, self.program, self.moments):
+        for nbytes, coefficient in held(space, names, self.program, self.moments) if self.limited else ():
             self._count(node, nbytes, coefficient)
         if readers:
             self._parameter_group(names, node, uses, space, readers)
@@ -357,6 +361,8 @@ class Builder:
             )
         )
         self.problem.travels.append((names, layouts, tuple(steps)))
+        if not self.limited:
+            return
         group, rest = len(self.problem.groups) - 1, len(arcs) - len(space.ways)
         lifetimes = [*(space.options[way.option][1] for way in space.ways), *[""] * rest]
         nbytes = np.array([*((way.copy, way.gradient) for way in space.ways), *[(0.0, 0.0)] * rest]).T

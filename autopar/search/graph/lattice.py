@@ -8,6 +8,7 @@ import numpy as np
 
 from autopar.placement import INVARIANT, REPLICATE, Layout, Placement
 from autopar.redistribution import Step, is_possible, steps_from
+from autopar.search.costs.many_steps import Steps, make_steps, step_seconds
 from autopar.search.costs.pricing import Pricer, total
 from autopar.search.costs.storages import orders
 from autopar.search.graph.strategy_graph import Floats, Ints
@@ -47,34 +48,35 @@ class Lattices:
     def _make(
         self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool
     ) -> Lattice:
-        layouts, steps = _steps(axes, len(shape), grad, self.pricer.mesh.shape, parameter)
-        steps = tuple(s for s in steps if is_possible(s, shape, self.pricer.mesh))
-        number = {layout: i for i, layout in enumerate(layouts)}
-        prices = [self.pricer.step(s, shape, element_size, parameter) for s in steps]
+        wide = tuple(n > 1 for n in self.pricer.mesh.shape)
+        found = _steps(axes, len(shape), grad, wide, parameter)
+        if parameter and self.pricer.start_share < 1:  # an all-reduce may go in levels
+            possible = np.array([is_possible(s, shape, self.pricer.mesh) for s in found.steps], dtype=bool)
+            prices = [self.pricer.step(s, shape, element_size, parameter) for s in found.steps]
+            forward, backward = (np.array([total(pair[side]) for pair in prices]) for side in (0, 1))
+        else:
+            possible, forward, backward = step_seconds(found, shape, element_size, self.pricer, parameter)
         return Lattice(
-            layouts=layouts,
-            number=number,
-            steps=steps,
-            source=np.array([number[s.source] for s in steps], dtype=np.int64),
-            target=np.array([number[s.target] for s in steps], dtype=np.int64),
-            forward=np.array([total(forward) for forward, _ in prices], dtype=np.float64),
-            backward=np.array([total(backward) for _, backward in prices], dtype=np.float64),
+            layouts=found.layouts,
+            number={layout: i for i, layout in enumerate(found.layouts)},
+            steps=tuple(itertools.compress(found.steps, possible)),
+            source=found.source[possible],
+            target=found.target[possible],
+            forward=forward[possible],
+            backward=backward[possible],
         )
 
 
 @lru_cache(maxsize=512)
-def _steps(
-    axes: Placements, rank: int, grad: bool, mesh_shape: tuple[int, ...], nested: bool
-) -> tuple[tuple[Layout, ...], tuple[Step, ...]]:
+def _steps(axes: Placements, rank: int, grad: bool, wide: tuple[bool, ...], nested: bool) -> Steps:
+    """Between all layouts that there are on a mesh whose axes are `wide`, or of one rank."""
     whole: frozenset[Placement] = frozenset({REPLICATE, INVARIANT} if grad else {REPLICATE})
-    sets: list[list[Placement]] = [
-        sorted(a | whole if n > 1 else a, key=str) for a, n in zip(axes, mesh_shape, strict=True)
-    ]
+    sets: list[list[Placement]] = [sorted(a | whole if w else a, key=str) for a, w in zip(axes, wide, strict=True)]
     layouts: dict[Layout, None] = {}
     for placements in itertools.product(*sets):
         layouts.update(dict.fromkeys(orders(placements) if nested else (Layout(placements),)))
     steps = [s for layout in layouts for s in steps_from(layout, rank, grad) if s.target in layouts]
-    return tuple(layouts), tuple(steps)
+    return make_steps(tuple(layouts), steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
