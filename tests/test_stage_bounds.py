@@ -30,7 +30,7 @@ from autopar.search.graph.moments import Share
 from autopar.search.graph.strategy_graph import usage
 from autopar.search.joint.best_staged import best_staged, guessed_ways
 from autopar.search.joint.critical_path import GAP, way_seconds
-from autopar.search.joint.fullest_rank import fullest_share
+from autopar.search.joint.fullest_rank import _corners, _passes, fullest_share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
@@ -226,6 +226,21 @@ def test_no_pass_holds_more_than_those_of_the_share(schedule: str) -> None:
                     a, b = draw.random(), draw.random() ** 2 * m
                     most = max(a * k + b * g for k, g in every)
                     assert max(a * k + b * g for k, g, kinds in taken if kind in kinds) == pytest.approx(most)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 16), (8, 64)])
+def test_of_alike_stages_the_most_a_rank_hold_least(p: int, m: int) -> None:
+    """So that what is planned for them bounds any number of stages a rank: kept and gradients in rank's parts."""
+    found = []
+    for chunks in (2, 4, 8):
+        fills = _passes(make_order("interleaved-1f1b", p, m, chunks).ranks[0], p * chunks)
+        amounts = {fill: (sum(fill[0]) + 1, sum(fill[2])) for fill in fills}
+        found.append([(kept / chunks, begun / chunks) for kept, begun in map(amounts.__getitem__, _corners(amounts))])
+    most = [max(kept for kept, _ in corners) for corners in found]
+    assert most == sorted(most, reverse=True)
+    for weight in np.linspace(0.0, 2.0 * m, 50):
+        held = [max(kept + weight * begun for kept, begun in corners) for corners in found]
+        assert all(held[-1] <= other * (1 + 1e-9) for other in held)
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))

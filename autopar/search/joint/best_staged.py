@@ -143,7 +143,8 @@ def _with_less(estimate: Estimate, limit: float) -> float:
 
 
 def _least(shares: Sequence[Share]) -> Share:
-    """What ranks hold at least, of several numbers of stages a rank: the fewest in flight, and the fewest messages."""
-    fewest = min(shares, key=lambda share: share.in_flight)
+    """What ranks hold at least, of several ascending numbers of stages a rank: the fewest in flight, of equals the
+    most stages, whose gradients come in the smallest parts; and the fewest messages."""
+    fewest = min(reversed(shares), key=lambda share: share.in_flight)
     sent, received = min(min(share.sent) for share in shares), min(share.received for share in shares)
     return replace(fewest, sent=(sent,) * len(fewest.sent), received=received) if len(shares) > 1 else fewest
