@@ -28,9 +28,9 @@ from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.moments import Share
 from autopar.search.graph.strategy_graph import usage
-from autopar.search.joint.best_staged import best_staged, guessed_ways
+from autopar.search.joint.best_staged import best_staged, way_before_planning
 from autopar.search.joint.critical_path import GAP, way_seconds
-from autopar.search.joint.fullest_rank import _corners, _passes, fullest_share
+from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
@@ -132,10 +132,10 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     """The way is that of the best plan, which it bounds closely; and no random plan in the same stages is below it."""
     cluster = machine(4)
 
-    found = best_staged(program(), pricer(), cluster, 2, schedule, (chunks,), _whole)
+    found = best_staged(program(), pricer(), cluster, 2, schedule, chunks, _whole)
     assert found.plan is not None
-    (way,) = found.ways
-    (guessed,) = guessed_ways(program(), pricer(), cluster, 2, schedule, (chunks,))
+    way = found.way
+    guessed = way_before_planning(program(), pricer(), cluster, 2, schedule, chunks)
     before = way_seconds(program(), pricer(), guessed, False)
     least = way_seconds(program(), pricer(), way, False)
     folded = way_seconds(program(), pricer(), way, True)
@@ -228,21 +228,6 @@ def test_no_pass_holds_more_than_those_of_the_share(schedule: str) -> None:
                     assert max(a * k + b * g for k, g, kinds in taken if kind in kinds) == pytest.approx(most)
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 16), (8, 64)])
-def test_of_alike_stages_the_most_a_rank_hold_least(p: int, m: int) -> None:
-    """So that what is planned for them bounds any number of stages a rank: kept and gradients in rank's parts."""
-    found = []
-    for chunks in (2, 4, 8):
-        fills = _passes(make_order("interleaved-1f1b", p, m, chunks).ranks[0], p * chunks)
-        amounts = {fill: (sum(fill[0]) + 1, sum(fill[2])) for fill in fills}
-        found.append([(kept / chunks, begun / chunks) for kept, begun in map(amounts.__getitem__, _corners(amounts))])
-    most = [max(kept for kept, _ in corners) for corners in found]
-    assert most == sorted(most, reverse=True)
-    for weight in np.linspace(0.0, 2.0 * m, 50):
-        held = [max(kept + weight * begun for kept, begun in corners) for corners in found]
-        assert all(held[-1] <= other * (1 + 1e-9) for other in held)
-
-
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_the_relaxation_is_below_every_choice(first: int) -> None:
     for seed in range(first, first + 50):
@@ -259,13 +244,13 @@ def test_the_relaxation_is_below_every_choice(first: int) -> None:
 def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_less() -> None:
     """Memory aside <= relaxed <= exact <= the plan that fits; and no cutoff above a bound is said to be reached."""
     cluster = machine(4)
-    free = best_staged(program(), pricer(), cluster, 2, "1f1b", (1,), _whole)
+    free = best_staged(program(), pricer(), cluster, 2, "1f1b", 1, _whole)
     assert free.plan is not None
     limit = 0.8 * free.plan.estimate.peak_nbytes
-    found = best_staged(program(), pricer().within(limit), cluster, 2, "1f1b", (1,), _whole)
+    found = best_staged(program(), pricer().within(limit), cluster, 2, "1f1b", 1, _whole)
     assert found.plan is not None and found.plan.estimate.peak_nbytes <= limit
     assert found.plan.estimate.step_seconds > free.plan.estimate.step_seconds
-    (way,) = found.ways
+    way = found.way
     aside = way_seconds(program(), pricer(), way, True)
     relaxed, exact = (way_seconds(program(), pricer(), way, True, limit=limit, exact=e) for e in (False, True))
     assert aside < relaxed * (1 - 1e-3)
@@ -298,10 +283,10 @@ def test_no_rank_holds_less_than_is_counted_of_the_whole(schedule: str, chunks: 
         shares.append(counted[-1] / prices[int(stage[share.ops][0])]["memory"])
         return plan
 
-    free = best_staged(program(microbatches), pricer(), machine(4), 2, schedule, (chunks,), whole)
+    free = best_staged(program(microbatches), pricer(), machine(4), 2, schedule, chunks, whole)
     assert free.plan is not None
     tight = pricer().within(0.85 * free.plan.estimate.peak_nbytes)
-    best_staged(program(microbatches), tight, machine(4), 2, schedule, (chunks,), whole)
+    best_staged(program(microbatches), tight, machine(4), 2, schedule, chunks, whole)
     assert len(set(counted)) > 1
     assert min(shares) >= 0.6 and max(shares) <= 1 + COUNTED, shares
 
@@ -318,8 +303,8 @@ def test_what_does_not_fit_in_less_room_than_there_is_proves_nothing(error: Exce
         raise error
 
     tight = pricer().within(1e4)
-    found = best_staged(program(), tight, machine(4), 2, "1f1b", (1,), whole)
-    assert found.plan is None and found.ways and 0.0 < found.bound < 1.0
+    found = best_staged(program(), tight, machine(4), 2, "1f1b", 1, whole)
+    assert found.plan is None and 0.0 < found.bound < 1.0
     assert rooms[0] == 1e4 > rooms[1]
     with pytest.raises(type(error)):  # rooms are not empty, so that the first search raises it
-        best_staged(program(), tight, machine(4), 2, "1f1b", (1,), whole)
+        best_staged(program(), tight, machine(4), 2, "1f1b", 1, whole)

@@ -171,7 +171,7 @@ def _pipelines(
             try:
                 if p == 1:
                     yield _planned(program, pricer, left()), words
-                elif (made := best_staged(program, pricer, cluster, p, schedule, (chunks,), whole).plan) is not None:
+                elif (made := best_staged(program, pricer, cluster, p, schedule, chunks, whole).plan) is not None:
                     yield made, words
             except (InfeasibleError, SearchTimeoutError):
                 continue

@@ -5,8 +5,9 @@ count; then all ranks are counted call by call (`search.staged_memory`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -36,26 +37,25 @@ SLOWER = 0.1
 """By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
 
-def guessed_ways(
-    program: Program, pricer: Pricer, cluster: Cluster, pipeline: int, schedule: str, chunks: Sequence[int]
-) -> Iterator[Way]:
-    """Ways through steps of evenly dealt stages, of each of these numbers a rank, that no plan is needed for."""
+def way_before_planning(
+    program: Program, pricer: Pricer, cluster: Cluster, pipeline: int, schedule: str, chunks: int
+) -> Way:
+    """A way through the step of evenly dealt stages, so many a rank, that no plan is needed for."""
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     work = np.array([op_work(op, pricer) for op in program.ops])
-    for number in chunks:
-        begins = even_starts(program, pipeline, number)
-        order = make_order(schedule, pipeline, program.microbatches, number)
-        share = fullest_share(program, pricer.mesh.size, schedule, pipeline, number, begins)
-        yield guessed_way(program, pricer, work, order, begins, share, send)
+    begins = even_starts(program, pipeline, chunks)
+    order = make_order(schedule, pipeline, program.microbatches, chunks)
+    share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
+    return guessed_way(program, pricer, work, order, begins, share, send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """`plan`: None if none was found that fits. ways: through its step, one for each number of stages a rank."""
+    """`plan`: None if none was found that fits. way: through the step of what was found."""
 
     plan: StagedPlan | None
     bound: float
-    ways: list[Way]
+    way: Way
 
 
 def best_staged(
@@ -64,32 +64,27 @@ def best_staged(
     cluster: Cluster,
     pipeline: int,
     schedule: str,
-    chunks: Sequence[int],
+    chunks: int,
     whole: Callable[[Pricer, Share], Plan],
     cutoff: float = math.inf,
 ) -> Staged:
-    """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and ways to better that.
+    """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and a way to better that.
 
     Raises InfeasibleError or CutoffError if the first search of `whole` does, within the memory of a rank.
 
-    chunks: how many stages a rank may have. whole: the best plan of the whole model for a pricer, within the memory of
-    the fullest rank, blocks dealt evenly and with the fewest in flight of these; so its bound, shared out over the
-    stages, is one for all of theirs. If those that promise most do not fit they are planned by themselves, then with
-    ever less memory. Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds
-    from which on a plan is of no use: stages that are slower with more memory than there is are not planned again.
+    chunks: stages a rank. whole: the best plan of the whole model for a pricer, within the memory of the fullest rank,
+    blocks dealt evenly; so its bound, shared out over the stages, is one for all of theirs. If they do not fit they are
+    planned with ever less memory. Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff:
+    of seconds from which on a plan is of no use: stages that are slower with more memory than there is are not planned
+    again.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
-    starts = [even_starts(program, pipeline, number) for number in chunks]
-    shares = [
-        fullest_share(program, pricer.mesh.size, schedule, pipeline, number, begins)
-        for number, begins in zip(chunks, starts, strict=True)
-    ]
-    share = _least(shares)
+    begins = even_starts(program, pipeline, chunks)
+    share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound = limit, 0.0
     best: StagedPlan | None = None
     fitting: list[StagedPlan] = []
-    ways: list[Way] = []
     for attempt in range(ATTEMPTS):
         own = pricer.within(room)
         try:
@@ -100,51 +95,36 @@ def best_staged(
             break  # in less room than there is: that proves nothing
         if attempt == 0:
             bound = plan.estimate.bound / pipeline
-        every = [even_cuts(program, pipeline, number) for number in chunks]
-        if max(chunks) == 1:
+        every = [even_cuts(program, pipeline, chunks)]
+        if chunks == 1:
             every.append(choose_cuts(plan, program, own, pipeline))
-        made, ways = [], []
+        made = []
         for number, cuts in enumerate(every):
             cut, stages = staged(plan, program, own, pipeline, schedule, cuts)
             one, timeline, slowest = simulated(cut, stages, cluster, pricer.cluster)
             made.append(one)
-            if number < len(chunks):
+            if number == 0:
                 passes, messages = longest_way(timeline, len(stages))
                 nbytes = min(least_messages(program, own.mesh.size, [stage.sends for stage in stages[:-1]]))
-                ways.append(
-                    Way(
-                        forward=passes[0],
-                        backward=passes[1],
-                        rank=slowest,
-                        sent=messages * least(send, nbytes)[0],
-                        share=shares[number],
-                        begins=starts[number],
-                        num_ranks=pipeline,
-                    )
+                way = Way(
+                    forward=passes[0],
+                    backward=passes[1],
+                    rank=slowest,
+                    sent=messages * least(send, nbytes)[0],
+                    share=share,
+                    begins=begins,
+                    num_ranks=pipeline,
                 )
         fitting += [one for one in made if one.estimate.peak_nbytes <= limit]
         best = min(fitting, key=lambda one: one.estimate.step_seconds, default=None)
-        with_less = [_with_less(one.estimate, limit) for one in made]
-        number = with_less.index(min(with_less))
-        hopeful = made[number].estimate
-        if with_less[number] >= cutoff or (best and best.estimate.step_seconds <= with_less[number]):
+        with_less, hopeful = min(((_with_less(one.estimate, limit), one) for one in made), key=itemgetter(0))
+        if with_less >= cutoff or (best and best.estimate.step_seconds <= with_less):
             break
-        if len(chunks) > 1 and share is not shares[number]:
-            share, room = shares[number], limit
-        else:
-            beyond = hopeful.peak_nbytes - limit + MARGIN * limit
-            room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
-    return Staged(plan=best, bound=bound, ways=ways)
+        beyond = hopeful.estimate.peak_nbytes - limit + MARGIN * limit
+        room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
+    return Staged(plan=best, bound=bound, way=way)
 
 
 def _with_less(estimate: Estimate, limit: float) -> float:
     """Seconds that are expected of a plan once it is planned again to fit."""
     return estimate.step_seconds * (1 + SLOWER * max(estimate.peak_nbytes / limit - 1, 0.0))
-
-
-def _least(shares: Sequence[Share]) -> Share:
-    """What ranks hold at least, of several ascending numbers of stages a rank: the fewest in flight, of equals the
-    most stages, whose gradients come in the smallest parts; and the fewest messages."""
-    fewest = min(reversed(shares), key=lambda share: share.in_flight)
-    sent, received = min(min(share.sent) for share in shares), min(share.received for share in shares)
-    return replace(fewest, sent=(sent,) * len(fewest.sent), received=received) if len(shares) > 1 else fewest

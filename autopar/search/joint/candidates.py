@@ -16,7 +16,7 @@ FEWEST = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One problem of the joint space; `chunks`: most stages a pipeline rank, of interleaved ones any of `CHUNKS`."""
+    """One problem of the joint space; `chunks`: stages a pipeline rank."""
 
     arrangement: Arrangement
     microbatches: int
@@ -26,7 +26,7 @@ class Candidate:
     def __str__(self) -> str:
         text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
         text += f", {self.schedule}" if self.schedule else ""
-        return text + (f" of up to {self.chunks} stages a rank" if self.chunks > 1 else "")
+        return text + (f" of {self.chunks} stages a rank" if self.chunks > 1 else "")
 
 
 def candidates(
@@ -47,12 +47,13 @@ def candidates(
             if name != INTERLEAVED:
                 out += [Candidate(arrangement=arrangement, microbatches=count, schedule=name) for count in counts]
             axes = min(other.mesh.num_axes for other in every if other.pipeline == p)
-            chunks = max((v for v in CHUNKS if v * p <= num_blocks), default=1)
-            if chunks > 1 and (name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes)):
+            if name == INTERLEAVED or (schedule == "auto" and arrangement.mesh.num_axes == axes):
                 filling = [count for count in counts if count % p == 0]
                 out += [
                     Candidate(arrangement=arrangement, microbatches=count, schedule=INTERLEAVED, chunks=chunks)
                     for count in (filling if name == INTERLEAVED else filling[:FEWEST])
+                    for chunks in CHUNKS
+                    if chunks * p <= num_blocks
                 ]
     return out
 
@@ -63,8 +64,3 @@ def in_flight(key: Candidate) -> float:
     if key.schedule == INTERLEAVED:
         return min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v
     return min(p, m) if key.schedule == "1f1b" else m
-
-
-def chunks_of(key: Candidate) -> tuple[int, ...]:
-    """Numbers of stages a rank that the candidate stands for."""
-    return tuple(n for n in CHUNKS if n <= key.chunks) if key.schedule == INTERLEAVED else (1,)

@@ -31,8 +31,8 @@ from autopar.search.costs.work_bound import saved_nbytes, work_seconds
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.ahead import Ahead
-from autopar.search.joint.best_staged import best_staged, guessed_ways
-from autopar.search.joint.candidates import INTERLEAVED, Candidate, chunks_of, in_flight
+from autopar.search.joint.best_staged import best_staged, way_before_planning
+from autopar.search.joint.candidates import INTERLEAVED, Candidate, in_flight
 from autopar.search.joint.critical_path import Way, way_seconds
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.questions import Answer, Setup, Solved, Solving, Tightening
@@ -81,7 +81,7 @@ class Joint:
     _best: float = math.inf
     _saved: float | None = None
     _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
-    _ways: dict[Candidate, list[Way]] = field(default_factory=dict)
+    _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _ahead: Ahead = field(init=False)
 
@@ -120,7 +120,7 @@ class Joint:
             return self._solved(question)
         if isinstance(question, Tightening):
             self._remember(question.key, question.prices)
-            return min(self._way_seconds(question.key, way, question.cutoff, exact=True) for way in question.ways)
+            return self._way_seconds(question.key, question.way, question.cutoff, exact=True)
         arrangement, m, times = question
         return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
 
@@ -175,11 +175,8 @@ class Joint:
             self._folding = self._folding or fold_program(program)
             passing, update = self._work_seconds(key)
             shares = passing / microbatches, update
-            found = [
-                interleaved_rounds(program, self._folding, even_starts(program, p, n), p, microbatches, shares)
-                for n in chunks_of(key)
-            ]
-            self._rounds[known] = Rounds(min(one.passing for one in found), min(one.once for one in found))
+            begins = even_starts(program, p, v)
+            self._rounds[known] = interleaved_rounds(program, self._folding, begins, p, microbatches, shares)
         return self._rounds[known]
 
     def expected(self, key: Candidate) -> float:
@@ -248,20 +245,20 @@ class Joint:
         self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
         return True
 
-    def _cut_off_by_guessed_ways(self, key: Candidate, cutoff: float) -> None:
-        """Of evenly dealt stages a bound needs no plan: each way through a step memory aside, then within it.
+    def _cut_off_by_guessed_way(self, key: Candidate, cutoff: float) -> None:
+        """Of evenly dealt stages a bound needs no plan: a way through the step memory aside, then within it.
 
         Raises CutoffError if it reaches the cutoff, InfeasibleError if nothing fits.
         """
-        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
-        least = math.inf
-        for way in guessed_ways(program, pricer, self.setup.cluster, p, key.schedule, chunks_of(key)):
-            least = min(least, self._way_seconds(key, way, cutoff))
-            if least < cutoff:
-                return
+        least = self._way_seconds(key, self._guessed(key), cutoff)
         if least == math.inf:
             raise InfeasibleError(f"{key}: nothing fits in the memory of the fullest rank")
-        raise CutoffError(least)
+        if least >= cutoff:
+            raise CutoffError(least)
+
+    def _guessed(self, key: Candidate) -> Way:
+        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        return way_before_planning(program, pricer, self.setup.cluster, p, key.schedule, key.chunks)
 
     def _way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
         """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
@@ -298,7 +295,7 @@ class Joint:
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
         self._own[key] = max(self._own.get(key, 0.0), came.own)
-        self._ways[key] = came.ways or self._ways.get(key, [])
+        self._ways[key] = came.way or self._ways.get(key)
         self._remember(key, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
@@ -335,7 +332,7 @@ class Joint:
         return Solved(
             found=found,
             own=self._own.get(key, 0.0),
-            ways=self._ways.get(key, []),
+            way=self._ways.get(key),
             prices=dict(self._prices(key.arrangement.pipeline)),
         )
 
@@ -345,7 +342,7 @@ class Joint:
         program = self.program(key.microbatches)
         once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
         if key.schedule == INTERLEAVED and cutoff < math.inf:  # those of 1f1b may be cut unevenly, which pays
-            self._cut_off_by_guessed_ways(key, cutoff)
+            self._cut_off_by_guessed_way(key, cutoff)
         began, most = time.monotonic(), PLAN_SECONDS if cutoff < math.inf else FIRST_SECONDS
 
         def whole(pricer: Pricer, share: Share | None = None) -> Plan:
@@ -374,17 +371,17 @@ class Joint:
             return plan, plan.estimate.step_seconds, plan.estimate.bound
         try:
             pricer, cluster = self.pricer(key), self.setup.cluster
-            found = best_staged(program, pricer, cluster, p, key.schedule, chunks_of(key), whole, cutoff)
+            found = best_staged(program, pricer, cluster, p, key.schedule, key.chunks, whole, cutoff)
         except CutoffError as error:
             raise CutoffError(self._with_bubble(key, error.bound / p)) from error
-        self._ways[key] = found.ways
+        self._ways[key] = found.way
         self._own[key] = max(self._own.get(key, 0.0), self._with_bubble(key, found.bound))
         if found.plan is None:
             raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
         return found.plan, found.plan.estimate.step_seconds, self._own[key]
 
     def tighten(self, key: Candidate, cutoff: float) -> None:
-        """By ways through the step of each number of stages a rank that it may have; guessed ones without a plan."""
+        """By a way through its step; a guessed one without a plan."""
         if key.schedule:
             self._own[key] = max(self._own.get(key, 0.0), self._ahead.of(self._tightening(key, cutoff)))
 
@@ -392,8 +389,5 @@ class Joint:
         self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
 
     def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
-        p = key.arrangement.pipeline
-        ways = self._ways.get(key) or guessed_ways(
-            self.program(key.microbatches), self.pricer(key), self.setup.cluster, p, key.schedule, chunks_of(key)
-        )
-        return Tightening(key=key, ways=tuple(ways), cutoff=cutoff, prices=dict(self._prices(p)))
+        way, prices = self._ways.get(key) or self._guessed(key), dict(self._prices(key.arrangement.pipeline))
+        return Tightening(key=key, way=way, cutoff=cutoff, prices=prices)

@@ -39,25 +39,25 @@ class Solving:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solved:
-    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. ways: through a step.
+    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. way: through a step.
 
     prices: of memory, where it binds.
     """
 
     found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
     own: float
-    ways: list[Way]
+    way: Way | None
     prices: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tightening:
-    """The question what a step takes at least on any of these ways, whatever the cutoff; they are the candidate's.
+    """The question what a step takes at least on this way of the candidate's, whatever the cutoff.
 
     prices: of memory, that are tried first.
     """
 
     key: Candidate
-    ways: tuple[Way, ...] = field(compare=False)
+    way: Way = field(compare=False)
     cutoff: float = field(compare=False)
     prices: dict[int, float] = field(compare=False)
