@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
+from autopar.search.joint.best_first import Known
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.joint import Joint
@@ -37,7 +38,7 @@ def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Ahead,
 def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits() -> None:
     with helped() as (joint, ahead, _):
         key, later, *_ = candidates(CLUSTER, (1,), (1,), "auto", 1)
-        joint.foresee([(key, True), (later, True)], math.inf, None, True)
+        joint.foresee([(key, Known.REFINED), (later, Known.REFINED)], math.inf, None, True)
         asked = [question for question in ahead._asked if isinstance(question, Solving)]
         assert asked and all(question.cutoff == math.inf for question in asked)
         found = joint.answer(Solving(key=key, cutoff=math.inf, deadline=None)).found
@@ -83,20 +84,20 @@ def test_who_finds_a_plan_does_not_matter() -> None:
     here = alone()
     answer, cost, bound = here.solve(first, math.inf, None)
     with helped() as (joint, ahead, _):
-        joint.foresee([(first, True), (second, True)], math.inf, None, True)
+        joint.foresee([(first, Known.REFINED), (second, Known.REFINED)], math.inf, None, True)
         ahead._asked[Solving(key=first, cutoff=0.0, deadline=None)].result()
         plan, *others = joint.solve(first, 10 * cost, None)
         assert others == pytest.approx([cost, bound]) and plan.check(program_of("gpt2").captured) is None
         assert isinstance(plan, Plan) and isinstance(answer, Plan) and plan.choices == answer.choices
         assert isinstance(ahead._asked[Solving(key=second, cutoff=0.0, deadline=None)].result(), Solved)
     with helped() as (joint, ahead, _):
-        joint.foresee([(first, True), (second, True)], cost / 2, None, True)
+        joint.foresee([(first, Known.REFINED), (second, Known.REFINED)], cost / 2, None, True)
         with pytest.raises(CutoffError) as there:
             joint.solve(first, cost / 4, None)
         assert cost / 2 <= there.value.bound <= cost
     small = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), relative_gap=0.01, fold=True)
     with helped(setup=small) as (joint, _, _helpers):
-        joint.foresee([(first, True)], math.inf, None, True)
+        joint.foresee([(first, Known.REFINED)], math.inf, None, True)
         for cutoff in (math.inf, 1e3):
             for searching in (joint, alone(small)):
                 with pytest.raises(InfeasibleError):
@@ -127,12 +128,12 @@ def test_prices_of_memory_go_with_questions_and_answers() -> None:
     plan, *_ = alone().solve(first, math.inf, None)
     setup = replace(SETUP, config=TrainConfig(memory_nbytes=0.8 * plan.estimate.peak_nbytes))
     with helped(setup=setup) as (joint, ahead, _):
-        joint.foresee([(first, True)], math.inf, None, True)
+        joint.foresee([(first, Known.REFINED)], math.inf, None, True)
         joint.solve(first, math.inf, None)
-        prices = joint._prices(1)
+        prices = joint._prices.of(1)
         assert any(price > 0 for price in prices.values())
-        joint.foresee([(second, True)], math.inf, None, True)
+        joint.foresee([(second, Known.REFINED)], math.inf, None, True)
         (asked,) = (one for one in ahead._asked if isinstance(one, Solving))
         assert asked.prices == prices
-    twice = joint._prices(2)
+    twice = joint._prices.of(2)
     assert twice == {moment: pytest.approx(2 * price) for moment, price in prices.items()}

@@ -7,6 +7,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.search.exact import brute_force, ilp
+from autopar.search.exact.completion import complete, lean
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.steiner import cheapest_arcs, metric
 from autopar.search.graph.strategy_graph import (
@@ -279,3 +280,26 @@ def test_no_time_is_an_error_unless_a_hint_fits() -> None:
 def test_brute_force_refuses_what_is_too_large() -> None:
     with pytest.raises(ValueError, match="too many to enumerate"):
         brute_force.solve(llama_like((2, 2)))
+
+
+def test_arcs_that_fit_are_found_where_the_cheapest_do_not() -> None:
+    """For the choice of the best solution, at prices of memory that make bytes dear: never below the best."""
+    seen = 0
+    for seed in range(400):
+        graph = random_graph(seed)
+        if graph.memory is None:
+            continue
+        try:
+            best = brute_force.solve(graph)
+        except InfeasibleError:
+            continue
+        metrics = [metric(group) for group in graph.groups]
+        cheapest = complete(graph, metrics, best.choice)
+        if cheapest is None or cheapest.fits:
+            continue
+        found = lean(graph, metrics, best.choice, np.full(len(graph.memory.base), 10.0))
+        if found is not None:
+            assert found.fits and found.seconds >= best.seconds * (1 - 1e-9)
+            assert found.seconds == pytest.approx(evaluate(graph, found.choice, found.arcs))
+            seen += 1
+    assert seen

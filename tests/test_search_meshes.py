@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import TrainConfig
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint.best_first import INTERRUPTED, TIMED_OUT, best_first
+from autopar.search.joint.best_first import INTERRUPTED, TIMED_OUT, Known, best_first
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.microbatches import _part
@@ -49,6 +49,7 @@ class Drawn:
         self.first = [min(c, 3) * draw.uniform(0.2, 1) for c in self.costs]
         self.second = [low + (min(c, 3) - low) * draw.random() for c, low in zip(self.costs, self.first, strict=True)]
         self.sharp: set[int] = set()
+        self.fine: set[int] = set()
         self.begun: set[int] = set()
         self.solved: list[int] = []
         self.trap = trap
@@ -74,10 +75,11 @@ class Drawn:
     def foresee_tightening(self, keys: Sequence[int], cutoff: float) -> None:
         assert all(self.bound(key) < math.inf for key in keys)
 
-    def foresee(self, keys: Iterable[tuple[int, bool]], cutoff: float, seconds: float | None, solve: bool) -> None:
+    def foresee(self, keys: Iterable[tuple[int, Known]], cutoff: float, seconds: float | None, solve: bool) -> None:
         assert bool(self.solved) == solve
-        for key, is_bounded in keys:
-            assert is_bounded == (key in self.sharp) and key not in self.solved
+        for key, known in keys:
+            assert (known > Known.LITTLE) == (key in self.sharp) and key not in self.solved
+            assert (known == Known.REFINED) == (key in self.fine)
             assert self.bound(key) < cutoff or (not self.solved and key in self.scouts(range(30)))
 
     def sharpen(self, key: int, cutoff: float) -> bool:
@@ -88,7 +90,12 @@ class Drawn:
             self.sharp.add(key)
         return done
 
+    def refine(self, key: int, cutoff: float) -> None:
+        assert key in self.sharp - self.fine
+        self.fine.add(key)
+
     def solve(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float]:
+        assert key in self.fine
         self.trap(key)
         self.solved.append(key)
         if math.isinf(self.costs[key]):

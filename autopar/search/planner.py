@@ -105,11 +105,13 @@ def plan_program(
     say_least: bool = True,
     share: Share | None = None,
     prices: dict[int, float] | None = None,
+    is_below: bool = False,
 ) -> Plan:
     """`make_plan` for a program and prices at hand.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
     share: of a pipeline rank, whose memory is limited instead of the whole model's. prices: of memory, see `ilp.solve`.
+    is_below: the relaxation within the limit is known to be below the cutoff.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
@@ -127,8 +129,9 @@ def plan_program(
         if solver == "double-recursive" or (solver == "auto" and not few_axes):
             plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
         else:
+            below = is_below and aim == limit
             plan, bound, facts = _exact(
-                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known
+                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known, below
             )
         bounds.append(bound)
         return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
@@ -202,6 +205,7 @@ def _exact(
     say_least: bool = True,
     share: Share | None = None,
     prices: dict[int, float] | None = None,
+    is_below: bool = False,
 ) -> Found:
     began = time.perf_counter()
 
@@ -219,11 +223,12 @@ def _exact(
     tell("building the strategy graph")
     if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see
         again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
-        bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
-        if bound == math.inf:
-            raise InfeasibleError(f"no plan on mesh {pricer.mesh} fits in {limit / GB:.3g} GB a device")
-        if bound >= cutoff:
-            raise CutoffError(bound)
+        if not is_below:
+            bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
+            if bound == math.inf:
+                raise InfeasibleError(f"no plan on mesh {pricer.mesh} fits in {limit / GB:.3g} GB a device")
+            if bound >= cutoff:
+                raise CutoffError(bound)
     problem = build(program, pricer, limit=limit, fold=fold, share=share)
     built = time.perf_counter()
     free = _unlimited(problem, relative_gap / 2, seconds, cutoff)

@@ -5,13 +5,15 @@ halves of two trees. Every solution that leaves the solver is completed here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.search.exact.steiner import Metric, arborescence, cheapest_arcs
-from autopar.search.graph.strategy_graph import Group, Ints, StrategyGraph, evaluate, usage
+from autopar.search.exact.steiner import Metric, arborescence, cheapest_arcs, metric
+from autopar.search.graph.strategy_graph import Floats, Group, Ints, StrategyGraph, evaluate, usage
 
+DEARER = (1.5, 3.0, 10.0)
+"""How much more than their price bytes of arcs cost, in turn, until arcs fit."""
 MAX_TERMINALS = 8
 """Beyond so many different wanted vertices the union of shortest paths is taken instead of the exact tree."""
 
@@ -49,6 +51,26 @@ def complete(
         fits = within(graph, choice, arcs)
     seconds = evaluate(graph, choice, tuple(arcs))
     return Completed(choice=choice, arcs=tuple(arcs), seconds=seconds, fits=fits) if np.isfinite(seconds) else None
+
+
+def lean(graph: StrategyGraph, metrics: Sequence[Metric], choice: Ints, prices: Floats) -> Completed | None:
+    """The choice with the arcs that are cheapest where their bytes cost more, and more, until they fit; else None.
+
+    prices: of memory, seconds a byte by moment. What a program splits in halves between fast arcs and small ones is
+    hardly more than the limit allows.
+    """
+    assert graph.memory is not None
+    extra: dict[int, Floats] = {}
+    for term in graph.memory.arcs:
+        extra[term.group] = extra.get(term.group, 0.0) + term.nbytes * float(term.coefficient @ prices)
+    for times in DEARER:
+        own = list(metrics)
+        for i, seconds in extra.items():
+            if seconds.any():
+                own[i] = metric(replace(graph.groups[i], arc_seconds=graph.groups[i].arc_seconds + times * seconds))
+        if (found := complete(graph, own, choice)) is not None and found.fits:
+            return found
+    return None
 
 
 def terminals(group: Group, choice: Ints) -> tuple[int, set[int]]:

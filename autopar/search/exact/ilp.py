@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.search.exact.completion import Completed, complete, within
+from autopar.search.exact.completion import Completed, complete, lean, within
 from autopar.search.exact.formulation import Formulation, formulate
 from autopar.search.exact.highs_log import Progress, progress_of
 from autopar.search.exact.least_peak import least_peak
@@ -241,13 +241,13 @@ class _Run:
             linear = formulate(priced(graph, ascent.prices))
             answer = linear.model.solve(relaxed=True, seconds=self.left())
             if answer.reduced_costs is None or not answer.optimal:
-                found, proved = self._program(graph, metrics, phase=phase)
+                found, proved = self._program(graph, metrics, phase=phase, prices=ascent.prices)
                 best, bound = better(best, found), max(bound, proved)
             else:
                 options, arcs = linear.least_extra(answer.reduced_costs)
                 arcs = [part[: len(group.arc_seconds)] for part, group in zip(arcs, graph.groups, strict=True)]
                 relaxed = answer.bound / linear.scale + float(ascent.prices @ (graph.memory.base - graph.memory.limit))
-                best, proved = self._widen(graph, relaxed, (options, arcs), best, phase=phase)
+                best, proved = self._widen(graph, relaxed, (options, arcs), best, phase=phase, prices=ascent.prices)
                 bound = max(bound, proved)
             self._passed(phase, "program", started)
         return best, bound
@@ -260,6 +260,7 @@ class _Run:
         best: Completed | None,
         *,
         phase: str,
+        prices: Floats | None = None,
     ) -> tuple[Completed | None, float]:
         """Programs of options and arcs with at most `slack` of reduced cost; what they leave out costs more than
         relaxed + slack. Wider until that proves the best found; (best, bound), and bound inf where nothing fits."""
@@ -276,7 +277,7 @@ class _Run:
                 proved = np.inf
             else:
                 metrics = [metric(group) for group in rest.graph.groups]
-                found, proved = self._program(rest.graph, metrics, phase=phase)
+                found, proved = self._program(rest.graph, metrics, phase=phase, prices=prices)
                 if found is not None:
                     choice, arcs = rest.lift(found.choice, found.arcs)
                     best = better(best, replace(found, choice=choice, arcs=arcs))
@@ -294,9 +295,11 @@ class _Run:
                 return best, bound
 
     def _program(
-        self, graph: StrategyGraph, metrics: Sequence[Metric], *, phase: str
+        self, graph: StrategyGraph, metrics: Sequence[Metric], *, phase: str, prices: Floats | None = None
     ) -> tuple[Completed | None, float]:
-        """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits."""
+        """The mixed program, until what it finds costs what it says; (best, bound), and bound inf if nothing fits.
+
+        prices: of memory, by which arcs are chosen where those found do not fit."""
         best: Completed | None = None
         bound = floor(graph)
         integral: set[int] = set()
@@ -329,6 +332,8 @@ class _Run:
             proposed = [np.flatnonzero(answer.values[columns] > 0.5) for columns in program.arcs]
             found = complete(graph, metrics, choice, proposed)
             best = better(best, found)
+            if prices is not None and found is not None and not found.fits:
+                best = better(best, lean(graph, metrics, choice, prices))
             if self.proved(best, bound) or self.over():
                 break
             loose = _loose_groups(graph, program, answer.values, found) - integral

@@ -380,11 +380,13 @@ class Builder:
         columns += [c for *_, c in self.arc_memory]
         peaks = self.moments.peaks()
         table = np.array([c.reshape(-1)[peaks] for c in columns]).reshape(len(columns), len(peaks))
+        beside = self.moments.beside().reshape(-1)[peaks]
         instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
-        chosen = peaks[few_moments(table, self.moments, instances)]
+        few = few_moments(np.vstack([table, beside]), self.moments, instances)
+        chosen = peaks[few]
         return Memory(
             limit=limit,
-            base=self._unread() + self.moments.beside().reshape(-1)[chosen],
+            base=self._unread() + beside[few],
             moments=tuple(int(moment) for moment in chosen),
             nodes=tuple(
                 NodeMemory(node=n, nbytes=b, coefficient=c.reshape(-1)[chosen]) for n, b, c in self.node_memory

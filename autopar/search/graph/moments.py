@@ -3,7 +3,7 @@
 With n ops, op i runs forward at moment i and backward at moment 2n - 1 - i; the optimizer's step is moment 2n. With
 several micro-batches these are the moments of the last one: gradients of those before are there from its beginning.
 
-On one rank of a pipeline only its ops count. Its moments are those of a few passes of its order: of the micro-batch at
+On a rank of a pipeline only its ops count. Its moments are those of a few passes of its order: of the micro-batch at
 hand, while others that are in flight have been kept.
 """
 
@@ -20,16 +20,16 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """A pipeline rank's: `ops[position]`, whether it runs the op, and the passes in which its memory may be fullest.
+    """Passes of pipeline `ranks` in which their memory may be fullest.
 
-    Of [pass, position of an op] at_hand: 1 for those of the stage that is passed; beside: how many other micro-batches
-    have kept what the op keeps; begun: whether it has had a backward pass, so that gradients are there. Of each pass
-    last: the block of ops before which most of the micro-batch at hand is kept (at other moments memory is not
-    limited); kinds: "F", "B", or "FB" for one in its turn after the other; sent: bytes of messages on their way.
-    received: bytes of what messages of a step are received in. in_flight: micro-batches that are kept at most, the one
-    at hand included, in what is kept of one.
+    Of [pass, position of an op] ops: whether its rank runs the op; at_hand: 1 for those of the stage that is passed;
+    beside: how many other micro-batches have kept what the op keeps; begun: whether it has had a backward pass, so that
+    gradients are there. Of each pass last: the block of ops before which most of the micro-batch at hand is kept (at
+    other moments memory is not limited); kinds: "F", "B", or "FB" for one in its turn after the other; sent: bytes of
+    messages on their way; received: bytes of what messages of a step are received in.
     """
 
+    ranks: tuple[int, ...]
     ops: Mask
     at_hand: Floats
     beside: Floats
@@ -37,13 +37,12 @@ class Share:
     last: tuple[slice, ...]
     kinds: tuple[str, ...]
     sent: tuple[float, ...]
-    received: float
-    in_flight: float
+    received: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """Intervals as slices over the moments, ends included. `share`: of one rank of a pipeline, None for all ops.
+    """Intervals as slices over the moments, ends included. `share`: of ranks of a pipeline, None for all ops.
 
     A coefficient says how often something counts at each moment: [moment], with a share [pass, moment].
     """
@@ -56,13 +55,15 @@ class Moments:
         """Bytes that are there whatever is chosen, at each moment."""
         out = self.nothing()
         if self.share is not None:
-            out += self.share.received
+            out += np.array(self.share.received)[:, None]
             out[:, self.step()] += np.array(self.share.sent)[:, None]
         return out
 
-    def weight(self, *positions: int) -> float:
-        """1 if what these ops read is held here."""
-        return 1.0 if self.share is None else float(self.share.ops[list(positions)].any())
+    def weight(self, *positions: int) -> Floats:
+        """1 in each pass on a rank that holds what these ops read."""
+        if self.share is None:
+            return np.ones(1)
+        return np.where(self.share.ops[:, positions].any(axis=1, keepdims=True), 1.0, 0.0)
 
     def at_hand(self, *positions: int) -> Floats:
         """1 in each pass in which what these ops make or read of the micro-batch at hand is held here."""
@@ -75,7 +76,7 @@ class Moments:
         every = np.arange(self.nothing().size)
         if self.share is None:
             return every
-        found = [every[[self.count - 1]]]
+        found = [every.reshape(-1, self.count)[:, -1]]
         for moments, last, kinds in zip(every.reshape(-1, self.count), self.share.last, self.share.kinds, strict=True):
             if "F" in kinds:
                 found.append(moments[: self.num_ops][last])
@@ -121,9 +122,9 @@ class Moments:
         if self.share is None:
             coefficient[0 if self.several else self.backward(max(readers)) : end] += 1.0
             return
-        if own := [p for p in readers if self.share.ops[p]]:
-            for number, row in enumerate(coefficient):
-                row[0 if self.share.begun[number, own].any() else self.backward(max(own)) : end] += 1.0
+        for row, ops, begun in zip(coefficient, self.share.ops, self.share.begun, strict=True):
+            if own := [p for p in readers if ops[p]]:
+                row[0 if begun[own].any() else self.backward(max(own)) : end] += 1.0
 
     def step(self) -> slice:
         """All micro-batches, until gradients are reduced for the optimizer."""
@@ -149,7 +150,7 @@ class Moments:
         """Count copies of a parameter; those that live until a backward are kept for other micro-batches too."""
         weight = self.at_hand(*readers)
         if lifetime == "step" or not readers:
-            weight = np.ones(1) * (self.weight(*readers) if readers else 1.0)
+            weight = self.weight(*readers) if readers else np.ones(1)
         for interval in self.copies(lifetime, readers, savers):
             coefficient[..., interval] += weight
         if lifetime == "keep" and savers:

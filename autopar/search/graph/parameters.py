@@ -218,7 +218,7 @@ def held(
     always, step, gradient, reduced = (moments.nothing() for _ in range(4))
     for name in names:
         reading = [p for p, _ in program.readers[name]]
-        weight = moments.weight(*reading) if reading else 1.0
+        weight = moments.weight(*reading) if reading else np.ones(1)
         always += weight
         step[..., moments.step()] += weight
         last = [p for p in reading if program.ops[p].has_backward]

@@ -1,10 +1,10 @@
 """Of many problems, which has the cheapest answer, solving as few as can be? Best first, by proved lower bounds.
 
-Every problem has a lower bound at once; it may be sharpened, and it may be solved. Of those of least effort the one
-whose bound is least is taken next: sharpened if it was not, else solved. One whose bound reaches the best answer, less
-the gap asked for, is proved to be no better; the others have to be worked at in any case, so that the easy ones go
-first: their answers exclude many of the hard. Stopped early, by the clock or by Ctrl-C, the least open bound says how
-far the best answer can be from the optimum.
+Every problem has a lower bound at once; it may be sharpened, then refined, and then solved. Of those of least effort
+the bounds are bettered first, the least of them next, then those are solved that are left, the one expected to cost
+least next. One whose bound reaches the best answer, less the gap asked for, is proved to be no better; the others have
+to be worked at in any case, so that the easy ones go first: their answers exclude many of the hard. Stopped early, by
+the clock or by Ctrl-C, the least open bound says how far the best answer can be from the optimum.
 """
 
 import heapq
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
@@ -37,6 +38,14 @@ ALIKE = 1.03
 INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
 
 
+class Known(IntEnum):
+    """What was done for the bound of a problem."""
+
+    LITTLE = 0
+    SHARPENED = 1
+    REFINED = 2
+
+
 class Problems(Protocol[Asked, Given]):
     """What is searched. Bounds and costs are in seconds; a bound never falls."""
 
@@ -52,17 +61,20 @@ class Problems(Protocol[Asked, Given]):
     def scouts(self, keys: Sequence[Asked]) -> Sequence[Asked]:
         """Of many problems those that are bounded before all others: among them a good first answer is expected."""
 
-    def foresee(self, keys: Iterable[tuple[Asked, bool]], cutoff: float, seconds: float | None, solve: bool) -> None:
-        """These come next, as things stand: what can be done beside may begin. True: those that are sharpened.
+    def foresee(self, keys: Iterable[tuple[Asked, Known]], cutoff: float, seconds: float | None, solve: bool) -> None:
+        """These come next, as things stand: what can be done beside may begin.
 
         solve: whether they will be solved then, if their bounds stay below the cutoff."""
 
     def sharpen(self, key: Asked, cutoff: float) -> bool:
-        """Work for a better bound; afterwards `bound` gives it. True where no further work would better it, or it is
-        at the cutoff, from which on an answer is of no use.
+        """Work for a better bound; afterwards `bound` gives it. True where no further work of this kind would better
+        it, or it is at the cutoff, from which on an answer is of no use.
 
         Raises InfeasibleError if there is no answer.
         """
+
+    def refine(self, key: Asked, cutoff: float) -> None:
+        """Work harder for a better bound of one that is sharpened; once, and before it is solved."""
 
     def tighten(self, key: Asked, cutoff: float) -> None:
         """Work for a better bound, no better than the cutoff, of one that `solve` answered, or gave up."""
@@ -112,67 +124,59 @@ def best_first(
     began = time.monotonic()
     outcome: Outcome[Key, Answer] = Outcome()
     keys = list(keys)
-    heap = [(math.floor(problems.effort(key)), problems.bound(key), number, key) for number, key in enumerate(keys)]
+    left_open = _Open(problems, outcome)
+    for key in keys:
+        left_open.add(key)
     scouts = list(problems.scouts(keys))
-    heapq.heapify(heap)
-    count = len(heap)
-    sharpened: set[Key] = set()
     tried: set[Key] = set()
     last = 0
     try:
-        while heap:
+        while (first := left_open.first()) is not None:
             cutoff = outcome.cost * (1 - relative_gap)
-            tier, bound, number, key = heap[0]
-            known = problems.bound(key)
-            if known > bound:
-                heapq.heapreplace(heap, (tier, known, number, key))
-                continue
-            if bound >= cutoff:
-                outcome.excluded[key] = bound
-                heapq.heappop(heap)
+            if left_open.bounds[first] >= cutoff:
+                left_open.exclude(first)
                 continue
             left = None if seconds is None else seconds - (time.monotonic() - began)
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
-            aim = cutoff
-            if outcome.answer is None:
-                aim = min((problems.expected(key) for key in sharpened), default=math.inf) * (1 - relative_gap)
-            scouts = [key for key in scouts if key not in sharpened and key not in outcome.solved]
-            if scouts and outcome.answer is None:
-                problems.foresee(_next(problems, heap, sharpened, aim, scouts[1:]), aim, left, False)
-                tell(f"bounding {scouts[0]}: {len(scouts)} to go before a first answer, {len(heap)} of {count} open")
-                _sharpen(problems, scouts[0], outcome, sharpened, cutoff)
-                heap = [entry for entry in heap if entry[3] not in outcome.solved]
-                heapq.heapify(heap)
+            is_first, sharpened = outcome.answer is None, left_open.sharpened
+            aim = min(map(problems.expected, sharpened), default=math.inf) * (1 - relative_gap) if is_first else cutoff
+            so_far = f"{len(left_open.bounds)} of {len(keys)} open"
+            scouts = [scout for scout in scouts if left_open.of(scout) == Known.LITTLE]
+            if is_first and scouts:
+                problems.foresee(left_open.following(aim, scouts[1:]), aim, left, False)
+                tell(f"bounding {scouts[0]}: {len(scouts)} to go before a first answer, {so_far}")
+                left_open.better(scouts[0], cutoff)
                 continue
-            problems.foresee(_next(problems, heap, sharpened, aim), aim, left, outcome.answer is not None)
-            is_due = len(sharpened) >= (EARLY if outcome.answer is None else last + AFTER)
-            if is_due and (ahead := _promising(problems, heap, sharpened - tried, outcome.cost * (1 - BETTER))):
-                tried.add(ahead[3])
+            promising: list[Key] = []
+            if len(sharpened) >= (EARLY if is_first else last + AFTER):
+                promising = left_open.promising(tried, outcome.cost * (1 - BETTER))
+            if is_first and promising:  # those that promise as much may turn out to promise more
+                problems.foresee(((one, left_open.of(one)) for one in promising[1:]), math.inf, left, False)
+            else:
+                problems.foresee(left_open.following(aim), aim, left, not is_first)
+            key = promising[0] if promising else first
+            best = "" if is_first else f"best {outcome.cost:.4g} s, "
+            if left_open.of(key) != Known.REFINED:
+                within = " within memory" if left_open.of(key) == Known.SHARPENED else ""
+                tell(f"bounding {key}{within}: {best}bound {left_open.least():.4g} s, {so_far}")
+                left_open.better(key, cutoff)
+                continue
+            if promising:
+                tried.add(key)
                 last = len(sharpened)
-                tell(f"planning {ahead[3]} for an answer that excludes many: {len(heap)} of {count} open")
-                _solve(problems, ahead[3], outcome, relative_gap, left)
-                heap.remove(ahead)
-                heapq.heapify(heap)
-                continue
-            until = "" if left is None else f", {left:.0f} s left"
-            best = f"{outcome.cost:.4g} s, " if outcome.answer is not None else ""
-            work = "planning" if key in sharpened else "bounding"
-            least = min(entry[1] for entry in heap)
-            tell(f"{work} {key}: best {best}bound {least:.4g} s, {len(heap)} of {count} open{until}")
-            if key not in sharpened:
-                _sharpen(problems, key, outcome, sharpened, cutoff)
-                if key in outcome.solved:
-                    heapq.heappop(heap)
-                continue
+                tell(f"planning {key} for an answer that excludes many: {so_far}")
+            else:
+                until = "" if left is None else f", {left:.0f} s left"
+                tell(f"planning {key}: {best}bound {left_open.least():.4g} s, {so_far}{until}")
             _solve(problems, key, outcome, relative_gap, left)
-            heapq.heappop(heap)  # only now: an interrupted one is still open
+            left_open.remove(key)  # only now: an interrupted one is still open
     except KeyboardInterrupt:
         if outcome.answer is None:
             raise
         outcome.status = INTERRUPTED
-    outcome.excluded.update({key: max(bound, problems.bound(key)) for _, bound, _, key in heap})
+    outcome.excluded.update({key: max(bound, problems.bound(key)) for key, bound in left_open.bounds.items()})
     if outcome.status == PROVED:
         try:
             deadline = None if seconds is None else began + seconds
@@ -190,31 +194,88 @@ def best_first(
     return outcome
 
 
-def _next(
-    problems: Problems[Key, Answer],
-    heap: list[tuple[int, float, int, Key]],
-    sharpened: set[Key],
-    aim: float,
-    scouts: Sequence[Key] = (),
-) -> Iterator[tuple[Key, bool]]:
-    """Those that come next but for the one whose turn it is, if the best will cost so much, and whether they are
-    sharpened; bounds in the heap may be old."""
-    yield from ((key, False) for key in scouts)
-    waiting = [entry for entry in heap[1:] if entry[1] < aim and entry[3] not in scouts]
-    fresh = [(tier, problems.bound(key), number, key) for tier, _, number, key in waiting]
-    yield from ((key, key in sharpened) for _, bound, _, key in heapq.nsmallest(AHEAD, fresh) if bound < aim)
+@dataclass(slots=True)
+class _Open(Generic[Key, Answer]):
+    """Problems without an answer, with their bounds as last seen, in the order in which they are worked at.
 
+    Where work for a bound shows that there is no answer the outcome is told.
+    """
 
-def _promising(
-    problems: Problems[Key, Answer], heap: list[tuple[int, float, int, Key]], among: set[Key], below: float
-) -> tuple[int, float, int, Key] | None:
-    """The entry that is solved with least effort, of those expected, as things stand, to cost least or nearly so."""
-    entries = [(problems.expected(entry[3]), entry) for entry in heap if entry[3] in among]
-    least = min((cost for cost, _ in entries), default=math.inf)
-    if least > min(PROMISING * min(entry[1] for entry in heap), below):
+    problems: Problems[Key, Answer]
+    outcome: Outcome[Key, Answer]
+    bounds: dict[Key, float] = field(default_factory=dict)
+    sharpened: set[Key] = field(default_factory=set)
+    refined: set[Key] = field(default_factory=set)
+    _heap: list[tuple[int, bool, float, int, Key]] = field(default_factory=list)
+    _numbers: dict[Key, int] = field(default_factory=dict)
+
+    def add(self, key: Key) -> None:
+        self._numbers[key] = len(self._numbers)
+        heapq.heappush(self._heap, self._entry(key))
+
+    def _entry(self, key: Key) -> tuple[int, bool, float, int, Key]:
+        """Effort; whether there is nothing left but to solve it; its bound, or then what it is expected to cost."""
+        bound = self.bounds[key] = self.problems.bound(key)
+        is_refined = key in self.refined
+        value = self.problems.expected(key) if is_refined else bound
+        return math.floor(self.problems.effort(key)), is_refined, value, self._numbers[key], key
+
+    def first(self) -> Key | None:
+        """The next to be worked at."""
+        while self._heap:
+            entry = self._heap[0]
+            if entry[-1] not in self.bounds:
+                heapq.heappop(self._heap)
+            elif (now := self._entry(entry[-1])) > entry:
+                heapq.heapreplace(self._heap, now)
+            else:
+                return entry[-1]
         return None
-    alike = [(problems.effort(entry[3]), cost, entry[2], entry) for cost, entry in entries if cost <= ALIKE * least]
-    return min(alike, default=(0.0, 0.0, 0, None))[3]
+
+    def of(self, key: Key) -> Known:
+        return Known.REFINED if key in self.refined else Known.SHARPENED if key in self.sharpened else Known.LITTLE
+
+    def least(self) -> float:
+        return min(self.bounds.values())
+
+    def remove(self, key: Key) -> None:
+        del self.bounds[key]
+
+    def exclude(self, key: Key) -> None:
+        self.outcome.excluded[key] = self.bounds.pop(key)
+
+    def better(self, key: Key, cutoff: float) -> None:
+        """Its bound, by the work that comes next."""
+        try:
+            if key in self.sharpened:
+                self.problems.refine(key, cutoff)
+                self.refined.add(key)
+            elif self.problems.sharpen(key, cutoff):
+                self.sharpened.add(key)
+        except InfeasibleError as error:
+            self.outcome.solved[key], self.outcome.failures[key] = None, error
+            self.remove(key)
+
+    def following(self, aim: float, scouts: Sequence[Key] = ()) -> Iterator[tuple[Key, Known]]:
+        """Those that come after the first, if the best will cost so much, and what is known of them."""
+        yield from ((key, Known.LITTLE) for key in scouts)
+        first = self._heap[0][-1]
+        waiting = [e[-1] for e in self._heap if self.bounds.get(e[-1], math.inf) < aim and e[-1] != first]
+        fresh = [self._entry(key) for key in waiting if key not in scouts]
+        for *_, key in heapq.nsmallest(AHEAD, fresh):
+            if self.bounds[key] < aim:
+                yield key, self.of(key)
+
+    def promising(self, tried: set[Key], below: float) -> list[Key]:
+        """The sharpened one that is solved with least effort, of those expected, as things stand, to cost least or
+        nearly so; then the others, those expected to cost least first. None if it is not expected below that."""
+        costs = {key: self.problems.expected(key) for key in self.bounds if key in self.sharpened - tried}
+        least = min(costs.values(), default=math.inf)
+        if not costs or least > min(PROMISING * self.least(), below):
+            return []
+        alike = [key for key, cost in costs.items() if cost <= ALIKE * least]
+        first = min(alike, key=lambda key: (self.problems.effort(key), costs[key], self._numbers[key]))
+        return [first, *sorted(costs.keys() - {first}, key=lambda key: (costs[key], self._numbers[key]))]
 
 
 def _tighten(
@@ -239,16 +300,6 @@ def _tighten(
         problems.tighten(key, cutoff)
         owners[key][key] = max(owners[key][key], problems.bound(key))
         cutoff = min(cutoff, owners[key][key])
-
-
-def _sharpen(
-    problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], sharpened: set[Key], cutoff: float
-) -> None:
-    try:
-        if problems.sharpen(key, cutoff):
-            sharpened.add(key)
-    except InfeasibleError as error:
-        outcome.solved[key], outcome.failures[key] = None, error
 
 
 def _solve(

@@ -74,15 +74,15 @@ def best_staged(
 
     chunks: stages a rank. whole: the best plan of the whole model for a pricer, within the memory of the fullest rank,
     blocks dealt evenly; so its bound, shared out over the stages, is one for all of theirs. If they do not fit they are
-    planned with ever less memory. Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff:
-    of seconds from which on a plan is of no use: stages that are slower with more memory than there is are not planned
-    again.
+    planned within the memory of the rank that holds too much as well, then with ever less memory, which proves nothing.
+    Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds from which on a plan
+    is of no use: stages that are slower with more memory than there is are not planned again.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     begins = even_starts(program, pipeline, chunks)
-    share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
+    fullest = share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
-    room, bound = limit, 0.0
+    room, bound, others = limit, 0.0, list[int]()
     best: StagedPlan | None = None
     fitting: list[StagedPlan] = []
     for attempt in range(ATTEMPTS):
@@ -111,7 +111,7 @@ def best_staged(
                     backward=passes[1],
                     rank=slowest,
                     sent=messages * least(send, nbytes)[0],
-                    share=share,
+                    share=fullest,
                     begins=begins,
                     num_ranks=pipeline,
                 )
@@ -120,6 +120,12 @@ def best_staged(
         with_less, hopeful = min(((_with_less(one.estimate, limit), one) for one in made), key=itemgetter(0))
         if with_less >= cutoff or (best and best.estimate.step_seconds <= with_less):
             break
+        held = [price["memory"] for price in hopeful.estimate.solver["stages"][:pipeline]]
+        rank = held.index(max(held))
+        if rank not in share.ranks:
+            others.append(rank)
+            share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins, others)
+            continue
         beyond = hopeful.estimate.peak_nbytes - limit + MARGIN * limit
         room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
     return Staged(plan=best, bound=bound, way=way)

@@ -6,7 +6,8 @@ are there. While a pipeline fills it keeps more and more and has no gradients; w
 it keeps as much again later, with all gradients, and that pass is its fullest; with fewer, gradients come as what is
 kept goes. Of its passes forward, and of those back, which hold what is run again too, those are taken beyond which no
 other keeps more, has more gradients, or has more of a mixture of the two: corners of a hull. Blocks of ops count alike
-here; memory is then limited in the passes taken of the rank taken, and any choice of them is sound. Messages count
+here; memory is then limited in the passes taken of the rank taken, and any choice of them is sound; another rank, which
+has a head beside blocks, is taken too where that turns out to hold more. Messages count
 besides, as small as they can be: what they are received in, of all micro-batches, and where a schedule waits for what
 it sent at the end of the step, what was sent by then (`search.staged.staged_memory`).
 """
@@ -30,11 +31,17 @@ Fill = tuple[tuple[int, ...], int, tuple[bool, ...]]
 
 
 def fullest_share(
-    program: Program, num_devices: int, schedule: str, pipeline: int, chunks: int, begins: Sequence[int]
+    program: Program,
+    num_devices: int,
+    schedule: str,
+    pipeline: int,
+    chunks: int,
+    begins: Sequence[int],
+    others: Sequence[int] = (),
 ) -> Share:
     """The fullest rank's, of stages whose blocks are dealt evenly and that begin at these positions of ops.
 
-    num_devices: of a stage. schedule: one whose backward has one part.
+    num_devices: of a stage. schedule: one whose backward has one part. others: ranks whose passes are taken too.
     """
     order = make_order(schedule, pipeline, program.microbatches, chunks)
     p, num_ops = len(order.ranks), len(program.ops)
@@ -42,33 +49,41 @@ def fullest_share(
     sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
     every = [_passes(actions, order.num_stages) for actions in order.ranks]
     most = [max(_kept(fill, sizes) for fill in fills) for fills in every]
-    rank = most.index(max(most))
-    kinds = {fill: "".join(sorted(found, reverse=True)) for fill, (found, _) in every[rank].items()}
-    amounts = {fill: (_kept(fill, sizes), sum(map(mul, fill[2], sizes))) for fill in kinds}
     positions = {op.name: op.position for op in program.ops}
     blocks = [0, *(positions[name] for name in starts_of(program))]
     ends = [*begins, num_ops]
-    taken = [fill for kind in "FB" for fill in _corners({f: n for f, n in amounts.items() if kind in kinds[f]})]
-    taken = list(dict.fromkeys(taken))
-    last = [slice(max(b for b in blocks if b < ends[passed]), ends[passed]) for _, passed, _ in taken]
     cuts = crossing(program, begins)
     own = [[name for name in names if stage[_producer(program, name)] == number] for number, names in enumerate(cuts)]
     back = [0.0, *least_messages(program, num_devices, cuts)]  # what a stage receives, and sends back
     ahead = [*least_messages(program, num_devices, own), 0.0]  # what it sends, and receives back
+    ranks = dict.fromkeys([most.index(max(most)), *others])
+    taken = [(rank, fill) for rank in ranks for fill in _fullest(every[rank], sizes, order.num_stages - 1)]
+    passed = [fill[1] for _, fill in taken]
     return Share(
-        ops=stage % p == rank,
-        at_hand=np.array([np.where(stage == passed, 1.0, 0.0) for _, passed, _ in taken]),
-        beside=np.array([beside for beside, _, _ in taken], dtype=np.float64)[:, stage],
-        begun=np.array([begun for _, _, begun in taken])[:, stage],
-        last=tuple(last),
-        kinds=tuple(kinds[fill] for fill in taken),
+        ranks=tuple(ranks),
+        ops=np.array([stage % p == rank for rank, _ in taken]),
+        at_hand=np.array([np.where(stage == number, 1.0, 0.0) for number in passed]),
+        beside=np.array([fill[0] for _, fill in taken], dtype=np.float64)[:, stage],
+        begun=np.array([fill[2] for _, fill in taken])[:, stage],
+        last=tuple(slice(max(b for b in blocks if b < ends[number]), ends[number]) for number in passed),
+        kinds=tuple("".join(sorted(every[rank][fill][0], reverse=True)) for rank, fill in taken),
         sent=tuple(
             sum(map(mul, every[rank][fill][1], map(add, ahead, back))) if schedule in WAITS_AT_END else 0.0
-            for fill in taken
+            for rank, fill in taken
         ),
-        received=program.microbatches * sum(back[n] + ahead[n] for n in range(rank, order.num_stages, p)),
-        in_flight=most[rank] / sum(sizes[rank::p]),
+        received=tuple(
+            program.microbatches * sum(back[n] + ahead[n] for n in range(rank, order.num_stages, p))
+            for rank, _ in taken
+        ),
     )
+
+
+def _fullest(passes: dict[Fill, tuple[set[str], tuple[int, ...]]], sizes: Sequence[int], last: int) -> list[Fill]:
+    """Corners of a rank's passes, forward and back; and of those through the last stage, if it is the rank's."""
+    amounts = {fill: (_kept(fill, sizes), sum(map(mul, fill[2], sizes))) for fill in passes}
+    found = [f for kind in "FB" for f in _corners({f: n for f, n in amounts.items() if kind in passes[f][0]})]
+    found += _corners({f: n for f, n in amounts.items() if "B" in passes[f][0] and f[1] == last})
+    return list(dict.fromkeys(found))
 
 
 def _producer(program: Program, name: str) -> int:

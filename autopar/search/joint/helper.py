@@ -3,11 +3,10 @@
 from autopar.graph import CapturedModel
 from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint
-from autopar.search.joint.questions import Setup, Solving, Tightening
-from autopar.search.joint.relaxing import Asked
+from autopar.search.joint.questions import Question, Setup
 from autopar.serialize import load
 
-Request = tuple[Setup | None, dict[int, bytes], Asked | Solving | Tightening]
+Request = tuple[Setup | None, dict[int, bytes], Question]
 """A new search or None, graphs of micro-batches by their number that were not sent yet, and what is asked."""
 
 

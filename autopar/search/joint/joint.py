@@ -8,8 +8,9 @@ on the mesh of one of p stages, m the number of micro-batches:
                    samples at a time nothing gets faster, see `microbatches`)
     its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
                    the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`)
-    its plan's     the mixed program's, memory and recompute included; it stops once that reaches the best plan known.
-                   Of stages the memory is the fullest rank's, with all that it has in flight
+    within memory  the same with recompute, and lifetimes, within the memory of a rank: of stages that of the fullest,
+                   with all that it has in flight; of interleaved ones along a way through the step (`critical_path`)
+    its plan's     the mixed program's; it stops once that reaches the best plan known
 
 `best_first` solves no more than it must. Equal blocks are split alike in all stages, and dealt to them evenly.
 """
@@ -24,23 +25,24 @@ from typing import Any
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan
-from autopar.search.costs.folding import Folding, fold_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
-from autopar.search.costs.work_bound import saved_nbytes, work_seconds
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.ahead import Ahead
+from autopar.search.joint.best_first import Known
 from autopar.search.joint.best_staged import best_staged, way_before_planning
-from autopar.search.joint.candidates import INTERLEAVED, Candidate, in_flight
+from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way, way_seconds
+from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.helpers import Helpers
-from autopar.search.joint.questions import Answer, Setup, Solved, Solving, Tightening
-from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
+from autopar.search.joint.known_prices import KnownPrices
+from autopar.search.joint.questions import Answer, Question, Refined, Refining, Setup, Solved, Solving, Tightening
+from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds, seconds_within
+from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import plan_program
-from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
 from autopar.search.staged.stages import even_starts
 
 MANY = 32
@@ -49,12 +51,12 @@ PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap."""
 FIRST_SECONDS = 20.0
 """The same while no plan is known: a good one saves more time than it takes."""
+FIRST_PART = 0.6
+"""Part of that for interleaved stages as they are first planned: most do not fit yet."""
 AGAIN_SECONDS, LEAST_SECONDS = 10.0, 0.1
 """Given at least to planning it again, within less memory; and when the time of all problems is over."""
 UNEVEN = 1.15
 """What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
-AGAIN = 1 / 3
-"""What running all of forward again adds to forward and backward."""
 IDLE = (1.25, 1.05)
 """How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
 
@@ -63,8 +65,7 @@ IDLE = (1.25, 1.05)
 class Joint:
     """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
 
-    The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often. helpers: run
-    `joint.helper` and answer beside this process.
+    helpers: run `joint.helper` and answer beside this process.
     """
 
     graph: Callable[[int], CapturedModel]
@@ -73,20 +74,19 @@ class Joint:
     helpers: Helpers | None = None
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
     _programs: dict[int, Program] = field(default_factory=dict)
-    _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
-    _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
-    _folding: Folding | None = None
     _best: float = math.inf
-    _saved: float | None = None
-    _prices_of_memory: dict[int, dict[int, float]] = field(default_factory=dict)
+    _prices: KnownPrices = field(default_factory=KnownPrices)
+    _refined: set[Candidate] = field(default_factory=set)
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
+    _step: StepBounds = field(init=False)
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
         self._pricers = Pricers(self.setup.config)
+        self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
         self._ahead = Ahead(
             here=self.answer,
             fresh=self._fresh,
@@ -102,24 +102,28 @@ class Joint:
             self._graphs[microbatches] = self.graph(microbatches)
         return self._graphs[microbatches]
 
-    def _needs(self, question: Asked | Solving | Tightening) -> set[int]:
+    def _needs(self, question: Question) -> set[int]:
         """The numbers of micro-batches whose graphs a question is about."""
-        if isinstance(question, Solving | Tightening):
+        if isinstance(question, Refining | Solving | Tightening):
             return {question.key.microbatches, min(self.setup.counts)}
         return {question[1]}
 
-    def _fresh(self, question: Asked | Solving | Tightening) -> Asked | Solving | Tightening:
+    def _fresh(self, question: Question) -> Question:
         """A plan that was found since lowers the cutoff."""
-        if isinstance(question, Solving):
+        if isinstance(question, Refining | Solving):
             return replace(question, cutoff=min(question.cutoff, self._best * (1 - self.setup.relative_gap)))
         return question
 
-    def answer(self, question: Asked | Solving | Tightening) -> Any:
-        """Seconds that something takes at least, or a `Solved`."""
+    def answer(self, question: Question) -> Any:
+        """Seconds that something takes at least, or a `Refined`, or a `Solved`."""
         if isinstance(question, Solving):
             return self._solved(question)
+        if isinstance(question, Refining):
+            p = question.key.arrangement.pipeline
+            self._prices.remember(p, question.prices)
+            return Refined(bound=self._within_memory(question.key, question.cutoff), prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
-            self._remember(question.key, question.prices)
+            self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._way_seconds(question.key, question.way, question.cutoff, exact=True)
         arrangement, m, times = question
         return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
@@ -143,55 +147,16 @@ class Joint:
         return self._pricers.of(key.arrangement, key.microbatches)
 
     def bound(self, key: Candidate) -> float:
-        known = [self._work_bound(key, key.microbatches), self._own.get(key, 0.0)]
+        known = [self._step.work_bound(key, key.microbatches), self._own.get(key, 0.0)]
         least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
-        return max([*known, self._with_bubble(key, max(least))])
-
-    def _work_seconds(self, key: Candidate) -> tuple[float, float]:
-        """All work of a step, and that of the optimizer, on the devices of one stage."""
-        p = key.arrangement.pipeline
-        if p not in self._work:
-            self._work[p] = work_seconds(self.program(min(self.setup.counts)), self.pricer(key))
-        return self._work[p]
-
-    def _with_bubble(self, key: Candidate, seconds: float) -> float:
-        """A bound for the candidate from one for as many rounds as there are micro-batches."""
-        once = self.rounds(key, key.microbatches).once
-        return once * seconds + self._more_rounds(key, once * key.microbatches)
-
-    def _more_rounds(self, key: Candidate, rounds: float) -> float:
-        """What the rounds beyond so many take at least: their work."""
-        p = key.arrangement.pipeline
-        return (self.rounds(key, key.microbatches).passing - rounds) * self._work_seconds(key)[0] / key.microbatches / p
-
-    def rounds(self, key: Candidate, microbatches: int) -> Rounds:
-        """Of the candidate's schedule with so many micro-batches."""
-        p, v = key.arrangement.pipeline, key.chunks
-        if v == 1 or not self.setup.fold:
-            return rounds(key.schedule, p, microbatches)
-        known = (key.schedule, p, v, microbatches)
-        if known not in self._rounds:
-            program = self.program(min(self.setup.counts))
-            self._folding = self._folding or fold_program(program)
-            passing, update = self._work_seconds(key)
-            shares = passing / microbatches, update
-            begins = even_starts(program, p, v)
-            self._rounds[known] = interleaved_rounds(program, self._folding, begins, p, microbatches, shares)
-        return self._rounds[known]
+        return max([*known, self._step.with_bubble(key, max(least))])
 
     def expected(self, key: Candidate) -> float:
-        """Bounds of stages know neither messages nor what uneven stages cost; and what does not fit is run again."""
-        return self.bound(key) * (1.0 if key.arrangement.pipeline == 1 else UNEVEN) * self._again(key)
-
-    def _again(self, key: Candidate) -> float:
-        """By how much about the work grows if what does not fit of all that backward needs is made again there."""
-        if self._saved is None:
-            fewest = min(self.setup.counts)
-            self._saved = fewest * saved_nbytes(self.program(fewest))
-        devices = key.arrangement.mesh.size * key.arrangement.pipeline
-        kept = self._saved / key.microbatches / devices * in_flight(key)
-        room = memory_limit(key.arrangement.cluster, self.setup.config)
-        return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
+        """Bounds of stages know neither messages nor what uneven stages cost, but those along a way do; and those
+        memory aside not that what does not fit is run again."""
+        is_refined = key in self._refined
+        is_near = key.arrangement.pipeline == 1 or (is_refined and key.schedule == INTERLEAVED)
+        return self.bound(key) * (1.0 if is_near else UNEVEN) * (1.0 if is_refined else self._step.again(key))
 
     def effort(self, key: Candidate) -> float:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
@@ -207,26 +172,32 @@ class Joint:
             own = [key for key in keys if key.arrangement.pipeline == p]
             axes = min(key.arrangement.mesh.num_axes for key in own)
             own = [key for key in own if key.arrangement.mesh.num_axes == axes]
-            work = {key: self._work_bound(key, key.microbatches) * self._again(key) for key in own}
+            work = {key: self._step.work_bound(key, key.microbatches) * self._step.again(key) for key in own}
             for idle in IDLE:
                 near = [key for key in own if work[key] <= idle * min(work.values())]
                 out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
         return sorted(dict.fromkeys(out), key=self.bound)
 
     def foresee(
-        self, keys: Iterable[tuple[Candidate, bool]], cutoff: float, seconds: float | None, solve: bool
+        self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
     ) -> None:
         with suppress(BatchError, InfeasibleError):  # a batch that does not divide: said when its turn comes
             self._ahead.foresee(self._questions(keys, cutoff, seconds, solve))
 
     def _questions(
-        self, keys: Iterable[tuple[Candidate, bool]], cutoff: float, seconds: float | None, solve: bool
-    ) -> Iterator[Asked | Solving]:
-        for key, is_bounded in keys:
+        self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
+    ) -> Iterator[Question]:
+        for key, known in keys:
+            is_bounded = known != Known.LITTLE
             while not is_bounded and self._ahead.knows(self._wanted(key, cutoff)):
                 is_bounded = self.sharpen(key, cutoff)
+            if is_bounded and known != Known.REFINED and self._ahead.knows(refining := self._refining(key, cutoff)):
+                with suppress(InfeasibleError):  # said when its turn comes
+                    self._refine(refining)
             if self.bound(key) < cutoff and not is_bounded:
                 yield self._wanted(key, cutoff)
+            elif self.bound(key) < cutoff and known != Known.REFINED and key not in self._refined:
+                yield self._refining(key, cutoff)
             elif self.bound(key) < cutoff and solve:
                 yield self._solving(key, cutoff, seconds)
 
@@ -235,26 +206,55 @@ class Joint:
         more by steps that double, and last its own rounds: many candidates share these steps. (With few samples at a
         time the batch splits no more; from there on all are far above.)"""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
-        own = self.rounds(key, key.microbatches)
+        own = self._step.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
         found = self._ahead.of(wanted) / arrangement.pipeline
         # r t + o is concave in r: of fewer rounds at least their share
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
             return False
-        self._own[key] = own.once * found + self._more_rounds(key, own.once * times)
+        self._own[key] = own.once * found + self._step.more_rounds(key, own.once * times)
         return True
 
-    def _cut_off_by_guessed_way(self, key: Candidate, cutoff: float) -> None:
-        """Of evenly dealt stages a bound needs no plan: a way through the step memory aside, then within it.
+    def refine(self, key: Candidate, cutoff: float) -> None:
+        """Within memory; while no plan is known only where that surely binds: else the plan is found as fast."""
+        if cutoff < math.inf or self._step.again(key) > 1.0:
+            self._refine(self._refining(key, cutoff))
 
-        Raises CutoffError if it reaches the cutoff, InfeasibleError if nothing fits.
+    def _refine(self, question: Refining) -> None:
+        key, came = question.key, self._ahead.of(question)
+        if came.bound == math.inf:
+            raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
+        self._own[key] = max(self._own.get(key, 0.0), came.bound)
+        self._prices.remember(key.arrangement.pipeline, came.prices)
+        self._refined.add(key)
+
+    def _refining(self, key: Candidate, cutoff: float) -> Refining:
+        return Refining(key=key, cutoff=cutoff, prices=dict(self._prices.of(key.arrangement.pipeline)))
+
+    def _within_memory(self, key: Candidate, cutoff: float) -> float:
+        """What a step takes at least within the memory of a rank, worked at as long as it does not reach the cutoff.
+
+        Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
         """
-        least = self._way_seconds(key, self._guessed(key), cutoff)
-        if least == math.inf:
-            raise InfeasibleError(f"{key}: nothing fits in the memory of the fullest rank")
-        if least >= cutoff:
-            raise CutoffError(least)
+        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        if key.schedule == INTERLEAVED:
+            return self._way_seconds(key, self._guessed(key), cutoff)
+        share = None
+        if p > 1:
+            begins = even_starts(program, p, key.chunks)
+            share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
+        once, more = self._step.rounds(key, key.microbatches).once, self._step.with_bubble(key, 0.0)
+        found = seconds_within(
+            program,
+            pricer,
+            share,
+            self.setup.fold,
+            cutoff=(cutoff - more) / once * p,
+            seconds=PLAN_SECONDS,
+            prices=self._prices.of(p),
+        )
+        return self._step.with_bubble(key, found / p)
 
     def _guessed(self, key: Candidate) -> Way:
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
@@ -265,7 +265,7 @@ class Joint:
         if that is asked for, `exact`ly."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
         limit = memory_limit(key.arrangement.cluster, self.setup.config)
-        prices = self._prices(key.arrangement.pipeline)
+        prices = self._prices.of(key.arrangement.pipeline)
         least = way_seconds(program, pricer, way, fold)
         for work in (False, True)[: 1 + exact]:
             if least < cutoff:
@@ -276,27 +276,20 @@ class Joint:
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
         """The relaxation that comes next for this candidate."""
         shared = [n for n in divisors(key.microbatches) if n in self.setup.counts]
-        first = next((n for n in shared if self._work_bound(key, n) < cutoff), key.microbatches)
+        first = next((n for n in shared if self._step.work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
         known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
         following = max(known) + 2 ** (len(known) - 1) if known else 0
         if not known or following < len(shared) - 1:
             return key.arrangement, shared[following], shared[following]
-        times = int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
+        times = int(self._step.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
         return key.arrangement, key.microbatches, times
-
-    def _work_bound(self, key: Candidate, microbatches: int) -> float:
-        """What the candidate's work alone takes with so many micro-batches."""
-        p = key.arrangement.pipeline
-        passing, update = self._work_seconds(key)
-        r, g = self.rounds(key, microbatches)
-        return (passing * r / microbatches + g * update) / p
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
         self._own[key] = max(self._own.get(key, 0.0), came.own)
         self._ways[key] = came.way or self._ways.get(key)
-        self._remember(key, came.prices)
+        self._prices.remember(key.arrangement.pipeline, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
         self._best = min(self._best, came.found[1])
@@ -304,25 +297,17 @@ class Joint:
 
     def _solving(self, key: Candidate, cutoff: float, seconds: float | None) -> Solving:
         deadline = None if seconds is None else time.time() + seconds
-        return Solving(key=key, cutoff=cutoff, deadline=deadline, prices=dict(self._prices(key.arrangement.pipeline)))
-
-    def _remember(self, key: Candidate, prices: dict[int, float]) -> None:
-        if prices:
-            self._prices_of_memory[key.arrangement.pipeline] = dict(prices)
-
-    def _prices(self, pipeline: int) -> dict[int, float]:
-        """Of memory, for the whole model on one of so many stages; at first those of another number, scaled: the whole
-        model on fewer devices takes longer, and has no more room."""
-        if not self._prices_of_memory.get(pipeline):
-            known = [p for p, prices in self._prices_of_memory.items() if prices]
-            near = min(known, key=lambda p: abs(math.log(p / pipeline)), default=pipeline)
-            prices = {moment: price * pipeline / near for moment, price in self._prices_of_memory.get(near, {}).items()}
-            self._prices_of_memory[pipeline] = prices
-        return self._prices_of_memory[pipeline]
+        return Solving(
+            key=key,
+            cutoff=cutoff,
+            deadline=deadline,
+            is_refined=key in self._refined,
+            prices=dict(self._prices.of(key.arrangement.pipeline)),
+        )
 
     def _solved(self, asked: Solving) -> Solved:
         key = asked.key
-        self._remember(key, asked.prices)
+        self._prices.remember(key.arrangement.pipeline, asked.prices)
         found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
         try:
             found = self._solve(asked)
@@ -333,22 +318,27 @@ class Joint:
             found=found,
             own=self._own.get(key, 0.0),
             way=self._ways.get(key),
-            prices=dict(self._prices(key.arrangement.pipeline)),
+            prices=dict(self._prices.of(key.arrangement.pipeline)),
         )
 
     def _solve(self, asked: Solving) -> tuple[Answer, float, float]:
         key, cutoff = asked.key, asked.cutoff
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
-        once, bubble = self.rounds(key, key.microbatches).once, self._with_bubble(key, 0.0)
-        if key.schedule == INTERLEAVED and cutoff < math.inf:  # those of 1f1b may be cut unevenly, which pays
-            self._cut_off_by_guessed_way(key, cutoff)
+        once, bubble = self._step.rounds(key, key.microbatches).once, self._step.with_bubble(key, 0.0)
+        if cutoff < math.inf and not asked.is_refined and (least := self._within_memory(key, cutoff)) >= cutoff:
+            if least == math.inf:
+                raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
+            raise CutoffError(least)
+        room = memory_limit(key.arrangement.cluster, self.setup.config)
         began, most = time.monotonic(), PLAN_SECONDS if cutoff < math.inf else FIRST_SECONDS
 
         def whole(pricer: Pricer, share: Share | None = None) -> Plan:
             left = most - (time.monotonic() - began)
             if left < 0.0:
                 raise SearchTimeoutError(f"{key}: no plan was found that fits in {most:g} s")
+            if key.schedule == INTERLEAVED:
+                left = min(left, FIRST_PART * most)
             left = max(left, AGAIN_SECONDS)
             if asked.deadline is not None:
                 left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
@@ -363,7 +353,8 @@ class Joint:
                 cutoff=(cutoff - bubble) / once * p,
                 say_least=False,
                 share=share,
-                prices=self._prices(p),
+                prices=self._prices.of(p),
+                is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
             )
 
         if p == 1:
@@ -373,9 +364,9 @@ class Joint:
             pricer, cluster = self.pricer(key), self.setup.cluster
             found = best_staged(program, pricer, cluster, p, key.schedule, key.chunks, whole, cutoff)
         except CutoffError as error:
-            raise CutoffError(self._with_bubble(key, error.bound / p)) from error
+            raise CutoffError(self._step.with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.way
-        self._own[key] = max(self._own.get(key, 0.0), self._with_bubble(key, found.bound))
+        self._own[key] = max(self._own.get(key, 0.0), self._step.with_bubble(key, found.bound))
         if found.plan is None:
             raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
         return found.plan, found.plan.estimate.step_seconds, self._own[key]
@@ -389,5 +380,5 @@ class Joint:
         self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
 
     def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
-        way, prices = self._ways.get(key) or self._guessed(key), dict(self._prices(key.arrangement.pipeline))
+        way, prices = self._ways.get(key) or self._guessed(key), dict(self._prices.of(key.arrangement.pipeline))
         return Tightening(key=key, way=way, cutoff=cutoff, prices=prices)

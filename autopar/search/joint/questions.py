@@ -8,6 +8,7 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import Way
+from autopar.search.joint.relaxing import Asked
 from autopar.staged_plan import StagedPlan
 
 Answer = Plan | StagedPlan
@@ -25,15 +26,36 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solving:
-    """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
+class Refining:
+    """The question what a candidate takes at least within memory, whatever the cutoff.
 
     prices: of memory, that are tried first.
     """
 
     key: Candidate
     cutoff: float = field(compare=False)
+    prices: dict[int, float] = field(compare=False, default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refined:
+    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
+
+    bound: float
+    prices: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solving:
+    """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
+
+    is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
+    """
+
+    key: Candidate
+    cutoff: float = field(compare=False)
     deadline: float | None = field(compare=False)
+    is_refined: bool = field(compare=False, default=False)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 
@@ -61,3 +83,6 @@ class Tightening:
     way: Way = field(compare=False)
     cutoff: float = field(compare=False)
     prices: dict[int, float] = field(compare=False)
+
+
+Question = Asked | Refining | Solving | Tightening

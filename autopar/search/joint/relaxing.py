@@ -1,12 +1,17 @@
-"""What does a mesh take at least if memory has no limit? The joint search's bounds, a second each on three axes."""
+"""What does a mesh take at least, memory aside and within it? The joint search's bounds, a second each on three axes
+and several within memory."""
 
 from dataclasses import dataclass, field, replace
 
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
+from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.graph.moments import Share
+from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
 
 RECENT = 8
@@ -24,6 +29,23 @@ def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) ->
     graph = build(program, pricer, limit=None, fold=fold).graph
     known.update(program.made)
     return least_seconds(graph)
+
+
+def seconds_within(
+    program: Program,
+    pricer: Pricer,
+    share: Share | None,
+    fold: bool,
+    *,
+    cutoff: float,
+    seconds: float,
+    prices: dict[int, float],
+) -> float:
+    """The least that a step of the whole model takes within the memory of a device, or of the pipeline rank whose
+    `share` it is, recompute allowed (a bound); no better than the cutoff, infinite where nothing fits."""
+    limit = memory_limit(pricer.cluster, pricer.config)
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share).graph
+    return least_within(graph, cutoff=cutoff, seconds=seconds, prices=prices)
 
 
 @dataclass(slots=True)

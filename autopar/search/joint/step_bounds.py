@@ -1,0 +1,81 @@
+"""What does a step take at least by its work alone, and by a bound on some of its rounds?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.search.costs.folding import Folding, fold_program
+from autopar.search.costs.program import Program
+from autopar.search.costs.work_bound import saved_nbytes, work_seconds
+from autopar.search.joint.candidates import Candidate, in_flight
+from autopar.search.joint.questions import Setup
+from autopar.search.joint.relaxing import Pricers
+from autopar.search.known.baselines import memory_limit
+from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
+from autopar.search.staged.stages import even_starts
+
+AGAIN = 1 / 3
+"""What running all of forward again adds to forward and backward."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBounds:
+    """The work of the fewest micro-batches bounds all: more parts do the same work, and launch it more often."""
+
+    program: Callable[[int], Program]
+    pricers: Pricers
+    setup: Setup
+    _work: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
+    _folding: Folding | None = None
+    _saved: float | None = None
+
+    def work_seconds(self, key: Candidate) -> tuple[float, float]:
+        """All work of a step, and that of the optimizer, on the devices of one stage."""
+        p = key.arrangement.pipeline
+        if p not in self._work:
+            self._work[p] = work_seconds(
+                self.program(min(self.setup.counts)), self.pricers.of(key.arrangement, key.microbatches)
+            )
+        return self._work[p]
+
+    def with_bubble(self, key: Candidate, seconds: float) -> float:
+        """A bound for the candidate from one for as many rounds as there are micro-batches."""
+        once = self.rounds(key, key.microbatches).once
+        return once * seconds + self.more_rounds(key, once * key.microbatches)
+
+    def more_rounds(self, key: Candidate, rounds: float) -> float:
+        """What the rounds beyond so many take at least: their work."""
+        p = key.arrangement.pipeline
+        return (self.rounds(key, key.microbatches).passing - rounds) * self.work_seconds(key)[0] / key.microbatches / p
+
+    def rounds(self, key: Candidate, microbatches: int) -> Rounds:
+        """Of the candidate's schedule with so many micro-batches."""
+        p, v = key.arrangement.pipeline, key.chunks
+        if v == 1 or not self.setup.fold:
+            return rounds(key.schedule, p, microbatches)
+        known = (key.schedule, p, v, microbatches)
+        if known not in self._rounds:
+            program = self.program(min(self.setup.counts))
+            self._folding = self._folding or fold_program(program)
+            passing, update = self.work_seconds(key)
+            shares = passing / microbatches, update
+            begins = even_starts(program, p, v)
+            self._rounds[known] = interleaved_rounds(program, self._folding, begins, p, microbatches, shares)
+        return self._rounds[known]
+
+    def work_bound(self, key: Candidate, microbatches: int) -> float:
+        """What the candidate's work alone takes with so many micro-batches."""
+        p = key.arrangement.pipeline
+        passing, update = self.work_seconds(key)
+        r, g = self.rounds(key, microbatches)
+        return (passing * r / microbatches + g * update) / p
+
+    def again(self, key: Candidate) -> float:
+        """By how much about the work grows if what does not fit of all that backward needs is made again there."""
+        if self._saved is None:
+            fewest = min(self.setup.counts)
+            self._saved = fewest * saved_nbytes(self.program(fewest))
+        devices = key.arrangement.mesh.size * key.arrangement.pipeline
+        kept = self._saved / key.microbatches / devices * in_flight(key)
+        room = memory_limit(key.arrangement.cluster, self.setup.config)
+        return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
