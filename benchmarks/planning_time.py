@@ -8,6 +8,7 @@ Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of
 
 import argparse
 import resource
+import sys
 import time
 from typing import Any
 
@@ -83,15 +84,20 @@ def main() -> None:
     parser.add_argument("--pipeline", default="1")
     arguments = parser.parse_args()
     table = Table("model", "cluster", "mesh, micro-batches", "step s", "gap", "wall s", "CPU s")
+
+    def add_row(*cells: str) -> None:
+        table.add_row(*cells)
+        print(" | ".join(cells), file=sys.stderr, flush=True)  # rows take minutes
+
     for name in filter(None, arguments.targets.split(",")):
         cluster, batch, config = TARGETS[name]
-        table.add_row(name, cluster, *planned(cluster, batch, config, arguments.seconds, arguments.pipeline))
+        add_row(name, cluster, *planned(cluster, batch, config, arguments.seconds, arguments.pipeline))
     for layers in map(int, filter(None, arguments.layers.split(","))):
         nodes = NODES.get(layers, 8)
         cluster = "8xh100" if nodes == 1 else f"{nodes}x8xh100"
         config = {"num_hidden_layers": layers}
         row = planned(cluster, 8 * nodes, config, arguments.seconds, arguments.pipeline)
-        table.add_row(f"{layers} layers of 8b", cluster, *row)
+        add_row(f"{layers} layers of 8b", cluster, *row)
     Console(width=140).print(table)
 
 
