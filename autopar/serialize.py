@@ -33,7 +33,10 @@ class _Op:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
+    """Of a tensor; strides too, for what is sent of a view that is not contiguous is a copy."""
+
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -46,9 +49,9 @@ def dump(captured: CapturedModel) -> bytes:
         target = _op(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            shapes: Any = _Shape(tuple(value.shape), value.dtype)
+            shapes: Any = _shape(value)
         else:
-            shapes = [_Shape(tuple(v.shape), v.dtype) for v in value] if value is not None else None
+            shapes = list(map(_shape, value)) if value is not None else None
         nodes.append(
             (node.op, node.name, target, args, kwargs, shapes, node.meta.get("requires_grad"), node.meta.get("module"))
         )
@@ -101,8 +104,12 @@ def _find(op: _Op) -> Any:
     return found
 
 
+def _shape(value: torch.Tensor) -> _Shape:
+    return _Shape(tuple(value.shape), value.stride(), value.dtype)
+
+
 def _meta(shape: _Shape) -> torch.Tensor:
-    return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
+    return torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device="meta")
 
 
 def _resolve(value: Any, made: dict[str, fx.Node]) -> Any:
