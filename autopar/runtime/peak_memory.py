@@ -1,8 +1,10 @@
 """How many bytes of tensors does this rank hold at once? Counted while it computes, the peak and what it is made of.
 
 A *storage* counts from the call that makes it until nothing refers to it, views and aliases included; what exists
-before is named by `hold`. Not seen: what a kernel or a library allocates inside one call, the rounding and the
-fragments of an allocator, and buffers of the backend that sends (views of storage that no call made are not counted).
+before is named by `hold`. Autograd adds gradients up in place, but writes a new sum while calls are watched: one made
+in backward counts when the next call begins, when autograd has let the old one go. Not seen: what a kernel or a library
+allocates inside one call, the rounding and the fragments of an allocator, and buffers of the backend that sends (views
+of storage that no call made are not counted).
 """
 
 import weakref
@@ -10,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.private_torch import in_backward, local_tensor
 from autopar.runtime.trainable import Trainable
 
 
@@ -37,6 +40,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[int, _Held] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._at_peak: tuple[_Held, ...] = ()
+        self._adds = False
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already, or name what they are if they are counted."""
@@ -56,7 +60,9 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again, for local tensors
+        self._compare()
         result = func(*args, **(kwargs or {}))
+        self._adds = func is torch.ops.aten.add.Tensor and in_backward()
         if not any(returned.alias_info for returned in func._schema.returns):
             for tensor in _tensors(result):
                 self._count(tensor, "working", str(func))
@@ -71,6 +77,10 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held[key] = held
         self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
         self.live += held.nbytes
+        if not self._adds:
+            self._compare()
+
+    def _compare(self) -> None:
         if self.live > self.peak:
             self.peak, self._at_peak = self.live, tuple(self._held.values())
 

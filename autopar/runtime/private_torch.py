@@ -7,12 +7,14 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
     torch.distributed.tensor.placement_types._StridedShard     a dim split by a later mesh axis first
     torch.distributed.distributed_c10d._get_default_store      the key-value store that made the default group
     torch.autograd.Variable._execution_engine                  calls at the end of a backward pass
+    torch._C._current_autograd_node                    the node of autograd's graph that runs now
 """
 
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _get_default_store
@@ -40,6 +42,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run `call` at the end of the backward pass that is running."""
     Variable._execution_engine.queue_callback(call)
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd's graph runs, or its gradients are being added up."""
+    return torch._C._current_autograd_node() is not None
 
 
 class Store(Protocol):
