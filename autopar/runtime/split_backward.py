@@ -9,7 +9,8 @@ now towards the branch, which is where weights' gradients cost.
 
 A branch with several heads (a weight used twice in the stage) belongs to the first part, since from one head autograd
 would run through the next one. No node is run twice but heads, each time for other operands, so no gradient is added
-or sent twice. The order is that of the graph, the same on all ranks.
+or sent twice. The second part goes the way that the first one came, the same on all ranks, and lets go of what is above
+the head that it is at.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +57,22 @@ def backward_input(
             noted[number] = gradient if (before := noted[number]) is None else before + gradient
             received[root] = tuple(noted)
 
+    order_met = [*(root for root in reversed(roots) if root not in way), *(node for node in received if node in way)]
+    heads_left = [(node, received[node], later[node]) for node in reversed(order_met) if node in later]
+
     def backward_weights() -> None:
-        for node, own in later.items():
-            known = [(GradientEdge(node, i), g) for i, g in enumerate(received.pop(node, ())) if g is not None]
-            found = _gradients([edge for edge, _ in known], own, [g for _, g in known])
-            for weight, gradient in zip(own, found, strict=True):
-                _add(weight, gradient)
+        while heads_left:
+            _back_from(*heads_left.pop())
 
     return given[: len(inputs)], backward_weights
+
+
+def _back_from(head: Node, noted: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
+    """Add the gradients of a branch's weights."""
+    known = [(GradientEdge(head, i), gradient) for i, gradient in enumerate(noted) if gradient is not None]
+    found = _gradients([edge for edge, _ in known], weights, [gradient for _, gradient in known])
+    for weight, gradient in zip(weights, found, strict=True):
+        _add(weight, gradient)
 
 
 def _gradients(
@@ -82,8 +91,11 @@ def _noting(received: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Call
 
 
 def _add(weight: Tensor, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    """As autograd adds to a leaf: a first gradient that lies otherwise than the leaf is copied."""
+    if gradient is not None and weight.grad is None:
+        weight.grad = gradient if gradient.stride() == weight.stride() else torch.empty_like(weight).copy_(gradient)
+    elif gradient is not None and weight.grad is not None:
+        weight.grad.add_(gradient)
 
 
 def _in_order(roots: Sequence[Node]) -> list[Node]:

@@ -4,7 +4,7 @@ A gradient lives from the backward of a value's last reader to that of its produ
 storage may be the gradient of several values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -47,9 +47,11 @@ class Gradients:
 
     moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. skipped:
     tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
-    first, whose backward comes last: until then what arrived for them waits.
+    first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
+    outside before all else, of which they `copy` one that is all they get; a permuted one is given back as a copy.
 
-    released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call.
+    released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what
+    came to leaves from outside.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Gradients:
         skipped: Callable[[str], bool],
         wanted: Callable[[Value], bool] = lambda _: True,
         buckets: Mapping[int, int] = MappingProxyType({}),
+        outside: Iterable[Value] = (),
+        copies: bool = True,
     ) -> None:
         self.nbytes = nbytes
         self.buckets = buckets
@@ -70,10 +74,20 @@ class Gradients:
         self.released: list[Released] = []
         self.held: dict[Value, Gradient] = {}
         self.arrived: dict[int, Gradient] = {}
+        begin = min(moments.values(), default=0)
+        given = {value: Gradient("", 0, begin, begin, owners=OUTSIDE) for value in outside}
+        self.passed = tuple(given.values())
+        self.held.update(given)
         for number in reversed(range(len(calls))):
             call = calls[number]
             if call.step is None or not skipped(call.operands[0][0]):
                 self._back(number, call, moments[number], number in begins, wanted)
+        for value, gradient in given.items():
+            if copies and self.held[value] is gradient:
+                self.held[value] = Gradient(value[0], nbytes(value), begin, begin)
+        end = max(moments.values(), default=0)
+        strided = [value for value, gradient in self.held.items() if not gradient.name and value in self.permuted]
+        self.held.update((value, Gradient(value[0], nbytes(value), end, end)) for value in strided)
 
     def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Callable[[Value], bool]) -> None:
         """What one call makes, hands on, adds up and lets go."""
@@ -148,4 +162,5 @@ class Gradients:
     def _release(self, gradient: Gradient, now: int) -> None:
         gradient.owners -= 1
         if not gradient.owners:
+            gradient.last = now
             self.released.append(Released(gradient.name, gradient.nbytes, gradient.since, now))

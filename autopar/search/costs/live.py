@@ -45,7 +45,7 @@ class Holding:
     """Bytes that an op or a tensor holds from moment `first` to moment `last`.
 
     role: `fixed`: there through all micro-batches; `gradient`: of a value, `leaf`: of a parameter, which is then added
-    to what is there, `given`: of what a stage received.
+    to what is there, `given`: of what a stage received. layout: of a value that is kept, or replayed, for backward.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class Holding:
     first: int
     last: int
     role: str = ""
+    layout: Layout | None = None
 
 
 class Live:
@@ -110,6 +111,9 @@ class Live:
 
     def _add(self, kind: str, name: str, nbytes: float, first: int, last: int, role: str = "") -> None:
         self._hold(Holding(kind, name, nbytes, first, last, role))
+
+    def _keep(self, kind: str, value: Value, first: int, last: int) -> None:
+        self._hold(Holding(kind, value[0], self._nbytes(value), first, last, layout=value[1]))
 
     def _hold(self, holding: Holding) -> None:
         if holding.nbytes:
@@ -207,7 +211,7 @@ class Live:
         elif value in self.held:
             self._add("activations", value[0], nbytes, made, self.end - 1)
             if value in self.replays.first:
-                self._add(kind, value[0], nbytes, self.replay[made], max(uses))
+                self._keep(kind, value, self.replay[made], max(uses))
         elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
             self._add(kind, value[0], nbytes, made, last)
             if uses and value in self.fused:
@@ -218,9 +222,9 @@ class Live:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
         elif value in self.replays.first:
             self._add("working", value[0], nbytes, made, last)
-            self._add(kind, value[0], nbytes, self.replay[made], max(uses))
+            self._keep(kind, value, self.replay[made], max(uses))
         else:
-            self._add(kind, value[0], nbytes, made, max(uses))
+            self._keep(kind, value, made, max(uses))
 
     def _parameters(self) -> None:
         """Storage and state, and gradients as far as they are there from the beginning."""
@@ -243,15 +247,28 @@ class Live:
             elif self.several:
                 self._add("gradients", tensor.name, stored, 0, end, "fixed")
 
-    def gradients(self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True) -> Gradients:
-        """The backward pass, or the part of it for `wanted` values, which may begin at further calls."""
+    def gradients(
+        self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True, *, copies: bool = True
+    ) -> Gradients:
+        """The backward pass, or the part of it for `wanted` values, which may begin at further calls.
+
+        copies: leaves copy a gradient from outside, of what a stage received and sends on as it is.
+        """
         ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
         begin = frozenset({*first, *begins})
         buckets = {
             i: self.first[group] for i, call in enumerate(self.calls) if (group := self._group(call)) is not None
         }
-        return Gradients(self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted, buckets)
+        captured = self.program.captured
+        journeys = [self.journeys[name] for name in captured.sends if name in captured.received]
+        passed = {
+            (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
+        }
+        outside = filter(wanted, passed)
+        return Gradients(
+            self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted, buckets, outside, copies
+        )
 
     def _gradients(self) -> None:
         """Backward, call by call."""

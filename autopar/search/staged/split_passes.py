@@ -10,17 +10,20 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from autopar.search.costs.calls import Call
+from autopar.search.costs.gradients import Gradients
 from autopar.search.costs.live import Holding, Live
 from autopar.search.costs.replays import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What is live while a part runs, `first` and `second`, and between the two: `left`."""
+    """What is live while a part runs, `first` and `second`, and between the two: `left`. returned: bytes of gradients
+    that the first part gives back."""
 
     first: tuple[Holding, ...]
     second: tuple[Holding, ...]
     left: tuple[Holding, ...]
+    returned: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,67 +49,146 @@ def find_cut(live: Live) -> Cut:
 
 def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     """Both parts, of what is kept from forward and what a whole backward pass holds."""
-    turn, end = len(live.calls), live.end
     cut = find_cut(live)
-    way, later, heads = cut.way, cut.later, cut.heads
-    number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
-    awaited = _replayed_later(live, later)
+    later, heads = cut.later, cut.heads
+    spans = _Spans(live, cut)
     beside: tuple[list[Holding], list[Holding]] = [], []
     for holding in back:
-        if holding.first >= turn and not holding.role:
-            is_first = cut.is_first(live.calls[number_at[holding.first]])
-            beside[not is_first or (holding.name, holding.first) in awaited].append(holding)
-    replayed = [h for h in beside[0] if h.kind == "activations"]
-    first = live.gradients(wanted=lambda value: value not in later)
-    second = live.gradients(heads, wanted=lambda value: value in later)
+        if holding.first >= spans.turn and not holding.role:
+            number = spans.number_at[holding.first]
+            is_first = number not in spans.late and cut.is_first(live.calls[number])
+            beside[not is_first].append(holding)
+            if is_first and number in heads and holding.first == live.backward[number]:
+                beside[1].append(holding)
+    stored = [*kept, *(h for h in beside[0] if _is_stored(h))]
+    stays = [(h, span) for h in stored if (span := spans.second(h)) is not None]
+    first = live.gradients(wanted=lambda value: value not in later, copies=False)
+    second = live.gradients(heads, wanted=lambda value: value in later, copies=False)
     given = {id(g) for (name, _), g in first.held.items() if live.journeys[name].tensor.kind != "parameter"}
-    noted = {id(g): g for number in heads if (g := first.arrived.get(number)) is not None}
+    noted = {number: g for number in sorted(heads) if (g := first.arrived.get(number)) is not None}
+    lowest = {id(g): live.backward[number] for number, g in reversed(noted.items())}
     # What is noted and sent back too is copied when it is sent.
     noting = [
-        Holding("working", g.name, g.nbytes, end - 1 if i in given else g.since, end - 1) for i, g in noted.items()
+        Holding("working", g.name, g.nbytes, spans.end - 1 if id(g) in given else g.last + 1, lowest[id(g)])
+        for g in {id(g): g for g in noted.values()}.values()
     ]
-    passing = [h for h in beside[0] if h.kind != "activations"]
-    whole = [replace(h, last=end - 1) for h in (*kept, *replayed)]
-    below = _below(live, heads)
-    left = [h for h in kept if h.last == end - 1]  # what was sent
-    if later:
-        stay = [h for h in (*kept, *replayed) if not way or number_at[min(h.last, end - 1)] in below]
-        left = [*(replace(h, last=end - 1) for h in {*left, *stay}), *noting]
     return Parts(
-        first=(*whole, *noting, *passing, *live.holdings_of(first)),
-        second=(*(replace(h, first=0) for h in (left if way else kept)), *beside[1], *live.holdings_of(second)),
-        left=tuple(left),
+        first=(
+            *map(spans.first, stored),
+            *(replace(h, last=spans.end - 1) for h in noting),
+            *(h for h in beside[0] if not _is_stored(h)),
+            *(replace(h, last=spans.end - 1) if h.role == "leaf" else h for h in live.holdings_of(first)),
+        ),
+        second=(
+            *(span for _, span in stays),
+            *(replace(h, first=0) for h in noting),
+            *beside[1],
+            *live.holdings_of(second),
+        ),
+        left=(*(replace(h, first=0, last=spans.end - 1) for h, _ in stays), *noting),
+        returned=_returned(live, first, {id(g) for g in noted.values()}),
     )
 
 
-def _replayed_later(live: Live, later: set[Value]) -> set[tuple[str, int]]:
-    """Replayed tensors, with their moments, that only gradients of weights wait for: a product's left operand."""
-    left: dict[int, Value] = {}
-    for call in live.calls:
-        product = None if call.op is None else call.op.rule.product
-        if call.op is not None and product is not None and call.operands[product.right] in later:
-            left[call.op.position] = live.root(*call.operands[product.left])
-    found = set()
-    for number, call in enumerate(live.calls):
+def _is_stored(holding: Holding) -> bool:
+    """Whether a replay makes it, or a call in a replay keeps it."""
+    return holding.layout is not None or holding.kind == "activations"
+
+
+def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
+    """Bytes of gradients of what a stage received. What is noted, or passes through, is copied."""
+    total, counted = 0.0, set[int]()
+    for name in live.program.captured.received:
+        journey = live.journeys[name]
+        gradient = found.held.get((name, journey.source))
+        if not journey.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
+            continue
+        if gradient is None or gradient in found.passed or id(gradient) in noted:
+            total += live.pricer.local_nbytes(journey.tensor, journey.source)
+        else:
+            total += gradient.nbytes
+            counted.add(id(gradient))
+    return total
+
+
+class _Spans:
+    """From when to when something that is kept, or replayed in the first part, is there in each part.
+
+    The first part frees nothing that a call has saved; what only replays read goes with the last of them. After it
+    stays what calls below heads have saved: to the backward pass of the call, if the second part runs it, else to that
+    of the last head above it.
+    """
+
+    def __init__(self, live: Live, cut: Cut) -> None:
+        self.live, self.turn, self.end = live, len(live.calls), live.end
+        self.number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
+        self.late = replayed_late(live, cut)
+        self.readers = _replayed_readers(live)
+        self.until = self._until(cut)
+
+    def _until(self, cut: Cut) -> dict[int, int]:
+        """Of calls below heads, the moment at which the second part lets go of them."""
+        maker = {value: number for number, call in enumerate(self.live.calls) for value in call.results if value}
+        until: dict[int, int] = {}
+        for number in reversed(range(self.turn)):
+            call = self.live.calls[number]
+            if number in cut.heads or any(value in cut.later for value in call.results):
+                until[number] = self.live.backward[number]
+            if number in until:
+                for value, wanted in zip(call.operands, call.gradients, strict=True):
+                    if wanted and value in maker:
+                        below = maker[value]
+                        until[below] = max(until.get(below, 0), until[number])
+        return until
+
+    def _users(self, holding: Holding) -> tuple[list[int], list[int]]:
+        """Calls that have saved it, and those that are replayed with it."""
+        if holding.layout is None:
+            return [self.number_at[min(holding.last, self.end - 1)]], []
+        value = holding.name, holding.layout
+        return [self.live.at[p] for p in self.live.replays.savers.get(value, ())], self.readers.get(value, [])
+
+    def first(self, holding: Holding) -> Holding:
+        """In the first part."""
+        savers, readers = self._users(holding)
+        if holding.last == self.end - 1 or savers or any(number in self.late for number in readers):
+            return replace(holding, last=self.end - 1)
+        return holding
+
+    def second(self, holding: Holding) -> Holding | None:
+        """In the second part, None if it is gone."""
+        if holding.last == self.end - 1 and holding.first < self.turn:  # what was sent
+            return replace(holding, first=0)
+        savers, readers = self._users(holding)
+        moments = [self.until[number] for number in savers if number in self.until]
+        moments += [self.live.replay[number] for number in readers if number in self.late]
+        return replace(holding, first=0, last=max(moments)) if moments else None
+
+
+def _replayed_readers(live: Live) -> dict[Value, list[int]]:
+    """Calls that are replayed, by what they read."""
+    readers: dict[Value, list[int]] = defaultdict(list)
+    for number in live.replay:
+        for operand in live.calls[number].operands:
+            readers[live.root(*operand)].append(number)
+    return readers
+
+
+def replayed_late(live: Live, cut: Cut) -> set[int]:
+    """Calls that are replayed for the second part alone."""
+    readers = _replayed_readers(live)
+    late: set[int] = set()
+    for number in sorted(live.replay, reverse=True):
+        call, waiting = live.calls[number], set[int]()
+        if call.op is not None and call.op.has_backward and call.op.rule.saves_nbytes:
+            waiting.add(number)
         for value in call.results:
-            if value is not None and value in live.replays.first:
-                savers = live.replays.savers.get(value, ())
-                uses = live.replays.uses[value]
-                if all(p in left and (left[p] == value or p not in savers) for p in uses):
-                    found.add((value[0], live.replay[number]))
-    return found
-
-
-def _below(live: Live, heads: set[int]) -> set[int]:
-    """Calls that autograd's graph holds below heads: those whose results they read, and so on."""
-    maker = {value: number for number, call in enumerate(live.calls) for value in call.results if value is not None}
-    found = set(heads)
-    for number in reversed(range(len(live.calls))):
-        if number in found:
-            call = live.calls[number]
-            sources = (v for v, wanted in zip(call.operands, call.gradients, strict=True) if wanted)
-            found.update(maker[value] for value in sources if value in maker)
-    return found
+            if value is not None:
+                waiting.update(live.at[position] for position in live.replays.savers.get(value, ()))
+        again = [reader for value in call.results if value is not None for reader in readers.get(value, ())]
+        if not any(cut.is_first(live.calls[saver]) for saver in waiting) and all(reader in late for reader in again):
+            late.add(number)
+    return late
 
 
 def _on_the_way(live: Live) -> set[Value]:

@@ -7,21 +7,19 @@ in the first part. Autograd takes all that a head has saved whenever it runs, so
 reader is. What is paid once a step follows the second part, which ends last.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 
 from autopar.plan import Plan
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.replays import Value
 from autopar.search.costs.runs import Runs, Task
-from autopar.search.staged.split_passes import Cut, find_cut
+from autopar.search.staged.split_passes import Cut, find_cut, replayed_late
 
 
 def split_backward(plan: Plan, runs: Runs, live: Live, pricer: Pricer) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     """The tasks of both parts, each in the order of the whole."""
     cut = find_cut(live)
-    late = _replayed_late(live, cut)
+    late = replayed_late(live, cut)
     first: list[Task] = []
     second: list[Task] = []
     for task in runs.backward:
@@ -62,23 +60,3 @@ def _towards(task: Task, slots: frozenset[int], plan: Plan, live: Live, pricer: 
     seconds = pricer.backward_towards(op, plan.choices[op.name], slots)
     makes = tuple(("gradient", *call.operands[slot], -1) for slot in sorted(slots))
     return replace(task, seconds=seconds, makes=makes)
-
-
-def _replayed_late(live: Live, cut: Cut) -> set[int]:
-    """Calls that are replayed for the second part alone."""
-    readers: dict[Value, list[int]] = defaultdict(list)
-    for number in live.replay:
-        for operand in live.calls[number].operands:
-            readers[live.root(*operand)].append(number)
-    late: set[int] = set()
-    for number in sorted(live.replay, reverse=True):
-        call, waiting = live.calls[number], set[int]()
-        if call.op is not None and call.op.has_backward and call.op.rule.saves_nbytes:
-            waiting.add(number)
-        for value in call.results:
-            if value is not None:
-                waiting.update(live.at[position] for position in live.replays.savers.get(value, ()))
-        again = [reader for value in call.results if value is not None for reader in readers[value]]
-        if not any(cut.is_first(live.calls[saver]) for saver in waiting) and all(reader in late for reader in again):
-            late.add(number)
-    return late

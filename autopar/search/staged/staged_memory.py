@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
+from autopar.placement import local_shape
 from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.live import MEMORY_KINDS, Holding, Live
 from autopar.search.costs.pricing import Pricer
@@ -32,6 +34,9 @@ from autopar.search.staged.split_passes import split_passes
 from autopar.staged_plan import SPLITTING, StagedPlan
 
 STAGED_KINDS = (*MEMORY_KINDS, "received", "sent")
+_AT_WORK = np.array([kind != "gradients" for kind in STAGED_KINDS], dtype=np.float64)
+"""Of what stages share: each adds up gradients of its own until the step ends."""
+
 WAITS_AT_END = ("gpipe", "interleaved-1f1b", "zbv")
 """Schedules that keep the handles of their messages, and with them what was sent, to the end of the step."""
 
@@ -98,7 +103,7 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
         left=_summed(parts.left),
         ends=float(sum(live.ends.values())),
         given=float(_returned(live, stage)),
-        copied=float(sum(n for n, j in zip(taken, received, strict=True) if j.tensor.requires_grad)),
+        copied=parts.returned,
         taken=float(sum(taken)),
         answered=float(sum(_answered(live, stage))),
     )
@@ -111,18 +116,20 @@ def rank_memory(
     schedule: str,
     *,
     with_optimizer: bool = True,
+    again: Floats | float = 0.0,
 ) -> dict[str, float]:
     """Bytes by kind at the peak of a rank that runs `actions` of `stages` (by number).
 
     batch_nbytes: of the global batch. with_optimizer: with the optimizer's state, which is there from the second step.
+    again: what of the stages' `update` is the same storage in several of them (gradients are summed for it).
     """
     count = 1 + max(action.microbatch for action in actions)
     received = [stages[n - 1].ends if n - 1 in stages else s.taken for n, s in stages.items()]
     given = {n: s.copied if schedule in SPLITTING else s.given for n, s in stages.items()}
     received += [given[n + 1] if n + 1 in stages else s.answered for n, s in stages.items()]
     batch = _vector("inputs", batch_nbytes) + _vector("received", count * sum(received))
-    best = batch + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
-    live = batch + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
+    best = batch - again + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
+    live = batch - again * _AT_WORK + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
     waits, begun = schedule in WAITS_AT_END, set[tuple[int, str]]()
     warmup = next(i for i, action in enumerate(actions) if action.kind != "F")
     started, over = warmup - 2, len(actions) // 2 - warmup
@@ -173,6 +180,7 @@ def rank_memories(
             batch,
             plan.schedule,
             with_optimizer=with_optimizer,
+            again=_stored_again(plan, [stages[number] for number in plan.stages_of(rank)], with_optimizer),
         )
         for rank in range(plan.pipeline)
     ]
@@ -183,6 +191,13 @@ def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], c
 
     cluster: what a stage has.
     """
+    return [sum(kinds.values()) for kinds in held_without_optimizer(plan, stages, cluster)]
+
+
+def held_without_optimizer(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster
+) -> list[dict[str, float]]:
+    """`peaks_without_optimizer` by kind."""
     memories = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
@@ -190,7 +205,23 @@ def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], c
         sent = {name: after[name] for name in stage.sends}
         memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
-    return [sum(kinds.values()) for kinds in rank_memories(plan, stages, order, memories, with_optimizer=False)]
+    return rank_memories(plan, stages, order, memories, with_optimizer=False)
+
+
+def _stored_again(plan: StagedPlan, stages: Sequence[CapturedModel], with_optimizer: bool) -> Floats:
+    """Of parameters that several stages of a rank share, what each stage after the first counts again."""
+    out, seen = np.zeros(len(STAGED_KINDS)), set[str]()
+    layouts = {name: layout for stage in plan.stages for name, layout in stage.layouts.items()}
+    for spec in (spec for stage in stages for spec in stage.parameters):
+        if spec.placeholder in seen:
+            elements = math.prod(local_shape(spec.shape, layouts[spec.placeholder], plan.mesh))
+            out += _vector("parameters", elements * spec.storage.itemsize)
+            if spec.trainable:
+                out += _vector("gradients", elements * spec.storage.itemsize)
+                state = optimizer_state_nbytes(plan.config.optimizer, spec.storage.itemsize)
+                out += _vector("optimizer", elements * state if with_optimizer else 0.0)
+        seen.add(spec.placeholder)
+    return out
 
 
 def _copied_inputs(live: Live, stage: CapturedModel) -> Iterator[Holding]:
