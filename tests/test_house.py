@@ -78,6 +78,7 @@ FORBIDDEN = {
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
+    "torch._C": ("autopar/runtime/private_torch.py",),
     "torch._ops": ("*",),
     "torch._dynamo": ("autopar/runtime/backends.py",),
     "torch._inductor": ("autopar/runtime/inductor.py",),

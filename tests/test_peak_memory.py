@@ -58,6 +58,13 @@ def test_what_autograd_keeps_counts_until_backward() -> None:
     assert memory.peak > 3 * 400 + 4
 
 
+def test_gradients_add_up_in_place() -> None:
+    weight, x = torch.ones(20, 20, requires_grad=True), torch.ones(1, 20)
+    with PeakMemory() as memory:
+        sum((x @ weight).sum() for _ in range(3)).backward()  # type: ignore[union-attr]
+    assert 2 * 1600 < memory.peak < 3 * 1600
+
+
 @pytest.mark.parametrize(("measured", "wrong"), [(95, "peak memory"), (97, ""), (104, ""), (107, "peak memory")])
 def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> None:
     check = Check(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from random import Random
 
 import pytest
@@ -18,8 +19,11 @@ from autopar.passes.split_stages import split_stages
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
+from autopar.search.costs.evaluate import find_live
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
-from autopar.search.staged.staged_memory import peaks_without_optimizer
+from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer
 from autopar.serialize import dump, load
 from autopar.staged_plan import staged_plan_from_json
 from tests.search_cases import machine
@@ -88,6 +92,51 @@ def test_rounds_of_another_number_of_micro_batches_than_ranks() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_zbv(family: str) -> None:
     assert max(map(abs, errors(family, "zbv", 1, 2, 4, 4))) <= 0.05
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_zbv_of_stages_that_are_recomputed(family: str) -> None:
+    assert max(map(abs, errors(family, "zbv", 1, 2, 4, 2, recompute=0.5))) <= 0.05
+
+
+def test_a_graph_is_held_alike_by_whoever_loads_it() -> None:
+    captured, _, _ = case("gpt2", 2)
+    loaded = load(dump(captured)).nodes
+    strides = {n.name: n.meta["val"].stride() for n in captured.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+    assert {name: loaded[name].meta["val"].stride() for name in strides} == strides
+
+
+def test_a_weight_of_two_stages_of_a_rank_is_held_once() -> None:
+    """Tied embeddings are of the first stage and of the last, which under zbv are both the first rank's."""
+    captured, _, _ = case("gpt2", 1)
+    rng = Random(0)
+    cuts = random_cuts(captured, 4, rng)
+    plan = random_staged_plan(captured, make_mesh((1,)), "zbv", 2, cuts, rng)
+    stages = split_stages(captured, cuts)
+    own = {p.placeholder: prod(p.shape) * 4 for n in plan.stages_of(0) for p in stages[n].parameters}
+    assert len(own) < sum(len(stages[n].parameters) for n in plan.stages_of(0))
+    assert held_without_optimizer(plan, stages, machine(1))[0]["parameters"] == sum(own.values())
+
+
+def test_a_gradient_that_passes_through_is_copied() -> None:
+    """On the leaf that was received, since whoever gave it holds it; not where autograd is asked for it alone."""
+    captured, _, _ = case("llama", 1)
+    names = [n.name for n in captured.graph.nodes if n.op == "call_function" and n.name.startswith("linear")]
+    cuts = (names[1], names[2])  # between products of attention, so that the residual passes through
+    plan = random_staged_plan(captured, make_mesh((1,)), "gpipe", 3, cuts, Random(0))
+    stages = split_stages(captured, cuts)
+    sent = {name: plan.stages[2].layouts[name] for name in stages[1].sends}
+    pricer = Pricer(mesh=plan.mesh, cluster=machine(1), config=plan.config)
+    live = find_live(plan.stages[1], make_program(stages[1]), pricer, sent)
+    journeys = [live.journeys[name] for name in sent if name in stages[1].received]
+    passing = {
+        (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and j.source == sent[j.tensor.name]
+    }
+    alone = {value for value in passing if all(position < 0 for position, _, _ in live.journeys[value[0]].wanted)}
+    assert alone
+    for copies in (True, False):
+        found = live.gradients(copies=copies).held
+        assert all((found[value].nbytes > 0) == copies for value in alone)
 
 
 def test_recomputed_stages() -> None:

@@ -100,6 +100,8 @@ def test_private_torch_is_still_there() -> None:
     assert hasattr(placement_types, "_StridedShard"), "private_torch.strided_shard needs another way"
     assert private_torch.strided_shard(1, 2) == placement_types._StridedShard(1, split_factor=2)
     assert hasattr(distributed_c10d, "_get_default_store"), "private_torch.default_store needs another way"
+    assert hasattr(torch._C, "_current_autograd_node"), "private_torch.in_backward needs another way"
+    assert not private_torch.in_backward()
     for good in ranks(2).run(private_torch_on_a_rank):
         assert good == {"local_tensor": True, "store": True}
 

@@ -1,6 +1,7 @@
 """Backward in two parts is backward: equal gradients, the inputs' first, and nothing run twice that need not be."""
 
 import random
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -88,3 +89,28 @@ def test_weights_read_once_wait() -> None:
     assert found[0] is not None and set(ran) == {"c"} and a.grad is None and b.grad is None and c.grad is not None
     later()
     assert ran == {"a": 1, "b": 1, "c": 1} and a.grad is not None and b.grad is not None
+
+
+def test_the_second_part_lets_go_of_what_is_above_the_head_that_it_is_at() -> None:
+    x, weights = torch.randn(4, 4, requires_grad=True), leaves(random.Random(0), 3)
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
+    y, alive = x.double(), []
+    for weight in weights:
+        y = (y @ weight).exp()
+        kept.append(weakref.ref(y.untyped_storage()))
+        weight.register_hook(lambda _: alive.append([storage() is not None for storage in kept]))
+    end = y.sum()
+    del y
+    _, later = backward_input([end], [torch.ones_like(end)], [x], weights)
+    del end
+    assert alive == []
+    later()
+    assert alive == [[True, True, False], [True, False, False], [False, False, False]]
+
+
+def test_a_gradient_lies_as_its_leaf_does() -> None:
+    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(2, requires_grad=True)
+    ends = [weight.t(), x * 2]
+    _, later = backward_input(ends, [torch.ones(4, 3), torch.ones(2)], [x], [weight])
+    later()
+    assert weight.grad is not None and weight.grad.stride() == weight.stride()
