@@ -68,6 +68,11 @@ class Step:
     def after(self) -> Placement:
         return self.target.axes[self.axes[0]]
 
+    def among(self, mesh: Mesh) -> "Step":
+        """The step with what it computes: nothing among one rank."""
+        is_alone = all(mesh.shape[axis] == 1 for axis in self.axes)
+        return replace(self, forward="", backward="") if is_alone else self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:

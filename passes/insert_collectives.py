@@ -162,7 +162,7 @@ class _Insertion:
         copy = self.graph.call_function(function, (before,), kwargs)
         self._describe(copy, source, (step.target,), (shape,), module)
         copy.meta["messages"] = messages(step, shape, source.meta["val"].element_size(), self.mesh)
-        copy.meta["step"] = step
+        copy.meta["step"] = step.among(self.mesh)
         self.made[source.name, step.target] = copy
 
     def _describe(

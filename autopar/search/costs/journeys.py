@@ -4,7 +4,7 @@ The same order as `passes.insert_collectives`: consumers in graph order, a layou
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autopar.mesh import Mesh
@@ -94,10 +94,4 @@ def _travel(journey: Journey, plan: Plan, position: int, slot: int, layout: Layo
 def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
     tensor = journey.tensor
     steps = plan.steps(tensor.name, journey.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
-    return tuple(_done(step, plan.mesh) for step in steps)
-
-
-def _done(step: Step, mesh: Mesh) -> Step:
-    """The step with what it computes: nothing among one rank."""
-    is_alone = all(mesh.shape[axis] == 1 for axis in step.axes)
-    return replace(step, forward="", backward="") if is_alone else step
+    return tuple(step.among(plan.mesh) for step in steps)
