@@ -59,6 +59,8 @@ SEARCH_ORDER = (
         "asked_mesh",
         "timeline",
         "microbatches",
+        "find_exactly",
+        "mixing",
         "planner",
         "in_buckets",
         "woven",

@@ -1,7 +1,7 @@
 """What stages take at least and what they hold: bounds are below every plan, rows of one rank are part of a whole."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -69,7 +69,11 @@ def program(microbatches: int = MICROBATCHES) -> Program:
     return make_program(graph(microbatches))
 
 
-def _whole(own: Pricer, share: Share, microbatches: int = MICROBATCHES) -> Plan:
+Mixes = Callable[[Plan, Plan], None] | None
+
+
+def _whole(own: Pricer, share: Share, mixes: Mixes = None, microbatches: int = MICROBATCHES) -> Plan:
+    """Blocks alike: `mixes` is not told of any two."""
     return plan_program(
         program(microbatches), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
     )
@@ -292,8 +296,8 @@ def test_no_rank_holds_less_than_is_counted_of_the_whole(schedule: str, chunks: 
     counted: list[float] = []
     shares: list[float] = []
 
-    def whole(own: Pricer, share: Share) -> Plan:
-        plan = _whole(own, share, microbatches)
+    def whole(own: Pricer, share: Share, mixes: Mixes) -> Plan:
+        plan = _whole(own, share, mixes, microbatches)
         cut, stages = staged(plan, program(microbatches), own, 2, schedule, cuts)
         prices = simulated(cut, stages, machine(4), own.cluster)[0].estimate.solver["stages"]
         counted.append(plan.estimate.solver["counted_nbytes"])
@@ -314,7 +318,7 @@ def test_what_does_not_fit_in_less_room_than_there_is_proves_nothing(error: Exce
     """Only the first search of a whole plan has all the room: a cutoff or a limit reached later is no bound."""
     rooms: list[float] = []
 
-    def whole(own: Pricer, share: Share) -> Plan:
+    def whole(own: Pricer, share: Share, mixes: Mixes) -> Plan:
         rooms.append(memory_limit(own.cluster, own.config))
         if len(rooms) == 1:
             return _whole(own.within(1e12), share)  # more than fits, so that it is searched again

@@ -9,8 +9,10 @@ cheaper, it is taken.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -22,28 +24,17 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.work_bound import work_bound
-from autopar.search.exact.completion import within
-from autopar.search.exact.highs_log import Progress
-from autopar.search.exact.ilp import CutoffError, solve
-from autopar.search.exact.limited_bound import least_within
+from autopar.search.exact.ilp import CutoffError
+from autopar.search.find_exactly import LATER, Exact, find_exactly
 from autopar.search.fitting import fitting
-from autopar.search.graph.build import build
-from autopar.search.graph.build_recompute import RecomputeBuilder
-from autopar.search.graph.extract import extract
 from autopar.search.graph.moments import Share
-from autopar.search.graph.options import Restriction
-from autopar.search.graph.problem import Problem
-from autopar.search.graph.strategy_graph import Ints, Solution, usage
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
 
 GB = 1e9
-TRIAL_GAP = 1e-2
-"""How exactly the plan without a limit is found that tells whether memory binds."""
-LATER = 4
-"""Part of the time, one in so many, that is left at least for a search after the first."""
 SOLVERS = ("auto", "ilp", "double-recursive")
 
 
@@ -106,12 +97,14 @@ def plan_program(
     share: Share | None = None,
     prices: dict[int, float] | None = None,
     is_below: bool = False,
+    mixes: Callable[[Plan, Plan], None] | None = None,
 ) -> Plan:
     """`make_plan` for a program and prices at hand.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
     share: of a pipeline rank, whose memory is limited instead of the whole model's. prices: of memory, see `ilp.solve`.
-    is_below: the relaxation within the limit is known to be below the cutoff.
+    is_below: the relaxation within the limit is known to be below the cutoff. mixes: of a rank's plan, told a slow one
+    that fits and a fast one that does not, if a mixture may be near the bound; then nothing better was looked for.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
@@ -130,11 +123,18 @@ def plan_program(
             plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
         else:
             below = is_below and aim == limit
-            plan, bound, facts = _exact(
-                program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known, below
+            exactly = partial(
+                find_exactly,
+                *(program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known, below),
             )
+            found = exactly(mixes=folded and (share is None or mixes is not None))
+            plan, bound, facts = found.plan, found.bound, found.facts
+            if found.mixture is not None and mixes is not None:
+                mixes(*found.mixture)
+            elif found.mixture is not None:
+                plan = _mixed(found, program, pricer, limit, near=bound / (1 - relative_gap), alone=exactly)
         bounds.append(bound)
-        return plan.with_estimate(evaluate_program(plan, program, pricer)), bound, facts
+        return plan if plan.estimate.seconds else _evaluated(plan, program, pricer), bound, facts
 
     plan, _, facts = search(limit) if share is not None else fitting(search, _peak_nbytes, limit)
     bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
@@ -153,6 +153,31 @@ def plan_program(
         )
     )
     return compare(plan, program, pricer, tell) if with_baselines else plan
+
+
+def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
+    return plan.with_estimate(evaluate_program(plan, program, pricer))
+
+
+def _mixed(
+    found: Exact, program: Program, pricer: Pricer, limit: float, *, near: float, alone: Callable[[], Exact]
+) -> Plan:
+    """The best of the plan found, of the mixtures and, if none of these takes `near` the bound, of equal blocks that do
+    decide alike: of those that fit the fastest."""
+    assert found.mixture is not None
+    slow, fast = found.mixture
+    slow = _evaluated(slow, program, pricer)
+    made = [slow, _evaluated(found.plan, program, pricer)]
+    if (mixture := mixed_within(slow, fast, program, pricer, limit)) is not None:
+        made.append(mixture)
+
+    def rank(plan: Plan) -> tuple[bool, float]:
+        return plan.estimate.peak_nbytes > limit, plan.estimate.step_seconds
+
+    if rank(min(made, key=rank)) > (False, near):
+        with suppress(CutoffError, InfeasibleError, SearchTimeoutError):
+            made.append(_evaluated(alone().plan, program, pricer))
+    return min(made, key=rank)
 
 
 def compare(
@@ -193,128 +218,6 @@ def _peak_nbytes(found: Found) -> float:
     return found[0].estimate.peak_nbytes
 
 
-def _exact(
-    program: Program,
-    pricer: Pricer,
-    limit: float,
-    relative_gap: float,
-    seconds: float | None,
-    fold: bool,
-    tell: Callable[[str], None],
-    cutoff: float = math.inf,
-    say_least: bool = True,
-    share: Share | None = None,
-    prices: dict[int, float] | None = None,
-    is_below: bool = False,
-) -> Found:
-    began = time.perf_counter()
-
-    def show(state: Progress) -> None:
-        tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
-
-    def left() -> float | None:
-        return None if seconds is None else max(seconds - (time.perf_counter() - began), seconds / LATER)
-
-    def solved(
-        problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None, below: float = cutoff
-    ) -> Solution:
-        return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices)
-
-    tell("building the strategy graph")
-    if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see
-        again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
-        if not is_below:
-            bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
-            if bound == math.inf:
-                raise InfeasibleError(f"no plan on mesh {pricer.mesh} fits in {limit / GB:.3g} GB a device")
-            if bound >= cutoff:
-                raise CutoffError(bound)
-    problem = build(program, pricer, limit=limit, fold=fold, share=share)
-    built = time.perf_counter()
-    free = _unlimited(problem, relative_gap / 2, seconds, cutoff)
-    if free is None:
-        solution = solved(problem, say_least, binds=False)
-    elif within(problem.graph, free.choice, free.arcs):
-        solution = free
-    elif cutoff < math.inf:
-        problem, solution = again, solved(again, say_least)
-    else:
-        # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
-        proved, kept, near = free.bound, None, free.bound / (1 - relative_gap)
-        if least_within(problem.graph, cutoff=near, seconds=left(), prices={} if prices is None else prices) < near:
-            kept = _attempt(lambda: solved(problem, False, hint=free.choice))
-        if kept is None or kept.seconds > near:
-            tell("the memory limit binds: adding recompute to the strategy graph")
-            again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
-            if kept is None:
-                problem, kept = again, solved(again, say_least)
-                proved = max(proved, kept.bound)
-            else:
-                below = min(cutoff, kept.seconds * (1 - relative_gap))
-                try:
-                    found = solved(again, False, below=below)
-                    proved = max(proved, found.bound)
-                    if found.seconds <= kept.seconds:
-                        problem, kept = again, found
-                except CutoffError as error:
-                    proved = max(proved, error.bound)
-                except (InfeasibleError, SearchTimeoutError):
-                    pass
-        solution = replace(kept, bound=min(proved, kept.seconds))
-    solved_at = time.perf_counter()
-    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
-    facts = {
-        **_sizes(problem),
-        "status": solution.status,
-        "build_seconds": built - began,
-        "solve_seconds": solved_at - built,
-    }
-    if share is not None:
-        facts["counted_nbytes"] = float(usage(problem.graph, solution.choice, solution.arcs).max())
-    return plan, solution.bound, facts
-
-
-def _unlimited(problem: Problem, relative_gap: float, seconds: float | None, cutoff: float) -> Solution | None:
-    """The best choice if memory had no limit, None where time is up."""
-    graph = replace(problem.graph, memory=None)
-    try:
-        return solve(graph, relative_gap=relative_gap, seconds=seconds, cutoff=cutoff)
-    except SearchTimeoutError:
-        return None
-
-
-def _attempt(search: Callable[[], Solution]) -> Solution | None:
-    """What it finds, None where nothing fits, is found in time, or is below the cutoff."""
-    try:
-        return search()
-    except (SearchTimeoutError, InfeasibleError, CutoffError):
-        return None
-
-
-def make_problem(
-    program: Program,
-    pricer: Pricer,
-    limit: float,
-    *,
-    restriction: Restriction | None = None,
-    fold: bool = True,
-    seconds: float | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-    cutoff: float = math.inf,
-) -> Problem:
-    """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
-    problem = build(program, pricer, limit=limit, fold=fold, restriction=restriction)
-    graph = problem.graph
-    try:
-        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds, cutoff=cutoff)
-    except SearchTimeoutError:
-        return problem
-    if within(graph, fastest.choice, fastest.arcs):
-        return problem
-    tell("the memory limit binds: adding recompute to the strategy graph")
-    return build(program, pricer, limit=limit, fold=fold, restriction=restriction, builder=RecomputeBuilder)
-
-
 def _traded(plan: Plan, program: Program, pricer: Pricer) -> dict[str, float]:
     """Seconds that recompute takes, and bytes at the peak that it saves, beside the same plan that keeps everything."""
     kept = evaluate_program(replace(plan, recompute=frozenset(), remade={}), program, pricer)
@@ -336,41 +239,6 @@ def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell:
     return plan_of(decider, program), work_bound(program, pricer), facts
 
 
-def _solve(
-    problem: Problem,
-    limit: float,
-    relative_gap: float,
-    seconds: float | None,
-    show: Callable[[Progress], None],
-    cutoff: float,
-    say_least: bool,
-    binds: bool,
-    hint: Ints | None,
-    prices: dict[int, float] | None,
-) -> Solution:
-    try:
-        return solve(
-            problem.graph,
-            relative_gap=relative_gap,
-            seconds=seconds,
-            hint=hint,
-            on_progress=show,
-            cutoff=cutoff,
-            binds=binds,
-            say_least=say_least,
-            prices=prices,
-        )
-    except InfeasibleError as error:
-        if error.least_nbytes is None:
-            raise
-        raise InfeasibleError(
-            f"no plan on mesh {problem.pricer.mesh} fits in {limit / GB:.3g} GB a device: the least that would do is "
-            f"{error.least_nbytes / GB:.3g} GB; use more devices, a smaller global batch, lower precision or "
-            "devices with more memory",
-            least_nbytes=error.least_nbytes,
-        ) from error
-
-
 def _baseline(name: str, program: Program, pricer: Pricer, limit: float) -> Plan | str:
     """A baseline's plan, or why it is none."""
     try:
@@ -379,15 +247,6 @@ def _baseline(name: str, program: Program, pricer: Pricer, limit: float) -> Plan
         if error.least_nbytes is None:
             return str(error)
         return f"does not fit: needs {error.least_nbytes / GB:.1f} GB of {limit / GB:.1f} GB a device"
-
-
-def _sizes(problem: Problem) -> Mapping[str, Any]:
-    graph = problem.graph
-    return {
-        "nodes": len(graph.nodes),
-        "options": sum(len(node.seconds) for node in graph.nodes),
-        "arcs": sum(len(group.arc_seconds) for group in graph.groups),
-    }
 
 
 def _without_rule(program: Program) -> dict[str, int]:

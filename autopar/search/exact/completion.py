@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.search.exact.formulation import Formulation
 from autopar.search.exact.steiner import Metric, arborescence, cheapest_arcs, metric
-from autopar.search.graph.strategy_graph import Floats, Group, Ints, StrategyGraph, evaluate, usage
+from autopar.search.graph.strategy_graph import Floats, Group, Ints, Solution, StrategyGraph, evaluate, usage
 
 DEARER = (1.5, 3.0, 10.0)
 """How much more than their price bytes of arcs cost, in turn, until arcs fit."""
@@ -26,6 +27,11 @@ class Completed:
     arcs: tuple[Ints, ...]
     seconds: float
     fits: bool
+
+    def solution(self, bound: float) -> Solution:
+        return Solution(
+            choice=self.choice, arcs=self.arcs, seconds=self.seconds, bound=bound, status="one of a mixture"
+        )
 
 
 def complete(
@@ -90,3 +96,28 @@ def tree(metric: Metric, root: int, wanted: set[int]) -> Ints:
 def within(graph: StrategyGraph, choice: Ints, arcs: Sequence[Ints]) -> bool:
     """Whether memory stays within the limit at every moment."""
     return graph.memory is None or bool((usage(graph, choice, tuple(arcs)) <= graph.memory.limit).all())
+
+
+def better(best: Completed | None, other: Completed | None) -> Completed | None:
+    """The cheaper of two that fit."""
+    if other is None or not other.fits:
+        return best
+    return other if best is None or other.seconds < best.seconds else best
+
+
+def loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, found: Completed | None) -> set[int]:
+    """Groups whose continuous arcs made the solution cheaper, or smaller, than any set of arcs is."""
+    weighted = set() if graph.memory is None else {term.group for term in graph.memory.arcs}
+    misfit = found is None or not found.fits
+    loose = set()
+    for i, columns in enumerate(program.arcs):
+        if not columns.size:
+            continue
+        if i in weighted and misfit:
+            loose.add(i)
+        elif found is not None:
+            paid = float(values[columns] @ graph.groups[i].arc_seconds)
+            exact = float(graph.groups[i].arc_seconds[found.arcs[i]].sum())
+            if exact > paid + 1e-7 * abs(found.seconds):
+                loose.add(i)
+    return loose

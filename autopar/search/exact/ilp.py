@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.search.exact.completion import Completed, complete, lean, within
-from autopar.search.exact.formulation import Formulation, formulate
+from autopar.search.exact.completion import Completed, better, complete, lean, loose_groups, within
+from autopar.search.exact.formulation import formulate
 from autopar.search.exact.highs_log import Progress, progress_of
 from autopar.search.exact.least_peak import least_peak
 from autopar.search.exact.memory_prices import Plane, ascend, plane, remember, remembered
+from autopar.search.exact.mixture import Mixture, Seen
 from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.relaxation import floor, incompatible
@@ -46,13 +47,15 @@ def solve(
     binds: bool = False,
     say_least: bool = True,
     prices: dict[int, float] | None = None,
+    mixes: bool = False,
 ) -> Solution:
     """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
 
     `cutoff`: a solution of so many seconds or more is of no use; once it is proved that there is no other, stop.
     `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
     `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
-    from which prices of memory start; replaced by those found.
+    from which prices of memory start; replaced by those found. `mixes`: a mixture of two choices that promises to be
+    near enough will do as well, and no program is solved for a better single one.
 
     `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
     the incumbent and the bound as they improve.
@@ -69,6 +72,7 @@ def solve(
         report=on_progress,
         cutoff=cutoff,
         prices={} if prices is None else prices,
+        mixes=mixes,
     )
     hints = [] if hint is None else [np.asarray(hint, np.int64)]
     lower = -np.inf
@@ -110,6 +114,7 @@ class _Outcome:
     best: Completed | None
     bound: float
     infeasible: bool = False
+    mixture: Mixture | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +128,9 @@ class _Run:
     cutoff: float = np.inf
     prices: dict[int, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    mixes: bool = False
+    mixture: Mixture | None = None
+    """Of the choices met by prices of memory, in the graph at hand."""
 
     def left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.monotonic()
@@ -137,6 +145,9 @@ class _Run:
         best = outcome.best
         assert best is not None
         seconds = evaluate(graph, best.choice, best.arcs)
+        pair = None
+        if (both := outcome.mixture) is not None:
+            pair = both.slow.solution(outcome.bound), both.fast.solution(outcome.bound), both.seconds
         return Solution(
             choice=best.choice,
             arcs=best.arcs,
@@ -144,6 +155,7 @@ class _Run:
             bound=min(outcome.bound, seconds),
             status="optimal" if self.proved(best, outcome.bound) else "time limit",
             phases=dict(self.phases),
+            mixture=pair,
         )
 
     def optimise(self, graph: StrategyGraph, hints: Sequence[Ints], *, phase: str) -> _Outcome:
@@ -158,10 +170,13 @@ class _Run:
         best, bound = search(small, metrics, starts, phase, started)
         if best is None and bound == np.inf:
             return _Outcome(best=None, bound=np.inf, infeasible=True)
-        if best is not None:
-            choice, arcs = reduced.lift(best.choice, best.arcs)
-            best = replace(best, choice=choice, arcs=arcs)
-        return _Outcome(best=best, bound=bound)
+
+        def lifted(found: Completed) -> Completed:
+            choice, arcs = reduced.lift(found.choice, found.arcs)
+            return replace(found, choice=choice, arcs=arcs)
+
+        mixture = None if self.mixture is None else self.mixture.lifted(lifted)
+        return _Outcome(best=None if best is None else lifted(best), bound=bound, mixture=mixture)
 
     def _free(
         self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
@@ -198,21 +213,28 @@ class _Run:
         """Within the limit: by prices of memory, then the mixed program of what these do not rule out."""
         assert graph.memory is not None
         best: Completed | None = None
-        bound = floor(graph)
+        bound, seen = floor(graph), Seen()
 
         def met(choice: Ints) -> None:
             nonlocal best
-            best = better(best, complete(graph, metrics, choice))
+            if (found := complete(graph, metrics, choice)) is not None:
+                best = better(best, found)
+                seen.add(found, plane(graph, found.choice, found.arcs)[1])
             self._stands(phase, best, bound)
 
-        own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={})
+        own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={}, mixes=False)
 
         def solved(cheap: StrategyGraph, _prices: Floats) -> tuple[Plane | None, float]:
             found = own.optimise(cheap, [], phase="priced")
             if found.best is None:
                 return None, found.bound
             met(found.best.choice)
-            return plane(graph, found.best.choice, original_arcs(graph, found.best.arcs)), found.bound
+            arcs = original_arcs(graph, found.best.arcs)
+            made = plane(graph, found.best.choice, arcs)
+            seen.add(
+                Completed(choice=found.best.choice, arcs=arcs, seconds=made[0], fits=not (made[1] > 0).any()), made[1]
+            )
+            return made, found.bound
 
         planes = []
         for start in starts:
@@ -237,6 +259,10 @@ class _Run:
         if bound >= self.cutoff:
             raise CutoffError(bound)
         self._stands(phase, best, bound)
+        mixture = seen.best() if self.mixes and not self.proved(best, bound) else None
+        if mixture is not None and mixture.seconds - bound <= self.relative_gap * abs(mixture.seconds):
+            self.mixture = mixture
+            return better(best, mixture.slow), bound
         if not self.proved(best, bound) and not self.over():
             linear = formulate(priced(graph, ascent.prices))
             answer = linear.model.solve(relaxed=True, seconds=self.left())
@@ -336,7 +362,7 @@ class _Run:
                 best = better(best, lean(graph, metrics, choice, prices))
             if self.proved(best, bound) or self.over():
                 break
-            loose = _loose_groups(graph, program, answer.values, found) - integral
+            loose = loose_groups(graph, program, answer.values, found) - integral
             if loose:
                 integral |= loose
             elif found is None or not found.fits:
@@ -360,31 +386,6 @@ class _Run:
         name = f"{phase}: {step}"
         self.phases[name] = self.phases.get(name, 0.0) + now - since
         return now
-
-
-def better(best: Completed | None, other: Completed | None) -> Completed | None:
-    """The cheaper of two that fit."""
-    if other is None or not other.fits:
-        return best
-    return other if best is None or other.seconds < best.seconds else best
-
-
-def _loose_groups(graph: StrategyGraph, program: Formulation, values: Floats, found: Completed | None) -> set[int]:
-    """Groups whose continuous arcs made the solution cheaper, or smaller, than any set of arcs is."""
-    weighted = set() if graph.memory is None else {term.group for term in graph.memory.arcs}
-    misfit = found is None or not found.fits
-    loose = set()
-    for i, columns in enumerate(program.arcs):
-        if not columns.size:
-            continue
-        if i in weighted and misfit:
-            loose.add(i)
-        elif found is not None:
-            paid = float(values[columns] @ graph.groups[i].arc_seconds)
-            exact = float(graph.groups[i].arc_seconds[found.arcs[i]].sum())
-            if exact > paid + 1e-7 * abs(found.seconds):
-                loose.add(i)
-    return loose
 
 
 def _infeasible(graph: StrategyGraph, run: _Run, say_least: bool) -> InfeasibleError:

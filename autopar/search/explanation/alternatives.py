@@ -22,12 +22,12 @@ from autopar.search.costs.words import WHOLE, Tags, dim_tags, factor_tags
 from autopar.search.costs.words import describe as words
 from autopar.search.exact.completion import within
 from autopar.search.exact.ilp import solve
+from autopar.search.find_exactly import TRIAL_GAP, make_problem
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
-from autopar.search.planner import TRIAL_GAP, make_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

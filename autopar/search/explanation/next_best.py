@@ -159,8 +159,8 @@ def _pipelines(
     for arrangement in near:
         p = arrangement.pipeline
 
-        def whole(pricer: Pricer, share: Share) -> Plan:
-            return _planned(program, pricer, left(), share)
+        def whole(pricer: Pricer, share: Share, mixes: Callable[[Plan, Plan], None] | None) -> Plan:
+            return _planned(program, pricer, left(), share, mixes)
 
         for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
             if p * chunks > num_blocks or not _runs(schedule, p, program.microbatches) or not left():
@@ -177,7 +177,13 @@ def _pipelines(
                 continue
 
 
-def _planned(program: Program, pricer: Pricer, seconds: float, share: Share | None = None) -> Plan:
+def _planned(
+    program: Program,
+    pricer: Pricer,
+    seconds: float,
+    share: Share | None = None,
+    mixes: Callable[[Plan, Plan], None] | None = None,
+) -> Plan:
     return plan_program(
         program,
         pricer,
@@ -187,6 +193,7 @@ def _planned(program: Program, pricer: Pricer, seconds: float, share: Share | No
         fold=True,
         say_least=False,
         share=share,
+        mixes=mixes,
     )
 
 

@@ -27,13 +27,14 @@ from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import Moments, Share
 from autopar.search.graph.options import Option, Restriction, cluster_options
 from autopar.search.graph.parameters import ParameterSpace, held, parameter_space
-from autopar.search.graph.problem import Problem, Reader
+from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
 from autopar.search.graph.strategy_graph import (
     ArcMemory,
     Consumer,
     Floats,
     Group,
+    Ints,
     KeptMemory,
     Memory,
     Node,
@@ -198,8 +199,7 @@ class Builder:
         axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
         lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
         backward = tensor.requires_grad and any(r.in_backward for r in readers)
-        seconds = (lattice.forward + lattice.backward if backward else lattice.forward) * self._times(names)[0]
-        group = self._group(names, node, given, readers, lattice, seconds)
+        group = self._group(names, node, given, readers, lattice, lattice.useful(backward), lattice.seconds(backward))
         root = self.problem.clusters[node].members[member]
         keeps_given = root.has_backward and tensor.index in root.rule.saves_results
         self._kept(group, names, tensor, lattice.layouts, readers, keeps_given)
@@ -211,6 +211,7 @@ class Builder:
         given: list[Layout],
         readers: list[Reader],
         lattice: Lattice,
+        arcs: Ints,
         seconds: Floats,
     ) -> int:
         number = lattice.number
@@ -223,12 +224,12 @@ class Builder:
                     Consumer(node=r.node, wants=np.array([number[v] for v in r.wants], dtype=np.int64)) for r in readers
                 ),
                 num_vertices=len(lattice.layouts),
-                arc_source=lattice.source,
-                arc_target=lattice.target,
-                arc_seconds=seconds,
+                arc_source=lattice.source[arcs],
+                arc_target=lattice.target[arcs],
+                arc_seconds=seconds[arcs] * self._times(names)[0],
             )
         )
-        self.problem.travels.append((names, lattice.layouts, tuple((s,) for s in lattice.steps)))
+        self.problem.travels.append((names, lattice.layouts, ArcSteps(steps=lattice.steps, numbers=arcs)))
         return len(self.problem.groups) - 1
 
     def _kept(
@@ -275,7 +276,7 @@ class Builder:
             forward=np.zeros(len(wanted)),
             backward=np.zeros(len(wanted)),
         )
-        group = self._group(names, node, options, readers, lattice, lattice.forward)
+        group = self._group(names, node, options, readers, lattice, lattice.target - 1, lattice.forward)
         sizes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
         self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))

@@ -17,6 +17,7 @@ block's backward begins.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,8 +31,11 @@ from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
-from autopar.search.graph.problem import Problem, Reader
-from autopar.search.graph.strategy_graph import Consumer, Floats, Group
+from autopar.search.graph.problem import ArcSteps, Problem, Reader
+from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints
+
+FORWARD, KEPT, AGAIN, BACKWARD, SAVED = range(5)
+"""Layers F, K, R, B; what a producer gives that saves it is in forward, and kept for no more."""
 
 
 class RecomputeBuilder(Builder):
@@ -170,23 +174,9 @@ class _Layers:
     ) -> None:
         self.builder, self.names, self.tensor, self.readers = builder, names, tensor, readers
         self.lattice, self.node, self.given, self.saves_given = lattice, node, given, saves_given
-        self.arcs: list[tuple[int, int, float]] = []
-        self.steps: list[tuple[Step, ...]] = []
-        self.kept: list[float] = []
-        self.replayed: list[float] = []
-        self.again: list[bool] = []
-
-    def arc(self, a: int, b: int, seconds: float = 0.0, step: Step | None = None, *, kept: float = 0.0,
-            replayed: float = 0.0) -> None:  # fmt: skip
-        self.arcs.append((a, b, seconds))
-        self.steps.append(() if step is None else (step,))
-        self.kept.append(kept)
-        self.replayed.append(replayed)
-        self.again.append(step is not None and replayed > 0)
 
     def add(self) -> None:
         builder, lattice, count = self.builder, self.lattice, len(self.lattice.layouts)
-        sizes = [float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts]
         own = [i for i, r in enumerate(self.readers) if r.positions]
         again = {i: builder._is_again(self.readers[i].node) for i in own}
         wanted = {
@@ -195,47 +185,49 @@ class _Layers:
             for w, a in zip(self.readers[i].wants, again[i], strict=True)
             if self.readers[i].savers or a
         }
-        layered = self.tensor.requires_grad and bool(wanted)
-        F, K, R, B, E = (k * count for k in range(5))
-        backward = self.tensor.requires_grad and any(r.in_backward for r in self.readers)
-        price = lattice.forward + lattice.backward if backward else lattice.forward
-        for a, b, seconds, forward, step in zip(
-            lattice.source, lattice.target, price, lattice.forward, lattice.steps, strict=True
-        ):
-            self.arc(F + int(a), F + int(b), float(seconds), step)
-            if layered:
-                self.arc(R + int(a), R + int(b), float(seconds + forward), step, replayed=sizes[int(a)])
-        for v in range(count if wanted or self._gives_again() else 0):
-            self.arc(F + v, K + v, kept=sizes[v])
-            if layered or self._gives_again():
-                self.arc(K + v, R + v)
-                self.arc(R + v, F + v)
-            if v in wanted:
-                self.arc(K + v, B + v)
-                self.arc(R + v, B + v, replayed=sizes[v])
-        if self.saves_given:
-            for v in sorted({lattice.number[g] for g in self.given}):
-                self.arc(E + v, F + v)
-                self.arc(E + v, K + v)
         producer = builder._is_again(self.node)
-        start = E if self.saves_given else F
-        gives = [lattice.number[g] + (R if a else start) for g, a in zip(self.given, producer, strict=True)]
+        start = SAVED if self.saves_given else FORWARD
+        number = np.array([lattice.number[g] for g in self.given], dtype=np.int64)
+        gives = number + np.where(producer, AGAIN, start) * count
         consumers = []
         for i, reader in enumerate(self.readers):
-            wants = [lattice.number[w] for w in reader.wants]
+            wants = np.array([lattice.number[w] for w in reader.wants], dtype=np.int64)
             if i in again:
-                wants = [w + (B if reader.savers or a else F) for w, a in zip(wants, again[i], strict=True)]
-            consumers.append(Consumer(node=reader.node, wants=np.array(wants, dtype=np.int64)))
+                wants += np.where((reader.savers > 0) | again[i], BACKWARD, FORWARD) * count
+            consumers.append(Consumer(node=reader.node, wants=wants))
         layouts = [*lattice.layouts, *lattice.layouts, *lattice.layouts, *([None] * count), *lattice.layouts]
-        self._finish(consumers, np.array(gives, dtype=np.int64), layouts, sizes)
+        self._finish(consumers, gives, layouts, self._arcs(np.array(sorted(wanted), dtype=np.int64)))
+
+    def _arcs(self, wanted: Ints) -> "_Arcs":
+        """wanted: layouts in backward."""
+        builder, lattice = self.builder, self.lattice
+        sizes = np.array([float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts])
+        backward = self.tensor.requires_grad and any(r.in_backward for r in self.readers)
+        layered = self.tensor.requires_grad and wanted.size > 0
+        arcs = _Arcs(count=len(sizes), sizes=sizes)
+        arcs.steps(lattice, FORWARD, lattice.seconds(backward), lattice.useful(backward))
+        if layered:
+            arcs.steps(lattice, AGAIN, lattice.seconds(backward) + lattice.forward, replayed=True)
+        layouts = np.arange(len(sizes))
+        if wanted.size or self._gives_again():
+            arcs.layers(FORWARD, KEPT, layouts, kept=True)
+        if layered or self._gives_again():
+            arcs.layers(KEPT, AGAIN, layouts)
+            arcs.layers(AGAIN, FORWARD, layouts)
+        arcs.layers(KEPT, BACKWARD, wanted)
+        arcs.layers(AGAIN, BACKWARD, wanted, replayed=True)
+        if self.saves_given:
+            given = np.unique(np.array([lattice.number[g] for g in self.given]))
+            arcs.layers(SAVED, FORWARD, given)
+            arcs.layers(SAVED, KEPT, given)
+        return arcs
 
     def _gives_again(self) -> bool:
         return bool(self.builder._is_again(self.node).any())
 
-    def _finish(
-        self, consumers: list[Consumer], gives: np.ndarray, layouts: list[Layout | None], sizes: list[float]
-    ) -> None:
+    def _finish(self, consumers: list[Consumer], gives: Ints, layouts: list[Layout | None], arcs: "_Arcs") -> None:
         builder, problem = self.builder, self.builder.problem
+        source, target, seconds, kept, replayed, numbers = arcs.joined()
         problem.groups.append(
             Group(
                 name=self.names[0],
@@ -243,14 +235,15 @@ class _Layers:
                 gives=gives,
                 consumers=tuple(consumers),
                 num_vertices=len(layouts),
-                arc_source=np.array([a for a, _, _ in self.arcs], dtype=np.int64),
-                arc_target=np.array([b for _, b, _ in self.arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in self.arcs], dtype=np.float64) * builder._times(self.names)[0],
+                arc_source=source,
+                arc_target=target,
+                arc_seconds=seconds * builder._times(self.names)[0],
             )
         )
-        problem.travels.append((self.names, tuple(layouts), tuple(self.steps)))
+        steps = ArcSteps(steps=self.lattice.steps, numbers=numbers)
+        problem.travels.append((self.names, tuple(layouts), steps))
         group = len(problem.groups) - 1
-        problem.replayed_arcs[group] = self.again
+        problem.replayed_arcs[group] = (numbers >= 0) & (replayed > 0)
         moments = builder.moments
         keeping, replaying, own, own_again = (moments.nothing() for _ in range(4))
         for name in self.names:
@@ -263,14 +256,47 @@ class _Layers:
             replaying[..., moments.held(made, start, last)] += moments.at_hand(last)
             moments.keep(own, moments.kept(made, made), made)
             own_again[..., moments.held(made, builder._end(made), made)] += moments.at_hand(made)
-        for nbytes, coefficient in ((self.kept, keeping), (self.replayed, replaying)):
-            if any(nbytes):
-                builder.arc_memory.append((group, np.array(nbytes), coefficient))
+        for nbytes, coefficient in ((kept, keeping), (replayed, replaying)):
+            if nbytes.any():
+                builder.arc_memory.append((group, nbytes, coefficient))
         if self.saves_given:
             again = builder._is_again(self.node)
-            given = np.array([sizes[self.lattice.number[g]] for g in self.given])
+            given = np.array([arcs.sizes[self.lattice.number[g]] for g in self.given])
             builder._count(self.node, np.where(again, 0.0, given), own)
             builder._count(self.node, np.where(again, given, 0.0), own_again)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arcs:
+    """Arcs between the layers of a tensor of `count` layouts, `sizes[layout]` in bytes; blocks of source, target,
+    seconds, bytes kept, bytes replayed, and the step's number in the lattice or -1."""
+
+    count: int
+    sizes: Floats
+    blocks: list[tuple[Ints, Ints, Floats, Floats, Floats, Ints]] = field(default_factory=list)
+
+    def steps(
+        self, lattice: Lattice, layer: int, seconds: Floats, chosen: Ints | None = None, *, replayed: bool = False
+    ) -> None:
+        """Steps within a layer, the `chosen` ones alone."""
+        numbers = np.arange(len(lattice.steps)) if chosen is None else chosen
+        source, target = lattice.source[numbers], lattice.target[numbers]
+        none, first = np.zeros(len(numbers)), layer * self.count
+        held = self.sizes[source] if replayed else none
+        self.blocks.append((first + source, first + target, seconds[numbers], none, held, numbers))
+
+    def layers(self, a: int, b: int, layouts: Ints, *, kept: bool = False, replayed: bool = False) -> None:
+        """From one layer to the other, free, in these layouts."""
+        none, own = np.zeros(len(layouts)), self.sizes[layouts]
+        ends = a * self.count + layouts, b * self.count + layouts
+        numbers = np.full(len(layouts), -1)
+        self.blocks.append((*ends, none, own if kept else none, own if replayed else none, numbers))
+
+    def joined(self) -> tuple[Ints, Ints, Floats, Floats, Floats, Ints]:
+        source, target, seconds, kept, replayed, numbers = (
+            np.concatenate(part) for part in zip(*self.blocks, strict=True)
+        )
+        return source, target, seconds, kept, replayed, numbers
 
 
 class _ParameterLayers:

@@ -6,7 +6,7 @@ from autopar.cluster import Cluster
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig
 from autopar.redistribution import Step, route
-from autopar.search.graph.problem import Problem
+from autopar.search.graph.problem import ArcSteps, Problem
 from autopar.search.graph.strategy_graph import Solution
 
 Path = tuple[Layout, ...]
@@ -88,7 +88,7 @@ def _lifetime(chosen: str, gathered: bool, microbatches: int) -> str:
 
 
 def _walks(
-    sources: list[int], targets: list[int], steps: tuple[tuple[Step, ...], ...], used: list[int], start: int
+    sources: list[int], targets: list[int], steps: ArcSteps | tuple[tuple[Step, ...], ...], used: list[int], start: int
 ) -> list[tuple[Step, ...]]:
     """For every vertex reached, the steps that lead there."""
     walks: dict[int, tuple[Step, ...]] = {start: ()}

@@ -1,7 +1,7 @@
 """Which layouts can a tensor pass through, and what does each step between them cost?"""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +28,20 @@ class Lattice:
     target: Ints
     forward: Floats
     backward: Floats
+    _useful: dict[bool, Ints] = field(default_factory=dict)
+
+    def seconds(self, backward: bool) -> Floats:
+        """Of each step, and of the way its gradient goes back."""
+        return self.forward + self.backward if backward else self.forward
+
+    def useful(self, backward: bool) -> Ints:
+        """The steps that are themselves the cheapest way between their ends: all that anyone needs for whom seconds
+        alone count, for a way of several is at least as good as any other step."""
+        if backward not in self._useful:
+            last = cheapest_ways(self, self.seconds(backward)).last
+            numbers = np.arange(len(self.source))
+            self._useful[backward] = numbers[last[self.source, self.target] == numbers]
+        return self._useful[backward]
 
 
 @dataclass(slots=True)

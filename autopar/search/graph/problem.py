@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.placement import Layout
 from autopar.redistribution import Step
 from autopar.search.costs.pricing import Pricer
@@ -9,7 +12,7 @@ from autopar.search.costs.program import Program
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.options import Option
 from autopar.search.graph.parameters import ParameterSpace
-from autopar.search.graph.strategy_graph import Group, Node, StrategyGraph
+from autopar.search.graph.strategy_graph import Group, Ints, Node, StrategyGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,6 +27,18 @@ class Reader:
     savers: int
     in_backward: bool
     positions: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArcSteps:
+    """The steps of each arc, at most one: that of its number in the lattice, none where it is -1."""
+
+    steps: tuple[Step, ...]
+    numbers: Ints
+
+    def __getitem__(self, arc: int) -> tuple[Step, ...]:
+        number = int(self.numbers[arc])
+        return () if number < 0 else (self.steps[number],)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +58,9 @@ class Problem:
     options: dict[int, list[Option]] = field(default_factory=dict)
     parameters: dict[int, tuple[tuple[str, ...], ParameterSpace]] = field(default_factory=dict)
     inputs: dict[int, tuple[tuple[str, ...], tuple[Layout, ...]]] = field(default_factory=dict)
-    travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], tuple[tuple[Step, ...], ...]]] = field(
+    travels: list[tuple[tuple[str, ...], tuple[Layout | None, ...], ArcSteps | tuple[tuple[Step, ...], ...]]] = field(
         default_factory=list
     )
     num_kept: dict[int, int] = field(default_factory=dict)
-    replayed_arcs: dict[int, list[bool]] = field(default_factory=dict)
+    replayed_arcs: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
     graph: StrategyGraph = field(default_factory=lambda: StrategyGraph(nodes=()))

@@ -121,6 +121,8 @@ class Solution:
     status: str
     """Why it stopped: `optimal` (within the tolerance asked for), `time limit` or `interrupted`."""
     phases: dict[str, float] = field(default_factory=dict)
+    mixture: "tuple[Solution, Solution, float] | None" = None
+    """Of a slow choice that fits and a fast one: the seconds of a mixture, which are near enough to the bound."""
 
     @property
     def gap(self) -> float:

@@ -27,8 +27,8 @@ EARLY = 5
 """Bounds after which a promising problem is solved, though others are open: an answer excludes many."""
 PROMISING = 2.0
 """How far above the least open bound the expected cost of one may be that is solved for a first answer."""
-AFTER = 12
-BETTER = 0.15
+AFTER = 4
+BETTER = 0.05
 """After so many more bounds a promising one is solved if it is expected so much, as a part, below the best answer."""
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same bound."""

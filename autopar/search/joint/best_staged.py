@@ -5,17 +5,21 @@ count; then all ranks are counted call by call (`search.staged_memory`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
+from autopar.cost_models.pipeline import Pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
 from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -25,14 +29,17 @@ from autopar.search.graph.moments import Share
 from autopar.search.joint.critical_path import Way, guessed_way, longest_way
 from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.messages import least_messages
+from autopar.search.joint.mixed_stages import mix_stages
 from autopar.search.known.baselines import memory_limit
-from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged
+from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
 from autopar.staged_plan import StagedPlan
 
 ATTEMPTS = 4
 """How often a whole plan is made smaller until its stages fit."""
 MARGIN = 0.002
 """Of the limit: how much more than what is beyond it a whole plan is made smaller."""
+FEWEST = 3
+"""Blocks a rank, from which on some of them may do as one choice says and some as another."""
 SLOWER = 0.1
 """By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
@@ -47,6 +54,21 @@ def way_before_planning(
     order = make_order(schedule, pipeline, program.microbatches, chunks)
     share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
     return guessed_way(program, pricer, work, order, begins, share, send)
+
+
+class Run(NamedTuple):
+    """A plan of the whole model in stages: these, the plan of them, its timeline, and the rank that pays most once."""
+
+    plan: Plan
+    stages: Sequence[CapturedModel]
+    made: StagedPlan
+    timeline: Pipeline
+    slowest: int
+
+
+def held_by_ranks(plan: StagedPlan) -> list[float]:
+    """Bytes at the peak of each pipeline rank."""
+    return [price["memory"] for price in plan.estimate.solver["stages"][: plan.pipeline]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +87,7 @@ def best_staged(
     pipeline: int,
     schedule: str,
     chunks: int,
-    whole: Callable[[Pricer, Share], Plan],
+    whole: Callable[[Pricer, Share, Callable[[Plan, Plan], None] | None], Plan],
     cutoff: float = math.inf,
 ) -> Staged:
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and a way to better that.
@@ -73,7 +95,8 @@ def best_staged(
     Raises InfeasibleError or CutoffError if the first search of `whole` does, within the memory of a rank.
 
     chunks: stages a rank. whole: the best plan of the whole model for a pricer, within the memory of the fullest rank,
-    blocks dealt evenly; so its bound, shared out over the stages, is one for all of theirs. If they do not fit they are
+    blocks dealt evenly; so its bound, shared out over the stages, is one for all of theirs; or two, see `plan_program`,
+    of which each rank has as many blocks of the slow one as it needs to fit. If they do not fit they are
     planned within the memory of the rank that holds too much as well, then with ever less memory, which proves nothing.
     Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds from which on a plan
     is of no use: stages that are slower with more memory than there is are not planned again.
@@ -85,50 +108,69 @@ def best_staged(
     room, bound, others = limit, 0.0, list[int]()
     best: StagedPlan | None = None
     fitting: list[StagedPlan] = []
+    even = even_cuts(program, pipeline, chunks)
+    few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
+    known: dict[tuple[int, tuple[str, ...]], Run] = {}
+
+    def run(plan: Plan, cuts: tuple[str, ...]) -> Run:
+        if (id(plan), cuts) not in known:
+            cut, stages = staged(plan, program, pricer, pipeline, schedule, cuts)
+            known[id(plan), cuts] = Run(plan, stages, *simulated(cut, stages, cluster, pricer.cluster))
+        return known[id(plan), cuts]
+
+    def held(plan: Plan) -> list[float]:
+        return held_by_ranks(run(plan, even).made)
+
     for attempt in range(ATTEMPTS):
-        own = pricer.within(room)
+        both: list[Plan] = []
+        mixes = None if few_blocks else partial(_keep, both)
         try:
-            plan = replace(whole(own, share), config=pricer.config)
+            planned = whole(pricer.within(room), share, mixes)
         except (InfeasibleError, CutoffError, SearchTimeoutError):
             if attempt == 0:
                 raise
             break  # in less room than there is: that proves nothing
         if attempt == 0:
-            bound = plan.estimate.bound / pipeline
-        every = [even_cuts(program, pipeline, chunks)]
+            bound = planned.estimate.bound / pipeline
+        plan, mixture = replace(planned, config=pricer.config), None
+        if both:
+            slow, fast = (replace(one, config=pricer.config) for one in both)
+            mixture = mix_stages(slow, fast, program, begins, pipeline, held, limit)
+            plan = mixture or plan
+        every = [even]
         if chunks == 1:
-            every.append(choose_cuts(plan, program, own, pipeline))
-        made = []
-        for number, cuts in enumerate(every):
-            cut, stages = staged(plan, program, own, pipeline, schedule, cuts)
-            one, timeline, slowest = simulated(cut, stages, cluster, pricer.cluster)
-            made.append(one)
-            if number == 0:
-                passes, messages = longest_way(timeline, len(stages))
-                nbytes = min(least_messages(program, own.mesh.size, [stage.sends for stage in stages[:-1]]))
-                way = Way(
-                    forward=passes[0],
-                    backward=passes[1],
-                    rank=slowest,
-                    sent=messages * least(send, nbytes)[0],
-                    share=fullest,
-                    begins=begins,
-                    num_ranks=pipeline,
-                )
+            every.append(choose_cuts(plan, program, pricer, pipeline))
+        made = [run(plan, cuts).made for cuts in every]
+        ran = run(plan, even)
+        passes, messages = longest_way(ran.timeline, len(ran.stages))
+        nbytes = min(least_messages(program, pricer.mesh.size, [stage.sends for stage in ran.stages[:-1]]))
+        way = Way(
+            forward=passes[0],
+            backward=passes[1],
+            rank=ran.slowest,
+            sent=messages * least(send, nbytes)[0],
+            share=fullest,
+            begins=begins,
+            num_ranks=pipeline,
+        )
         fitting += [one for one in made if one.estimate.peak_nbytes <= limit]
         best = min(fitting, key=lambda one: one.estimate.step_seconds, default=None)
         with_less, hopeful = min(((_with_less(one.estimate, limit), one) for one in made), key=itemgetter(0))
-        if with_less >= cutoff or (best and best.estimate.step_seconds <= with_less):
+        if mixture or with_less >= cutoff or (best and best.estimate.step_seconds <= with_less):
             break
-        held = [price["memory"] for price in hopeful.estimate.solver["stages"][:pipeline]]
-        rank = held.index(max(held))
+        of_ranks = held_by_ranks(hopeful)
+        rank = of_ranks.index(max(of_ranks))
         if rank not in share.ranks:
             others.append(rank)
             share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins, others)
             continue
         beyond = hopeful.estimate.peak_nbytes - limit + MARGIN * limit
-        room = min(plan.estimate.solver["counted_nbytes"], room) - beyond
+        room = min(planned.estimate.solver["counted_nbytes"], room) - beyond
     return Staged(plan=best, bound=bound, way=way)
+
+
+def _keep(both: list[Plan], slow: Plan, fast: Plan) -> None:
+    both[:] = [slow, fast]
 
 
 def _with_less(estimate: Estimate, limit: float) -> float:

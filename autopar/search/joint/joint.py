@@ -333,7 +333,9 @@ class Joint:
         room = memory_limit(key.arrangement.cluster, self.setup.config)
         began, most = time.monotonic(), PLAN_SECONDS if cutoff < math.inf else FIRST_SECONDS
 
-        def whole(pricer: Pricer, share: Share | None = None) -> Plan:
+        def whole(
+            pricer: Pricer, share: Share | None = None, mixes: Callable[[Plan, Plan], None] | None = None
+        ) -> Plan:
             left = most - (time.monotonic() - began)
             if left < 0.0:
                 raise SearchTimeoutError(f"{key}: no plan was found that fits in {most:g} s")
@@ -355,6 +357,7 @@ class Joint:
                 share=share,
                 prices=self._prices.of(p),
                 is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
+                mixes=mixes,
             )
 
         if p == 1:

@@ -145,7 +145,9 @@ def staged(
     for op in program.ops:
         results = pricer.op(op, plan.choices[op.name]).results
         given.update((name, layout) for name, layout in zip(op.results, results, strict=True) if name is not None)
-    stages = split_stages(program.captured, cuts)
+    if ("stages", cuts) not in program.made:
+        program.made["stages", cuts] = split_stages(program.captured, cuts)
+    stages: tuple[CapturedModel, ...] = program.made["stages", cuts]
     made = StagedPlan(
         model=plan.model,
         fingerprint=plan.fingerprint,

@@ -1,0 +1,222 @@
+"""Some blocks as one plan says and the rest as another: still the model, and near what the relaxation promises."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from autopar.blocks import block_of
+from autopar.capture import capture
+from autopar.cluster import Cluster
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.promote_casts import promote_casts
+from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
+from autopar.search.exact.completion import Completed
+from autopar.search.exact.mixture import Seen
+from autopar.search.graph.moments import Share
+from autopar.search.joint.best_staged import best_staged, held_by_ranks
+from autopar.search.joint.mixed_stages import mix_stages
+from autopar.search.known.random_plan import random_plan
+from autopar.search.meshes import parts
+from autopar.search.mixing import blocks_of, mixed, mixed_within
+from autopar.search.planner import make_plan, plan_program
+from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
+from tests.plans_in_threads import errors_of, one_process
+from tests.search_cases import machine, pricer_of, program_of
+from tests.zoo import zoo
+
+LAYERS = 8
+PARTS = (0.95, 0.9, 0.85, 0.8, 0.75)
+"""Of what the fastest plan holds."""
+
+
+@cache
+def graph(microbatches: int = 1) -> CapturedModel:
+    """A Llama of so many layers, one of its micro-batches."""
+    config = hf.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = hf.LlamaForCausalLM(config).train()
+    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, 32))
+    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
+    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))
+
+
+def kept_and_recomputed(program: Program, pricer: Pricer, rng: random.Random) -> tuple[Plan, Plan]:
+    """A slow plan that runs every block again, and a fast one that keeps everything; both as one drawn at random."""
+    fast = random_plan(program.captured, pricer.mesh, rng)
+    again = frozenset(op.name for op in program.ops if block_of(op.module) and any(op.result_grads))
+    slow = replace(fast, recompute=again)
+    return slow.with_estimate(evaluate_program(slow, program, pricer)), fast
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_mixtures_of_random_plans_equal_one_process(family: str) -> None:
+    model, kwargs = zoo(family, dtype=torch.float64)
+    captured = promote_casts(capture(model, (), kwargs))
+    program, reference, rng = make_program(captured), one_process(captured, model, kwargs), random.Random(family)
+    blocks, trained = list(blocks_of(program)), 0
+    for mesh in ((4,), (2, 2), (4,), (2, 2)):
+        slow, fast = (random_plan(captured, make_mesh(mesh), rng) for _ in range(2))
+        shared = {name for name, tensor in program.tensors.items() if tensor.kind != "parameter"}
+        slow = replace(slow, layouts=slow.layouts | {n: v for n, v in fast.layouts.items() if n in shared})
+        slowly = rng.sample(blocks, rng.randint(1, len(blocks) - 1))
+        if (plan := mixed(slow, fast, program, slowly, rng.choice((slow, fast)))) is None:
+            continue
+        trained += 1
+        loss_error, gradient_error, parameter = errors_of(reference, plan)
+        assert loss_error <= 1e-10 and gradient_error <= 1e-8, (mesh, slowly, parameter)
+    assert trained
+
+
+def test_blocks_follow_their_plan_and_the_rest_the_one_that_is_said() -> None:
+    program, rng = program_of("llama"), random.Random(0)
+    slow, fast = kept_and_recomputed(program, pricer_of((2, 2)), rng)
+    first, second = blocks_of(program)
+    assert mixed(slow, fast, program, [first, second], slow) == slow
+    assert mixed(slow, fast, program, [], fast) == replace(fast, estimate=slow.estimate)
+    plan = mixed(slow, fast, program, [second], fast)
+    assert plan is not None
+    assert {block_of(op.module) for op in program.ops if op.name in plan.recompute} == {second}
+
+
+def test_what_blocks_share_must_be_stored_alike() -> None:
+    program, rng = program_of("llama"), random.Random(0)
+    fast = random_plan(program.captured, make_mesh((4,)), rng)
+    first, _ = blocks_of(program)
+    own = {op.position: op.module for op in program.ops}
+    name = next(n for n, t in program.tensors.items() if t.kind == "parameter"
+                and {block_of(own[p]) for p, _ in program.readers[n]} == {first})  # fmt: skip
+    other = next(lifetime for lifetime in ("use", "microbatch") if lifetime != fast.lifetimes[name])
+    slow = replace(fast, lifetimes={**fast.lifetimes, name: other})
+    assert mixed(slow, fast, program, [first], fast) is not None
+    program = replace(program, readers={**program.readers, name: [*program.readers[name], (len(program.ops) - 1, 0)]})
+    assert mixed(slow, fast, program, [first], fast) is None
+
+
+def test_the_best_mixture_is_the_best_of_all_pairs() -> None:
+    """Against every pair and every part in small steps."""
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(200):
+        moments = int(rng.integers(1, 4))
+        choices = [(float(rng.uniform(1, 2)), rng.uniform(-1, 1, moments)) for _ in range(5)]
+        seen = Seen()
+        for seconds, beyond in choices:
+            none = np.zeros(0, np.int64)
+            seen.add(Completed(choice=none, arcs=(), seconds=seconds, fits=bool((beyond <= 0).all())), beyond)
+        steps = np.linspace(0.0, 1.0, 401)
+        best = np.inf
+        for slow, room in choices:
+            for fast, beyond in choices:
+                if (room <= 0).all():
+                    fits = [(room + step * (beyond - room) <= 1e-12).all() for step in steps]
+                    best = min(best, min(slow + step * (fast - slow) for step, f in zip(steps, fits, strict=True) if f))
+        alone = min((s for s, beyond in choices if (beyond <= 0).all()), default=np.inf)
+        mixture = seen.best()
+        promised = min(alone, np.inf if mixture is None else mixture.seconds)
+        assert promised <= best + 1e-9 if np.isfinite(best) else mixture is None
+        assert not np.isfinite(best) or promised >= best - 1 / 400 - 2e-3 * best
+        found += mixture is not None
+    assert found > 20
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_mixture_fits_with_as_few_slow_blocks_as_can_be(part: float) -> None:
+    program, pricer = make_program(graph()), pricer_of((4,))
+    slow, fast = kept_and_recomputed(program, pricer, random.Random(1))
+    most = evaluate_program(fast, program, pricer).peak_nbytes
+    limit = slow.estimate.peak_nbytes + part * (most - slow.estimate.peak_nbytes)
+    plan = mixed_within(slow, fast, program, pricer, limit)
+    assert plan is not None and plan.estimate.peak_nbytes <= limit
+    assert plan.estimate.step_seconds < slow.estimate.step_seconds
+    again = [block for block in blocks_of(program) if any(
+        block_of(op.module) == block for op in program.ops if op.name in plan.recompute)]  # fmt: skip
+    assert 0 < len(again) < LAYERS
+    fewer = mixed(slow, fast, program, again[:-1], slow)
+    assert fewer is not None and evaluate_program(fewer, program, pricer).peak_nbytes > limit
+
+
+def test_of_equal_blocks_some_run_again_and_some_do_not_where_that_is_nearer_the_bound() -> None:
+    """The planner's own: no plan of blocks that decide alike is faster, and every plan fits."""
+    cluster, apart = machine(4, 2e9), 0
+    free = make_plan(graph(), cluster, make_mesh((4,)), TrainConfig(), with_baselines=False)
+    for part in PARTS:
+        limit = part * free.estimate.peak_nbytes
+        config = TrainConfig(memory_nbytes=limit)
+        plan = make_plan(graph(), cluster, make_mesh((4,)), config, with_baselines=False, relative_gap=5e-2)
+        assert plan.estimate.peak_nbytes <= limit
+        assert plan.estimate.bound <= plan.estimate.step_seconds * (1 + 1e-9)
+        program = make_program(graph())
+        kinds = {block: 0 for block in blocks_of(program)}
+        for op in program.ops:
+            if op.name in plan.recompute:
+                kinds[block_of(op.module)] += 1
+        apart += len(set(kinds.values())) > 1
+    assert apart, "equal blocks always decided alike"
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_each_rank_has_the_slow_blocks_that_it_needs(schedule: str, chunks: int) -> None:
+    program, cluster = make_program(graph(4)), machine(4)
+    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
+    slow, fast = kept_and_recomputed(program, pricer, random.Random(2))
+    cuts, begins = even_cuts(program, 2, chunks), even_starts(program, 2, chunks)
+
+    def held(plan: Plan) -> list[float]:
+        cut, stages = staged(plan, program, pricer, 2, schedule, cuts)
+        return held_by_ranks(priced(cut, stages, cluster, pricer.cluster))
+
+    least, most = np.array(held(slow)), np.array(held(fast))
+    limits = least.max() + np.array([0.8, 0.5, 0.2]) * (most.max() - least.max())
+    counts: list[int] = []
+    for limit in limits.tolist():
+        plan = mix_stages(slow, fast, program, begins, 2, held, limit)
+        assert plan is not None and max(held(plan)) <= limit
+        counts.append(len(plan.recompute & slow.recompute))
+    assert 0 < counts[0] <= counts[1] <= counts[2] <= len(slow.recompute) and counts[0] < counts[2]
+    assert mix_stages(slow, fast, program, begins, 2, held, 0.99 * least.max()) is None
+
+
+def test_the_best_stages_are_mixed_and_fit() -> None:
+    program, cluster = make_program(graph(4)), machine(4, 2e9)
+    free = _best(program, cluster, None)
+    apart = 0
+    for part in PARTS:
+        plan = _best(program, cluster, part * free.estimate.peak_nbytes)
+        assert plan.estimate.peak_nbytes <= part * free.estimate.peak_nbytes
+        blocks: dict[str, int] = {}
+        for op in program.ops:
+            if block := block_of(op.module):
+                again = any(op.name in stage.recompute for stage in plan.stages)
+                blocks[block] = blocks.get(block, 0) + again
+        apart += len(set(blocks.values())) > 1
+    assert apart, "equal blocks always decided alike"
+
+
+def _best(program: Program, cluster: Cluster, limit: float | None):  # type: ignore[no-untyped-def]
+    config = TrainConfig(memory_nbytes=limit)
+    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
+
+    def whole(own: Pricer, share: Share, mixes=None) -> Plan:  # type: ignore[no-untyped-def]
+        return plan_program(program, own, relative_gap=2e-2, seconds=10.0, with_baselines=False, fold=True, share=share,
+                            mixes=mixes)  # fmt: skip
+
+    found = best_staged(program, pricer, cluster, 2, "1f1b", 1, whole).plan
+    assert found is not None
+    return found
