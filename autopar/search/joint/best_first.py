@@ -32,8 +32,9 @@ BETTER = 0.05
 """After so many more bounds a promising one is solved if it is expected so much, as a part, below the best answer."""
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same bound."""
-ALIKE = 1.03
-"""Of the promising, those expected so near the least are as good: the one of least effort is taken."""
+ALIKE = (1.2, 1.03)
+"""Of the promising, those expected so near the least are as good: the one of least effort is taken. For a first answer,
+then for better ones."""
 
 INTERRUPTED, TIMED_OUT, PROVED = "interrupted", "time limit", "proved"
 
@@ -151,7 +152,7 @@ def best_first(
                 continue
             promising: list[Key] = []
             if len(sharpened) >= (EARLY if is_first else last + AFTER):
-                promising = left_open.promising(tried, outcome.cost * (1 - BETTER))
+                promising = left_open.promising(tried, outcome.cost * (1 - BETTER), ALIKE[not is_first])
             if is_first and promising:  # those that promise as much may turn out to promise more
                 problems.foresee(((one, left_open.of(one)) for one in promising[1:]), math.inf, left, False)
             else:
@@ -266,14 +267,14 @@ class _Open(Generic[Key, Answer]):
             if self.bounds[key] < aim:
                 yield key, self.of(key)
 
-    def promising(self, tried: set[Key], below: float) -> list[Key]:
+    def promising(self, tried: set[Key], below: float, as_good: float) -> list[Key]:
         """The sharpened one that is solved with least effort, of those expected, as things stand, to cost least or
         nearly so; then the others, those expected to cost least first. None if it is not expected below that."""
         costs = {key: self.problems.expected(key) for key in self.bounds if key in self.sharpened - tried}
         least = min(costs.values(), default=math.inf)
         if not costs or least > min(PROMISING * self.least(), below):
             return []
-        alike = [key for key, cost in costs.items() if cost <= ALIKE * least]
+        alike = [key for key, cost in costs.items() if cost <= as_good * least]
         first = min(alike, key=lambda key: (self.problems.effort(key), costs[key], self._numbers[key]))
         return [first, *sorted(costs.keys() - {first}, key=lambda key: (costs[key], self._numbers[key]))]
 

@@ -59,6 +59,8 @@ UNEVEN = 1.15
 """What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
 IDLE = (1.25, 1.05)
 """How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
+PLAIN_IDLE = 1.15
+"""The same among those of one stage a rank, of which few are in flight, so that their plans are found at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,8 +161,10 @@ class Joint:
         return self.bound(key) * (1.0 if is_near else UNEVEN) * (1.0 if is_refined else self._step.again(key))
 
     def effort(self, key: Candidate) -> float:
-        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced."""
-        return max(key.arrangement.mesh.num_axes, 2) + (key.arrangement.pipeline > 1) / 2
+        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced; of interleaved ones
+        more is in flight, so that memory mostly binds."""
+        p, axes = key.arrangement.pipeline, max(key.arrangement.mesh.num_axes, 2)
+        return axes + (0.0 if p == 1 else 0.5 if key.chunks == 1 else 0.75)
 
     def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
         """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, or
@@ -176,6 +180,9 @@ class Joint:
             for idle in IDLE:
                 near = [key for key in own if work[key] <= idle * min(work.values())]
                 out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
+            plain = {key: seconds for key, seconds in work.items() if key.chunks == 1}
+            near = [key for key, seconds in plain.items() if seconds <= PLAIN_IDLE * min(plain.values())]
+            out += sorted(near, key=lambda key: key.microbatches)[:1]
         return sorted(dict.fromkeys(out), key=self.bound)
 
     def foresee(
