@@ -161,8 +161,8 @@ class Joint:
         return self.bound(key) * (1.0 if is_near else UNEVEN) * (1.0 if is_refined else self._step.again(key))
 
     def effort(self, key: Candidate) -> float:
-        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced; of interleaved ones
-        more is in flight, so that memory mostly binds."""
+        """Tables grow with the power of the axes; stages are planned as a whole, then each is priced; of interleaved
+        ones more is in flight, so that memory mostly binds."""
         p, axes = key.arrangement.pipeline, max(key.arrangement.mesh.num_axes, 2)
         return axes + (0.0 if p == 1 else 0.5 if key.chunks == 1 else 0.75)
 
