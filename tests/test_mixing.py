@@ -35,7 +35,7 @@ from tests.search_cases import machine, pricer_of, program_of
 from tests.zoo import zoo
 
 LAYERS = 8
-PARTS = (0.95, 0.9, 0.85, 0.8, 0.75)
+PARTS = (0.95, 0.85, 0.75)
 """Of what the fastest plan holds."""
 
 
@@ -113,7 +113,7 @@ def test_the_best_mixture_is_the_best_of_all_pairs() -> None:
     """Against every pair and every part in small steps."""
     rng = np.random.default_rng(0)
     found = 0
-    for _ in range(200):
+    for _ in range(80):
         moments = int(rng.integers(1, 4))
         choices = [(float(rng.uniform(1, 2)), rng.uniform(-1, 1, moments)) for _ in range(5)]
         seen = Seen()
@@ -133,7 +133,7 @@ def test_the_best_mixture_is_the_best_of_all_pairs() -> None:
         assert promised <= best + 1e-9 if np.isfinite(best) else mixture is None
         assert not np.isfinite(best) or promised >= best - 1 / 400 - 2e-3 * best
         found += mixture is not None
-    assert found > 20
+    assert found > 8
 
 
 @pytest.mark.parametrize("part", PARTS)
