@@ -1,6 +1,7 @@
 """Some blocks as one plan says and the rest as another: still the model, and near what the relaxation promises."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -30,6 +31,7 @@ from autopar.search.meshes import parts
 from autopar.search.mixing import blocks_of, mixed, mixed_within
 from autopar.search.planner import make_plan, plan_program
 from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
+from autopar.staged_plan import StagedPlan
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine, pricer_of, program_of
 from tests.zoo import zoo
@@ -209,11 +211,11 @@ def test_the_best_stages_are_mixed_and_fit() -> None:
     assert apart, "equal blocks always decided alike"
 
 
-def _best(program: Program, cluster: Cluster, limit: float | None):  # type: ignore[no-untyped-def]
+def _best(program: Program, cluster: Cluster, limit: float | None) -> StagedPlan:
     config = TrainConfig(memory_nbytes=limit)
     pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
 
-    def whole(own: Pricer, share: Share, mixes=None) -> Plan:  # type: ignore[no-untyped-def]
+    def whole(own: Pricer, share: Share, mixes: Callable[[Plan, Plan], None] | None) -> Plan:
         return plan_program(program, own, relative_gap=2e-2, seconds=10.0, with_baselines=False, fold=True, share=share,
                             mixes=mixes)  # fmt: skip
 
