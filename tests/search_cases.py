@@ -3,10 +3,15 @@
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+import torch
+import transformers as hf
+
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -34,3 +39,21 @@ def program_of(family: str) -> Program:
 
 def pricer_of(mesh: tuple[int, ...], *, bandwidth: float = 5e9, config: TrainConfig | None = None) -> Pricer:
     return Pricer(mesh=make_mesh(mesh), cluster=machine(bandwidth=bandwidth), config=config or TrainConfig())
+
+
+@lru_cache
+def small_llama(layers: int, seq: int, microbatches: int = 1) -> CapturedModel:
+    """A Llama of so many equal layers, one of its micro-batches of two samples."""
+    config = hf.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = hf.LlamaForCausalLM(config).train()
+    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, seq))
+    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
+    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))

@@ -3,19 +3,16 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 
 from autopar.blocks import block_of
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
-from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
@@ -33,7 +30,7 @@ from autopar.search.planner import make_plan, plan_program
 from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
 from autopar.staged_plan import StagedPlan
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import machine, pricer_of, program_of
+from tests.search_cases import machine, pricer_of, program_of, small_llama
 from tests.zoo import zoo
 
 LAYERS = 8
@@ -41,22 +38,8 @@ PARTS = (0.95, 0.85, 0.75)
 """Of what the fastest plan holds."""
 
 
-@cache
 def graph(microbatches: int = 1) -> CapturedModel:
-    """A Llama of so many layers, one of its micro-batches."""
-    config = hf.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = hf.LlamaForCausalLM(config).train()
-    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, 32))
-    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
-    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))
+    return small_llama(LAYERS, 32, microbatches)
 
 
 def kept_and_recomputed(program: Program, pricer: Pricer, rng: random.Random) -> tuple[Plan, Plan]:
@@ -161,7 +144,7 @@ def test_of_equal_blocks_some_run_again_and_some_do_not_where_that_is_nearer_the
     for part in PARTS:
         limit = part * free.estimate.peak_nbytes
         config = TrainConfig(memory_nbytes=limit)
-        plan = make_plan(graph(), cluster, make_mesh((4,)), config, with_baselines=False, relative_gap=5e-2)
+        plan = make_plan(graph(), cluster, make_mesh((4,)), config, with_baselines=False, relative_gap=2e-2)
         assert plan.estimate.peak_nbytes <= limit
         assert plan.estimate.bound <= plan.estimate.step_seconds * (1 + 1e-9)
         program = make_program(graph())

@@ -47,7 +47,7 @@ def test_stages_of_one_key_cost_the_same() -> None:
     send = cheapest("send_recv", axis_links(machine(8), (4, 2), (0,)))
     sent = [{name: made.stages[n + 1].layouts[name] for name in stages[n].sends} for n in range(3)] + [{}]
     keys = [stage_key(made.stages[n], stages[n], sent[n]) for n in range(4)]
-    prices = [price_stage(made.stages[n], stages[n], cluster, sent[n], send) for n in range(4)]
+    prices = [price_stage(made.stages[n], stages[n], make_program(stages[n]), cluster, sent[n], send) for n in range(4)]
     assert keys[1] == keys[2] and len(set(keys)) == 3  # the ends have embedding and head
     one, other = prices[1], prices[2]
     assert (one.forward, one.backward, one.once, one.sent) == (other.forward, other.backward, other.once, other.sent)

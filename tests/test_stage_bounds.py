@@ -4,20 +4,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
-import transformers as hf
 
-from autopar.capture import capture
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import Action, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
-from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
@@ -36,9 +33,9 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
 from autopar.search.planner import plan_program
-from autopar.search.staged.rounds import dealt, interleaved_rounds
+from autopar.search.staged.rounds import dealt, interleaved_rounds, least_uneven, rounds
 from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
-from tests.search_cases import machine
+from tests.search_cases import machine, small_llama
 from tests.strategy_graphs import random_graph
 
 LAYERS, MICROBATCHES = 4, 4
@@ -46,22 +43,8 @@ COUNTED = 0.04
 """How much more the strategy graph, op by op, may count of a tiny model than is held, call by call."""
 
 
-@cache
 def graph(microbatches: int = MICROBATCHES) -> CapturedModel:
-    """A Llama of so many layers, one of its micro-batches."""
-    config = hf.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = hf.LlamaForCausalLM(config).train()
-    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, 8))
-    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
-    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))
+    return small_llama(LAYERS, 8, microbatches)
 
 
 @cache
@@ -130,6 +113,31 @@ def test_no_seconds_of_folded_ops_beat_the_rounds_of_interleaved_stages(p: int, 
         assert step >= least * (1 - 1e-9)
         nearest = min(nearest, step / least)
     assert nearest < 1.5  # it says something
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 3), (3, 2), (3, 3), (3, 8), (4, 5), (4, 12)])
+def test_no_cut_between_blocks_beats_the_least_of_uneven_stages(schedule: str, p: int, m: int) -> None:
+    """Every cut of a few blocks of random seconds, each simulated; never below the even share of the same work."""
+    draw, order, nearest = random.Random(0), make_order(schedule, p, m, 1), np.inf
+    for _ in range(12):
+        forward, backward = (np.array([draw.choice((1.0, draw.random() * 3)) for _ in range(6)]) for _ in range(2))
+        steps = []
+        for cuts in combinations(range(1, 6), p - 1):
+            sides = (np.add.reduceat(side, [0, *cuts]) for side in (forward, backward))
+            works = [
+                StageWork(actions={"F": (Segment(COMPUTE, f),), "B": (Segment(COMPUTE, b),)})
+                for f, b in zip(*sides, strict=True)
+            ]
+            steps.append(float(simulate(make_pipeline(order, works).tasks).finish.max()))
+        both = forward + backward
+        least = least_uneven(both, schedule, p, m)
+        assert min(steps) >= least * (1 - 1e-9)
+        even = rounds(schedule, p, m).passing * both.sum() / p
+        assert min(steps) >= even * (1 - 1e-9)
+        nearest = min(nearest, min(steps) / max(least, even))
+    assert nearest < 1.35 and least_uneven(np.ones(p - 1), schedule, p, m) == np.inf
+    assert m < p or nearest < 1.1
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("gpipe", 1)])

@@ -19,6 +19,7 @@ from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
+from autopar.search.exact.memory_prices import FIRST_PRICE
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
@@ -97,6 +98,8 @@ def find_exactly(
     elif within(problem.graph, free.choice, free.arcs):
         solution = free
     elif cutoff < math.inf:
+        if prices is not None and not prices:
+            prices.update(_guessed_prices(problem, free))
         problem, solution = again, solved(again, say_least)
     else:
         # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
@@ -146,6 +149,14 @@ def _unlimited(problem: Problem, relative_gap: float, seconds: float | None, cut
         return solve(graph, relative_gap=relative_gap, seconds=seconds, cutoff=cutoff)
     except SearchTimeoutError:
         return None
+
+
+def _guessed_prices(problem: Problem, free: Solution) -> dict[int, float]:
+    """Of memory, in seconds a byte, where the fastest choice holds most."""
+    memory = problem.graph.memory
+    assert memory is not None
+    fullest = int(usage(problem.graph, free.choice, free.arcs).argmax())
+    return {memory.moments[fullest]: FIRST_PRICE * free.seconds / memory.limit}
 
 
 def _attempt(search: Callable[[], Solution]) -> Solution | None:

@@ -132,7 +132,9 @@ def plan_program(
             if found.mixture is not None and mixes is not None:
                 mixes(*found.mixture)
             elif found.mixture is not None:
-                plan = _mixed(found, program, pricer, limit, near=bound / (1 - relative_gap), alone=exactly)
+                plan, bound = _mixed(found, program, pricer, limit, near=bound / (1 - relative_gap), alone=exactly)
+                if plan.estimate.step_seconds * (1 - relative_gap) <= bound:
+                    facts["status"] = "optimal"
         bounds.append(bound)
         return plan if plan.estimate.seconds else _evaluated(plan, program, pricer), bound, facts
 
@@ -161,13 +163,13 @@ def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
 
 def _mixed(
     found: Exact, program: Program, pricer: Pricer, limit: float, *, near: float, alone: Callable[[], Exact]
-) -> Plan:
+) -> tuple[Plan, float]:
     """The best of the plan found, of the mixtures and, if none of these takes `near` the bound, of equal blocks that do
-    decide alike: of those that fit the fastest."""
+    decide alike: of those that fit the fastest; and the better bound."""
     assert found.mixture is not None
     slow, fast = found.mixture
     slow = _evaluated(slow, program, pricer)
-    made = [slow, _evaluated(found.plan, program, pricer)]
+    made, bound = [slow, _evaluated(found.plan, program, pricer)], found.bound
     if (mixture := mixed_within(slow, fast, program, pricer, limit)) is not None:
         made.append(mixture)
 
@@ -176,8 +178,10 @@ def _mixed(
 
     if rank(min(made, key=rank)) > (False, near):
         with suppress(CutoffError, InfeasibleError, SearchTimeoutError):
-            made.append(_evaluated(alone().plan, program, pricer))
-    return min(made, key=rank)
+            other = alone()
+            made.append(_evaluated(other.plan, program, pricer))
+            bound = max(bound, other.bound)
+    return min(made, key=rank), bound
 
 
 def compare(

@@ -9,6 +9,9 @@ of a tensor has at least 1/n of its elements. A weak bound, but one that costs n
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.search.costs.pricing import Pricer, moved_nbytes
 from autopar.search.costs.program import Op, Program
 
@@ -20,16 +23,20 @@ def work_bound(program: Program, pricer: Pricer) -> float:
 
 def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
     """Seconds of all micro-batches, and of the optimizer."""
-    cache: dict[int, float] = {}
-    passing = update = 0.0
-    for op in program.ops:
-        if op.signature not in cache:
-            cache[op.signature] = sum(op_work(op, pricer))
-        passing += cache[op.signature] * program.microbatches
+    update = 0.0
     for tensor in program.tensors.values():
         if tensor.kind == "parameter" and tensor.requires_grad:
             update += pricer.update_seconds(tensor, math.prod(tensor.shape) / pricer.mesh.size)
-    return passing, update
+    return float(ops_work(program, pricer).sum()) * program.microbatches, update
+
+
+def ops_work(program: Program, pricer: Pricer) -> NDArray[np.float64]:
+    """Seconds of each op's forward and of its backward, of one micro-batch; [ops, 2]."""
+    known: dict[int, tuple[float, float]] = {}
+    for op in program.ops:
+        if op.signature not in known:
+            known[op.signature] = _op_work(op, pricer)
+    return np.array([known[op.signature] for op in program.ops]).reshape(-1, 2)
 
 
 def saved_nbytes(program: Program) -> float:
@@ -50,7 +57,7 @@ def saved_nbytes(program: Program) -> float:
     return beside + sum(math.prod(tensor.shape) * tensor.element_size for tensor in tensors)
 
 
-def op_work(op: Op, pricer: Pricer) -> tuple[float, float]:
+def _op_work(op: Op, pricer: Pricer) -> tuple[float, float]:
     """Seconds of forward and of backward."""
     rule, rates = op.rule, pricer.rates
     if rule.alias is not None:

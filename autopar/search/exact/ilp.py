@@ -213,7 +213,7 @@ class _Run:
         """Within the limit: by prices of memory, then the mixed program of what these do not rule out."""
         assert graph.memory is not None
         best: Completed | None = None
-        bound, seen = floor(graph), Seen()
+        bound, seen = floor(graph), Seen(mixes=self.mixes)
 
         def met(choice: Ints) -> None:
             nonlocal best
@@ -244,7 +244,7 @@ class _Run:
         ascent = ascend(
             graph,
             solved,
-            lambda: np.inf if best is None else best.seconds,
+            lambda: min(np.inf if best is None else best.seconds, seen.seconds(self.relative_gap)),
             planes=planes,
             relative_gap=self.relative_gap,
             cutoff=self.cutoff,
@@ -259,7 +259,7 @@ class _Run:
         if bound >= self.cutoff:
             raise CutoffError(bound)
         self._stands(phase, best, bound)
-        mixture = seen.best() if self.mixes and not self.proved(best, bound) else None
+        mixture = None if self.proved(best, bound) else seen.best()
         if mixture is not None and mixture.seconds - bound <= self.relative_gap * abs(mixture.seconds):
             self.mixture = mixture
             return better(best, mixture.slow), bound

@@ -18,7 +18,7 @@ from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, eva
 
 EVALUATIONS = 24
 """Most prices tried."""
-FIRST_PRICE = 0.5
+FIRST_PRICE = 0.1
 """Of the seconds without a limit: what as many bytes as the limit cost at first."""
 STEEPER = 4.0
 """How much more all prices may sum to after no choice has fitted yet."""
@@ -64,21 +64,28 @@ def ascend(
     unit = abs(memory.limit) or 1.0
     beyond = (memory.base - memory.limit) / unit
     out = Ascent(prices=np.zeros(len(beyond)))
-    most = 0.0
+    most, is_steeper = 0.0, False
     prices = np.zeros(len(beyond))
     for number in range(EVALUATIONS):
         if start is not None and number == 0:
             prices = start * unit
         elif planes:
             most = most or max(FIRST_PRICE * max(abs(planes[0][0]), TINY), STEEPER * float(prices.sum()))
+            tried = float(prices.sum())
             promise, prices = _most_promising(planes, most)
-            if number and float(prices.sum()) >= most * (1 - TINY):
-                if not math.isfinite(best()) and _never_fits(graph, solve, prices / unit, float(prices @ beyond)):
+            if min(tried, float(prices.sum())) >= most * (1 - TINY):
+                if (
+                    is_steeper
+                    and not math.isfinite(best())
+                    and _never_fits(graph, solve, prices / unit, float(prices @ beyond))
+                ):
                     out.bound = math.inf
                     return out
-                most *= STEEPER
+                most, is_steeper = most * STEEPER, True
                 promise, prices = _most_promising(planes, most)
-            if promise - out.bound <= CLOSE * relative_gap * abs(promise) or (only and promise < cutoff < math.inf):
+            is_highest = float(prices.sum()) < most * (1 - TINY)  # nothing higher promises more
+            is_near = promise - out.bound <= CLOSE * relative_gap * abs(promise)
+            if is_highest and (is_near or (only and promise < cutoff < math.inf)):
                 return out
         found, least = solve(priced(graph, prices / unit), prices / unit)
         if (bound := least + float(prices @ beyond)) > out.bound:

@@ -13,6 +13,8 @@ import numpy as np
 from autopar.search.exact.completion import Completed
 from autopar.search.graph.strategy_graph import Floats
 
+SPARE = 0.5
+"""Part of the gap that is left to what a mixture takes more than it promised."""
 LEAST = 1e-3
 """By what part a mixture is faster than the best single choice, at least, to be of use."""
 
@@ -32,15 +34,23 @@ class Mixture:
 
 @dataclass(slots=True)
 class Seen:
-    """Choices met on the way, with their bytes above the limit at each moment."""
+    """Choices met on the way, with their bytes above the limit at each moment. mixes: whether mixtures are of use."""
 
+    mixes: bool = True
     _choices: list[tuple[Completed, Floats]] = field(default_factory=list)
 
     def add(self, choice: Completed, beyond: Floats) -> None:
         self._choices.append((choice, beyond))
 
+    def seconds(self, relative_gap: float) -> float:
+        """Of the best mixture, and some of the gap asked for, as it may take more; infinite where there is none."""
+        found = self.best()
+        return np.inf if found is None else found.seconds * (1 + relative_gap * SPARE)
+
     def best(self) -> Mixture | None:
         """The mixture of two that promises least within the limit; None where one alone is as good."""
+        if not self.mixes:
+            return None
         fitting = [(one, beyond) for one, beyond in self._choices if (beyond <= 0.0).all()]
         alone = min((one.seconds for one, _ in fitting), default=np.inf)
         best: Mixture | None = None

@@ -207,7 +207,8 @@ class _Asker:
         for number, stage in enumerate(parts):
             after = plan.stages[number + 1].layouts if number + 1 < len(parts) else {}
             sent = {n: after[n] for n in stage.sends}
-            out.append(price_stage(plan.stages[number], stage, part, sent, send, splits=plan.schedule in SPLITTING))
+            own, splits = plan.stages[number], plan.schedule in SPLITTING
+            out.append(price_stage(own, stage, make_program(stage), part, sent, send, splits=splits))
         return out
 
     def _items(self, whole: Ledger, price: StagePrice) -> Ledger:

@@ -11,8 +11,6 @@ from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
@@ -23,7 +21,7 @@ from autopar.graph import CapturedModel
 from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
-from autopar.search.costs.work_bound import op_work
+from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.critical_path import Way, guessed_way, longest_way
@@ -31,7 +29,7 @@ from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.messages import least_messages
 from autopar.search.joint.mixed_stages import mix_stages
 from autopar.search.known.baselines import memory_limit
-from autopar.search.staged.stages import choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
+from autopar.search.staged.stages import PricedStages, choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
 from autopar.staged_plan import StagedPlan
 
 ATTEMPTS = 4
@@ -49,11 +47,10 @@ def way_before_planning(
 ) -> Way:
     """A way through the step of evenly dealt stages, so many a rank, that no plan is needed for."""
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
-    work = np.array([op_work(op, pricer) for op in program.ops])
     begins = even_starts(program, pipeline, chunks)
     order = make_order(schedule, pipeline, program.microbatches, chunks)
     share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
-    return guessed_way(program, pricer, work, order, begins, share, send)
+    return guessed_way(program, pricer, ops_work(program, pricer), order, begins, share, send)
 
 
 class Run(NamedTuple):
@@ -111,11 +108,12 @@ def best_staged(
     even = even_cuts(program, pipeline, chunks)
     few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
     known: dict[tuple[int, tuple[str, ...]], Run] = {}
+    prices = PricedStages()
 
     def run(plan: Plan, cuts: tuple[str, ...]) -> Run:
         if (id(plan), cuts) not in known:
             cut, stages = staged(plan, program, pricer, pipeline, schedule, cuts)
-            known[id(plan), cuts] = Run(plan, stages, *simulated(cut, stages, cluster, pricer.cluster))
+            known[id(plan), cuts] = Run(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
         return known[id(plan), cuts]
 
     def held(plan: Plan) -> list[float]:

@@ -39,6 +39,7 @@ from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Answer, Question, Refined, Refining, Setup, Solved, Solving, Tightening
 from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds, seconds_within
+from autopar.search.joint.scouts import scouts
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
@@ -55,12 +56,8 @@ FIRST_PART = 0.6
 """Part of that for interleaved stages as they are first planned: most do not fit yet."""
 AGAIN_SECONDS, LEAST_SECONDS = 10.0, 0.1
 """Given at least to planning it again, within less memory; and when the time of all problems is over."""
-UNEVEN = 1.15
-"""What a step in stages took beside its bound where both were known (Llama-3-8B and 405B, H100)."""
-IDLE = (1.25, 1.05)
-"""How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
-PLAIN_IDLE = 1.15
-"""The same among those of one stage a rank, of which few are in flight, so that their plans are found at once."""
+MESSAGES = 1.1
+"""What a step in stages took beside its bound for uneven stages (Llama 70B, 1f1b of 8 to 64 stages: 1.08 to 1.12)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +78,7 @@ class Joint:
     _best: float = math.inf
     _prices: KnownPrices = field(default_factory=KnownPrices)
     _refined: set[Candidate] = field(default_factory=set)
+    _scouts: set[Candidate] = field(default_factory=set)
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
@@ -149,16 +147,21 @@ class Joint:
         return self._pricers.of(key.arrangement, key.microbatches)
 
     def bound(self, key: Candidate) -> float:
-        known = [self._step.work_bound(key, key.microbatches), self._own.get(key, 0.0)]
+        return max(self._step.work_bound(key, key.microbatches), self._found(key))
+
+    def _found(self, key: Candidate) -> float:
+        """What solving something showed; of stages that share the work evenly."""
         least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
-        return max([*known, self._step.with_bubble(key, max(least))])
+        return max(self._own.get(key, 0.0), self._step.with_bubble(key, max(least)))
 
     def expected(self, key: Candidate) -> float:
-        """Bounds of stages know neither messages nor what uneven stages cost, but those along a way do; and those
-        memory aside not that what does not fit is run again."""
+        """Bounds of stages know neither messages nor that stages of whole blocks are uneven, but those along a way do;
+        and those memory aside not that what does not fit is run again."""
         is_refined = key in self._refined
         is_near = key.arrangement.pipeline == 1 or (is_refined and key.schedule == INTERLEAVED)
-        return self.bound(key) * (1.0 if is_near else UNEVEN) * (1.0 if is_refined else self._step.again(key))
+        found = self._found(key) * self._step.uneven(key, key.microbatches)
+        least = max(self.bound(key), found) * (1.0 if is_near else MESSAGES)
+        return least * (1.0 if is_refined else self._step.again(key))
 
     def effort(self, key: Candidate) -> float:
         """Tables grow with the power of the axes; stages are planned as a whole, then each is priced; of interleaved
@@ -167,23 +170,12 @@ class Joint:
         return axes + (0.0 if p == 1 else 0.5 if key.chunks == 1 else 0.75)
 
     def scouts(self, keys: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Of many problems, for each number of stages those on a mesh of fewest axes whose pipeline idles little, or
-        hardly, and runs little again, with as few micro-batches as can be."""
         if len(keys) < MANY:
             return ()
-        out: list[Candidate] = []
-        for p in sorted({key.arrangement.pipeline for key in keys}):
-            own = [key for key in keys if key.arrangement.pipeline == p]
-            axes = min(key.arrangement.mesh.num_axes for key in own)
-            own = [key for key in own if key.arrangement.mesh.num_axes == axes]
-            work = {key: self._step.work_bound(key, key.microbatches) * self._step.again(key) for key in own}
-            for idle in IDLE:
-                near = [key for key in own if work[key] <= idle * min(work.values())]
-                out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
-            plain = {key: seconds for key, seconds in work.items() if key.chunks == 1}
-            near = [key for key, seconds in plain.items() if seconds <= PLAIN_IDLE * min(plain.values())]
-            out += sorted(near, key=lambda key: key.microbatches)[:1]
-        return sorted(dict.fromkeys(out), key=self.bound)
+        self._scouts.update(
+            scouts(keys, lambda key: self._step.work_bound(key, key.microbatches) * self._step.again(key))
+        )
+        return sorted(self._scouts, key=self.bound)
 
     def foresee(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
@@ -281,13 +273,14 @@ class Joint:
         return least
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
-        """The relaxation that comes next for this candidate."""
-        shared = [n for n in divisors(key.microbatches) if n in self.setup.counts]
+        """The relaxation that comes next for this candidate; of a scout its own."""
+        is_scout = key in self._scouts
+        shared = [n for n in divisors(key.microbatches) if n in self.setup.counts and not is_scout]
         first = next((n for n in shared if self._step.work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
         known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
         following = max(known) + 2 ** (len(known) - 1) if known else 0
-        if not known or following < len(shared) - 1:
+        if shared and (not known or following < len(shared) - 1):
             return key.arrangement, shared[following], shared[following]
         times = int(self._step.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
         return key.arrangement, key.microbatches, times

@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.search.costs.folding import Folding, fold_program
+from autopar.search.costs.paid import stages_of
 from autopar.search.costs.program import Program
-from autopar.search.costs.work_bound import saved_nbytes, work_seconds
+from autopar.search.costs.work_bound import ops_work, saved_nbytes, work_seconds
 from autopar.search.joint.candidates import Candidate, in_flight
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import Pricers
 from autopar.search.known.baselines import memory_limit
-from autopar.search.staged.rounds import Rounds, interleaved_rounds, rounds
-from autopar.search.staged.stages import even_starts
+from autopar.search.staged.rounds import Rounds, interleaved_rounds, least_uneven, rounds
+from autopar.search.staged.stages import even_starts, starts_of
 
 AGAIN = 1 / 3
 """What running all of forward again adds to forward and backward."""
@@ -26,6 +30,8 @@ class StepBounds:
     setup: Setup
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
     _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
+    _blocks: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    _uneven: dict[tuple[str, int, int], float] = field(default_factory=dict)
     _folding: Folding | None = None
     _saved: float | None = None
 
@@ -65,10 +71,32 @@ class StepBounds:
 
     def work_bound(self, key: Candidate, microbatches: int) -> float:
         """What the candidate's work alone takes with so many micro-batches."""
-        p = key.arrangement.pipeline
+        return self.even_work(key, microbatches) * self.uneven(key, microbatches)
+
+    def even_work(self, key: Candidate, microbatches: int) -> float:
+        """The same of stages that share all of it evenly."""
         passing, update = self.work_seconds(key)
         r, g = self.rounds(key, microbatches)
-        return (passing * r / microbatches + g * update) / p
+        return (passing * r / microbatches + g * update) / key.arrangement.pipeline
+
+    def uneven(self, key: Candidate, microbatches: int) -> float:
+        """How many times that, at least, as stages are of whole blocks. (Of interleaved ones rounds know it.)"""
+        p = key.arrangement.pipeline
+        if p == 1 or key.chunks > 1:
+            return 1.0
+        known = key.schedule, p, microbatches
+        if known not in self._uneven:
+            if p not in self._blocks:
+                fewest = min(self.setup.counts)
+                program, pricer = self.program(fewest), self.pricers.of(key.arrangement, key.microbatches)
+                positions = {op.name: op.position for op in program.ops}
+                block = stages_of([positions[name] for name in starts_of(program)], len(program.ops))
+                work = fewest * ops_work(program, pricer).sum(axis=1)
+                self._blocks[p] = np.bincount(block, weights=work).astype(np.float64)
+            passing = least_uneven(self._blocks[p] / microbatches, key.schedule, p, microbatches)
+            least = passing + self.work_seconds(key)[1] / p
+            self._uneven[known] = max(least / self.even_work(key, microbatches), 1.0)
+        return self._uneven[known]
 
     def again(self, key: Candidate) -> float:
         """By how much about the work grows if what does not fit of all that backward needs is made again there."""

@@ -11,9 +11,13 @@ of m micro-batches takes at least (r t + o) / p, with r the rounds:
     1f1b, m <= p    p / (1 - (1 - 1 / m)^p): stage k works m t_k after and before the stages in front of it.
     others          m: no rank works less than its share.
 
-These hold however uneven the stages are. Interleaved stages are searched with blocks dealt evenly (`dealt`), and then
-more is known (`interleaved_rounds`): rank s works m times on each of its stages, and neither begins before a forward
-nor ends after a backward through the first s stages. So with weights w >= 0 that sum to 1 a step takes at least
+These hold however uneven the stages are. But stages are cut between blocks: where those do not divide, or the ends
+weigh, some stage has more than its share, so that the sums above are more than their average. The least over cuts of
+the greatest stage's bounds them all, by dynamic programming (`least_uneven`).
+
+Interleaved stages are searched with blocks dealt evenly (`dealt`), and then more is known (`interleaved_rounds`): rank
+s works m times on each of its stages, and neither begins before a forward nor ends after a backward through the first s
+stages. So with weights w >= 0 that sum to 1 a step takes at least
 
     sum over stages j of c_j t_j,    c_j = m w[j mod p] + sum over s > j of w_s where j < p
 
@@ -51,6 +55,28 @@ def rounds(schedule: str, p: int, m: int) -> Rounds:
     if schedule == "gpipe" or (schedule == "1f1b" and m > p):
         return Rounds(m + p - 1)
     return Rounds(p / (1 - (1 - 1 / m) ** p) if schedule == "1f1b" else m)
+
+
+def least_uneven(blocks: Floats, schedule: str, p: int, m: int) -> float:
+    """The least seconds of m micro-batches in p stages of whole blocks, of one stage a rank, however they are cut.
+
+    blocks: seconds of each block for one micro-batch, forward and backward. Infinite with fewer blocks than stages.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(blocks)])
+    whole = float(sums[-1])
+    numbers = np.arange(len(blocks))
+    begin = sums[:-1, None]
+    stage, is_none = sums[None, 1:] - begin, numbers[:, None] > numbers  # [first block, last block]
+    behind = np.append(np.full(len(blocks), np.inf), 0.0)  # the least of all stages from each block on: of none
+    for k in reversed(range(p)):
+        if schedule == "gpipe":
+            step = whole + (m - 1) * stage
+        elif m > p:
+            step = whole + (whole - begin) + (m - p + k - 1) * stage
+        else:
+            step = begin + m * stage
+        behind = np.append(np.where(is_none, np.inf, np.maximum(step, behind[None, 1:])).min(axis=1), np.inf)
+    return float(behind[0])
 
 
 def dealt(num_blocks: int, p: int, chunks: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ stages as many each (`even_cuts`).
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -61,6 +61,17 @@ class StagePrice:
     def back(self) -> float:
         """Backward, both parts of it."""
         return self.backward + (self.weights or 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedStages:
+    """What was priced and read before, of plans in stages that all have the same part of a cluster.
+
+    prices: by `stage_key`; programs: by fingerprint.
+    """
+
+    prices: dict[Hashable, StagePrice] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
 
 
 def block_starts(captured: CapturedModel) -> tuple[str, ...]:
@@ -185,6 +196,7 @@ def _restricted(plan: Plan, stage: CapturedModel, given: Mapping[str, Layout]) -
 def price_stage(
     plan: Plan,
     stage: CapturedModel,
+    program: Program,
     cluster: Cluster,
     sent: Mapping[str, Layout],
     send: tuple[Form, ...],
@@ -195,7 +207,7 @@ def price_stage(
 
     splits: backward in two parts.
     """
-    program, pricer = make_program(stage), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     charges, live = itemised(plan, program, pricer, sent)
     passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
     for charge in charges:
@@ -226,21 +238,27 @@ def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, 
 
 
 def simulated(
-    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    cluster: Cluster,
+    part: Cluster,
+    known: PricedStages | None = None,
 ) -> tuple[StagedPlan, Pipeline, int]:
     """`priced`, the pipeline of one task an action, and the rank that pays most once a step."""
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, reduce = cheapest("send_recv", links), cheapest("all_reduce", links)
     prices: list[StagePrice] = []
-    known: dict[Hashable, StagePrice] = {}
+    known = PricedStages() if known is None else known
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
         sent = {name: after[name] for name in stage.sends}
         key = stage_key(plan.stages[number], stage, sent)
-        if key not in known:
-            splits = plan.schedule in SPLITTING
-            known[key] = price_stage(plan.stages[number], stage, part, sent, send, splits=splits)
-        prices.append(known[key])
+        if key not in known.prices:
+            if stage.fingerprint not in known.programs:
+                known.programs[stage.fingerprint] = make_program(stage)
+            program, splits = known.programs[stage.fingerprint], plan.schedule in SPLITTING
+            known.prices[key] = price_stage(plan.stages[number], stage, program, part, sent, send, splits=splits)
+        prices.append(known.prices[key])
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
     pipeline = make_pipeline(order, [stage_work(price) for price in prices])
     makespan = float(simulate(pipeline.tasks).finish.max(initial=0.0))
