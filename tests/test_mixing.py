@@ -27,7 +27,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
 from autopar.search.mixing import blocks_of, mixed, mixed_within
 from autopar.search.planner import make_plan, plan_program
-from autopar.search.staged.stages import even_cuts, even_starts, priced, staged
+from autopar.search.staged.stages import PricedStages, even_cuts, even_starts, priced, simulated, staged
 from autopar.staged_plan import StagedPlan
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine, pricer_of, program_of, small_llama
@@ -154,6 +154,23 @@ def test_of_equal_blocks_some_run_again_and_some_do_not_where_that_is_nearer_the
                 kinds[block_of(op.module)] += 1
         apart += len(set(kinds.values())) > 1
     assert apart, "equal blocks always decided alike"
+
+
+def test_stages_priced_before_cost_what_they_cost_alone() -> None:
+    """Plans of one model in the same stages, of which most are alike: whichever was priced first."""
+    program, cluster = make_program(graph(4)), machine(4)
+    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
+    known, cuts = PricedStages(), even_cuts(program, 2, 2)
+    slow, fast = kept_and_recomputed(program, pricer, random.Random(3))
+    half = mixed(slow, fast, program, list(blocks_of(program))[::2], fast)
+    assert half is not None
+    seen = set()
+    for plan in (slow, fast, half, slow):
+        cut, stages = staged(plan, program, pricer, 2, "interleaved-1f1b", cuts)
+        alone = simulated(cut, stages, cluster, pricer.cluster)[0].estimate
+        assert simulated(cut, stages, cluster, pricer.cluster, known)[0].estimate == alone
+        seen.add((alone.step_seconds, alone.peak_nbytes))
+    assert len(seen) == 3 and len(known.programs) == 4 and len(known.prices) <= 12, "slow twice"
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
