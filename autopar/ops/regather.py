@@ -73,6 +73,12 @@ def attach(tensor: Tensor, source: Source) -> None:
     setattr(tensor.untyped_storage(), ATTRIBUTE, source)
 
 
+def detach(tensor: Tensor) -> None:
+    """From now on autograd saves `tensor` itself; what it saved before is made as it was said."""
+    if hasattr(storage := tensor.untyped_storage(), ATTRIBUTE):
+        delattr(storage, ATTRIBUTE)
+
+
 def register(gathered: Tensor, operand: Tensor, gather: Gather) -> None:
     """`gathered` is `gather(operand)`, and not kept; nothing outside `regathering`."""
     if _active.get() is not None:

@@ -17,7 +17,7 @@ from autopar.graph import Accumulation, LocalModel
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
-from autopar.ops.regather import regathering
+from autopar.ops.regather import detach, regathering
 from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.recompute import again_graph
 from autopar.plan import Plan
@@ -150,6 +150,8 @@ class Stage(nn.Module):
                 stack.enter_context(regathering())
             results: tuple[Tensor, ...] = body(*(arguments[name] for name in names))
         ends, rest = results[: len(captured.ends)], results[len(captured.ends) :]
+        for end in ends:
+            detach(end)  # it may outlive this pass, or be another stage's
         if self.root[0].training:
             with torch.no_grad():
                 for buffer, value in zip(self.changed, rest, strict=False):
