@@ -17,6 +17,7 @@ from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, InputSpec, LocalModel, operands, requires_grad
 from autopar.passes.graph_tools import verify
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.lay_out_received import lay_out_received
 from autopar.staged_plan import StagedPlan, check_cuts
 
 
@@ -171,6 +172,7 @@ class _Split:
             if node.op == "call_function" and node.name in needed:
                 env[node] = graph.node_copy(node, env.__getitem__)
         results = [env[self.captured.nodes[name]] for name in (*stage.ends, *stage.results)]
+        lay_out_received(graph, stage.received)
         output = graph.output(tuple(results))
         output.meta = {"val": tuple(n.meta["val"] for n in results), "requires_grad": True, "module": ""}
         return graph

@@ -1,0 +1,49 @@
+"""What a stage computes of contiguous copies lies in its graph as it does when it runs."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from autopar.capture import capture
+from autopar.graph import CapturedModel
+from autopar.inputs import bind_inputs
+from autopar.passes.split_stages import split_stages
+from autopar.reference import buffers_of, parameters_of
+from autopar.search.known.random_plan import random_cuts
+from tests.zoo import zoo
+
+
+def run(captured: CapturedModel, values: dict[str, Tensor]) -> dict[str, Any]:
+    """What every node of a graph computes."""
+    found: dict[str, Any] = {}
+
+    class Noting(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            found[node.name] = super().run_node(node)
+            return found[node.name]
+
+    names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+    Noting(fx.GraphModule({}, captured.graph)).run(*(values[name] for name in names))
+    return found
+
+
+@pytest.mark.parametrize("family", ["whisper", "llama"])
+def test_stages_lie_as_they_run(family: str) -> None:
+    model, kwargs = zoo(family)
+    whole = capture(model, (), kwargs)
+    values = {**parameters_of(whole, model), **buffers_of(whole, model), **whole.constants}
+    values |= bind_inputs(whole.inputs, (), kwargs)
+    with torch.no_grad():
+        truth = run(whole, values)
+        strides_differ = 0
+        for seed in range(3):
+            for stage in split_stages(whole, random_cuts(whole, 8, random.Random(seed))):
+                found = run(stage, values | {name: truth[name].contiguous() for name in stage.received})
+                for name in (*stage.received, *stage.sends):
+                    said = stage.nodes[name].meta["val"]
+                    assert said.is_contiguous() == found[name].is_contiguous(), name
+                    strides_differ += said.stride() != whole.nodes[name].meta["val"].stride()
+    assert strides_differ
