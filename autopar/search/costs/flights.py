@@ -5,7 +5,7 @@ backend reads, and chunks that are put in order before or after. The result is c
 
     reduce-scatter   what is sent, in order: a copy, or (along the first dim) the operand itself, for as long
     all-gather       the part that is sent; at the end what came, out of order along a dim but the first
-    all-to-all       what is sent; at the end what came, beside the result
+    all-to-all       what is sent, at the end what came, beside the result
 """
 
 from collections.abc import Iterator
@@ -28,4 +28,3 @@ def flight(kind: str, step: Step, source: int, target: int, start: int, end: int
             yield target, end, end
     elif kind == "all_to_all":
         yield source, start, end
-        yield source, end, end

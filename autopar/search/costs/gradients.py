@@ -48,7 +48,8 @@ class Gradients:
     moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. skipped:
     tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
     first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
-    outside before all else, of which they `copy` one that is all they get; a permuted one is given back as a copy.
+    outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
+    `grad` does, or are handed both. A permuted one is given back as a copy.
 
     released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what
     came to leaves from outside.
@@ -66,7 +67,7 @@ class Gradients:
         outside: Iterable[Value] = (),
         copies: bool = True,
     ) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.copies = nbytes, copies
         self.buckets = buckets
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
@@ -127,7 +128,8 @@ class Gradients:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
-            is_copied = call.op.rule.alias is None and value not in self.made and arrived.owners > 1
+            is_leaf = self.copies and value not in self.made
+            is_copied = is_leaf and call.op.rule.alias is None and arrived.owners > 1
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False
             if call.results[0] in self.permuted:

@@ -252,7 +252,7 @@ class Live:
     ) -> Gradients:
         """The backward pass, or the part of it for `wanted` values, which may begin at further calls.
 
-        copies: leaves copy a gradient from outside, of what a stage received and sends on as it is.
+        copies: leaves copy a gradient from outside, of what a stage received and sends on as it is, or a shared one.
         """
         ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
@@ -287,9 +287,12 @@ class Live:
         """What of a backward pass is live for a while, or is added to what there is."""
         for released in found.released:
             yield Holding("working", *released, "gradient")
+        shared = set[int]()
         for (name, _), gradient in found.held.items():
             if self.journeys[name].tensor.kind != "parameter":
-                yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
+                if id(gradient) not in shared:
+                    yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
+                shared.add(id(gradient))
             elif self.several:
                 yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, "leaf")
 
@@ -366,7 +369,7 @@ def buffers(kind: str, step: Step, source: int, target: int) -> int:
     """Bytes that a collective allocates beside operand and result: chunks put in order along a dim but the first."""
     sides = [p.dim for p in (step.before, step.after) if isinstance(p, Shard)]
     if kind == "all_to_all":
-        return 2 * source
+        return max(source, 2 * source - target)  # what is sent is gone before what came is put in order
     if kind == "all_gather":
         return target if sides[0] else 0
     if kind == "reduce_scatter":

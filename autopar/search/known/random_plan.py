@@ -26,8 +26,8 @@ GATHERED = ("use", "microbatch")
 def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config: TrainConfig | None = None) -> Plan:
     """A uniformly random choice for every node on every axis, redrawn until its sizes allow it; default routes.
 
-    Parameters get a random storage (axes that the first use splits too come first, the others innermost) and a random
-    lifetime, inputs a random even layout.
+    Axes of size 1 are Invariant, as in the search's space. Parameters get a random storage (axes that the first use
+    splits too come first, the others innermost) and a random lifetime, inputs a random even layout.
     """
     program = make_program(captured)
     choices = {op.name: _random_choice(op, mesh, rng) for op in program.ops}
@@ -58,11 +58,11 @@ def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config:
 def _random_choice(op: Op, mesh: Mesh, rng: random.Random) -> tuple[str, ...]:
     names = list(op.choices)
     for _ in range(TRIES):
-        drawn = tuple(rng.choice(names) for _ in mesh.shape)
+        drawn = tuple(rng.choice(names) if n > 1 else "invariant" for n in mesh.shape)
         if is_splittable(op.rule, tuple(op.choices[n] for n in drawn), mesh):
             return drawn
     whole = [n for n in names if n in ("replicate", "invariant")]
-    return tuple(rng.choice(whole) for _ in mesh.shape)
+    return tuple(rng.choice(whole) if n > 1 else "invariant" for n in mesh.shape)
 
 
 def _first_use(program: Program, tensor: Tensor, choices: dict[str, tuple[str, ...]]) -> Layout | None:
@@ -120,7 +120,7 @@ def random_staged_plan(
     shared: dict[str, Layout] = {}
     for stage in stages:
         plan = random_plan(stage, mesh, rng)
-        taken = {name: _random_boundary(plan.layouts[name], stage, name, rng) for name in stage.received}
+        taken = {name: _random_boundary(plan.layouts[name], stage, name, mesh, rng) for name in stage.received}
         stored = {
             p.placeholder: shared.setdefault(p.placeholder, plan.layouts[p.placeholder]) for p in stage.parameters
         }
@@ -148,11 +148,12 @@ def random_staged_plan(
     return replace(whole, stages=tuple(again))
 
 
-def _random_boundary(layout: Layout, stage: CapturedModel, name: str, rng: random.Random) -> Layout:
+def _random_boundary(layout: Layout, stage: CapturedModel, name: str, mesh: Mesh, rng: random.Random) -> Layout:
     """The layout with whole axes made Invariant or Partial now and then, which tensors with gradients can be."""
     if not requires_grad(stage.nodes[name]):
         return layout
-    axes = tuple(rng.choice((p, INVARIANT, PARTIAL)) if p == REPLICATE else p for p in layout.axes)
+    choices = [(p, INVARIANT, PARTIAL) if n > 1 else (INVARIANT,) for p, n in zip(layout.axes, mesh.shape, strict=True)]
+    axes = tuple(rng.choice(c) if p == REPLICATE else p for p, c in zip(layout.axes, choices, strict=True))
     return Layout(axes, layout.order)
 
 

@@ -278,7 +278,9 @@ def _summed(holdings: Iterable[Holding]) -> Floats:
 
 
 def _peak(holdings: Iterable[Holding], first: int, end: int) -> Floats:
-    """The moment of most bytes in `[first, end)`."""
+    """The moment of most bytes in `[first, end)`; nothing in a stage of no ops."""
+    if first == end:
+        return np.zeros(len(STAGED_KINDS))
     changes = np.zeros((end + 1, len(STAGED_KINDS)))
     for holding in holdings:
         kind = STAGED_KINDS.index(holding.kind)
