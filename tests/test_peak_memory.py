@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -13,15 +14,20 @@ from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
+from autopar.ops.groups import use_groups
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.collective_call import collective_call
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, local_shape
 from autopar.plan import Plan, TrainConfig
+from autopar.redistribution import Step, steps_from
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
+from autopar.runtime.groups import build_groups
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.costs.evaluate import evaluate
+from autopar.search.costs.live import buffers
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
@@ -79,6 +85,39 @@ def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> N
         measured_peak=measured,
     )
     assert check.wrong(0.0, 0.0) == ((wrong,) if wrong else ())
+
+
+def peaks_of_steps(cases: list[tuple[Step, tuple[int, ...]]]) -> list[int]:
+    """Most bytes at once of each step's collective on this rank, the least of some; operand and result included."""
+    mesh = make_mesh((2,))
+    _, groups = build_groups(mesh, "cpu")
+    found = []
+    for step, shape in cases:
+        call, keywords = collective_call(step, shape, mesh)
+        peaks = []
+        for _ in range(5):
+            x = torch.ones(local_shape(shape, step.source, mesh))
+            with use_groups(groups), PeakMemory() as memory:
+                memory.hold("operand", [x])
+                call(x, **keywords)
+            peaks.append(memory.peak)
+        found.append(min(peaks))
+    return found
+
+
+def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
+    mesh, rng = make_mesh((2,)), random.Random(0)
+    layouts = [Layout((p,)) for p in (Shard(0), Shard(1), Shard(2), REPLICATE, PARTIAL)]
+    steps = {(s.source, s.target): s for v in layouts for s in steps_from(v, 3, False) if s.target in layouts}
+    cases = [
+        (step, tuple(2 * rng.randint(2, 20) for _ in range(3)))
+        for step in steps.values()
+        if step.forward in ("all_to_all", "all_gather", "reduce_scatter")
+    ]
+    assert len(cases) == 6 + 3 + 3
+    for (step, shape), peak in zip(cases, ranks(2).run(peaks_of_steps, cases)[0], strict=True):
+        source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
+        assert peak == source + target + buffers(step.forward, step, source, target), step
 
 
 @cache

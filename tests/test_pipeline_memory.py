@@ -1,6 +1,7 @@
 """The peak of tensors on every rank of a pipeline is the predicted one, within 5%, whatever the schedule."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from math import prod
 from random import Random
@@ -11,12 +12,14 @@ from process_group import ranks
 from torch import Tensor
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
+from autopar.placement import PARTIAL, Layout
 from autopar.reference import buffers_of, parameters_of
+from autopar.rules.spare import short_name
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
 from autopar.search.costs.evaluate import find_live
@@ -80,7 +83,7 @@ def test_1f1b(family: str, shape: tuple[int, int, int]) -> None:
     assert max(map(abs, errors(family, "1f1b", *shape, 4))) <= 0.05
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["bert", "llama", "whisper"])
 def test_interleaved(family: str) -> None:
     assert max(map(abs, errors(family, "interleaved-1f1b", 1, 2, 4, 2))) <= 0.05
 
@@ -137,6 +140,40 @@ def test_a_gradient_that_passes_through_is_copied() -> None:
     for copies in (True, False):
         found = live.gradients(copies=copies).held
         assert all((found[value].nbytes > 0) == copies for value in alone)
+
+
+@pytest.mark.parametrize("family", ["resnet", "whisper"])
+def test_a_gradient_that_several_received_share_is_held_once(family: str) -> None:
+    """Summands that are reduced first are given the one gradient of their sum, as all-reduces hand it on."""
+    captured, _, _ = case(family, 1)
+    sums = [n.name for n in captured.graph.nodes if short_name(n) == "add" and all(map(requires_grad, operands(n)))]
+    shared = 0
+    for name in sums:
+        plan = random_staged_plan(captured, make_mesh((2,)), "gpipe", 2, (name,), Random(0))
+        stage = split_stages(captured, plan.cuts)[1]
+        partial = {received: Layout((PARTIAL,)) for received in stage.received}
+        second = plan.stages[1]
+        second = replace(
+            second, layouts={**second.layouts, **partial}, choices={**second.choices, name: ("invariant",)}
+        )
+        pricer = Pricer(mesh=plan.mesh, cluster=machine(2), config=plan.config)
+        live = find_live(second, make_program(stage), pricer, {})
+        given = [g for (received, _), g in live.gradients().held.items() if received in stage.received]
+        shared += len(given) - len(set(map(id, given)))
+        once = {id(g): g.nbytes for g in given}
+        assert sum(h.nbytes for h in live.holdings if h.role == "given") == sum(once.values())
+    assert shared
+
+
+def test_a_stage_of_what_any_stage_may_make_holds_nothing_of_its_own() -> None:
+    """Whisper's first calls shift the labels: every stage that needs them makes them again, and no stage is theirs."""
+    captured, _, _ = case("whisper", 2)
+    names = [n.name for n in captured.graph.nodes if n.op == "call_function"]
+    plan = random_staged_plan(captured, make_mesh((1,)), "gpipe", 2, (names[1],), Random(0))
+    stages = split_stages(captured, plan.cuts)
+    assert not any(n.op == "call_function" for n in stages[0].graph.nodes)
+    held = held_without_optimizer(plan, stages, machine(1))[0]
+    assert {kind for kind, nbytes in held.items() if nbytes} == {"inputs"}
 
 
 def test_recomputed_stages() -> None:
