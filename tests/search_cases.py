@@ -12,6 +12,7 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.promote_casts import promote_casts
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -30,6 +31,13 @@ def machine(count: int = 4, bandwidth: float = 5e9) -> Cluster:
 def captured_of(family: str) -> CapturedModel:
     model, kwargs = zoo(family)
     return capture(model, (), kwargs)
+
+
+@lru_cache
+def exact_of(family: str, dropout: float = 0.0) -> CapturedModel:
+    """The graph of `zoo(family, dtype=torch.float64, dropout=dropout)`, captured once for all tests of a process."""
+    model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
+    return promote_casts(capture(model, (), kwargs))
 
 
 @lru_cache

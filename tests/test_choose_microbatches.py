@@ -73,7 +73,7 @@ def test_the_choice_is_that_of_trying_all_as_memory_shrinks() -> None:
             raise found
         return found
 
-    for share in (1.0, 0.6, 0.55, 0.3):
+    for share in (1.0, 0.55, 0.3):
         limit = peak * share
         alone: dict[int, float] = {}
         for n in divisors(BATCH):

@@ -21,7 +21,7 @@ from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import machine
+from tests.search_cases import captured_of, exact_of, machine
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((2,), (2, 2))
@@ -30,7 +30,7 @@ MESHES = ((2,), (2, 2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_buckets_of_random_plans_equal_one_process(family: str) -> None:
     model, kwargs = zoo(family, dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of(family)
     reference = one_process(captured, model, kwargs)
     rng = random.Random(f"buckets {family}")
     for number, shape in enumerate(MESHES):
@@ -45,7 +45,7 @@ def test_random_buckets_of_random_plans_equal_one_process(family: str) -> None:
 @pytest.mark.parametrize("lifetime", ["step", "microbatch", "use"])
 def test_micro_batches_with_every_lifetime(lifetime: str) -> None:
     model, kwargs = zoo("gpt2", dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of("gpt2")
     reference = one_process(captured, model, kwargs)
     part = {name: value[: value.shape[0] // 2] for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     half = promote_casts(capture(model, (), {**kwargs, **part}))
@@ -58,8 +58,7 @@ def test_micro_batches_with_every_lifetime(lifetime: str) -> None:
 
 
 def baseline(name: str, family: str = "llama") -> tuple[Plan, object]:
-    model, kwargs = zoo(family)
-    captured = capture(model, (), kwargs)
+    captured = captured_of(family)
     plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
     return plan, captured
 

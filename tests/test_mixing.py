@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from autopar.blocks import block_of
-from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
-from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
@@ -30,7 +28,7 @@ from autopar.search.planner import make_plan, plan_program
 from autopar.search.staged.stages import PricedStages, even_cuts, even_starts, priced, simulated, staged
 from autopar.staged_plan import StagedPlan
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import machine, pricer_of, program_of, small_llama
+from tests.search_cases import exact_of, machine, pricer_of, program_of, small_llama
 from tests.zoo import zoo
 
 LAYERS = 8
@@ -53,7 +51,7 @@ def kept_and_recomputed(program: Program, pricer: Pricer, rng: random.Random) ->
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_mixtures_of_random_plans_equal_one_process(family: str) -> None:
     model, kwargs = zoo(family, dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of(family)
     program, reference, rng = make_program(captured), one_process(captured, model, kwargs), random.Random(family)
     blocks, trained = list(blocks_of(program)), 0
     for mesh in ((4,), (2, 2), (4,), (2, 2)):

@@ -6,15 +6,14 @@ And the search's promise: in its own cost model no baseline is cheaper than the 
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
-from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.planner import make_plan
 from tests.plans_in_threads import errors_of, one_process
+from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
 
 APPLY = {
@@ -33,7 +32,7 @@ APPLY = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_named_plans_equal_one_process(family: str) -> None:
     model, kwargs = zoo(family, dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of(family)
     reference = one_process(captured, model, kwargs)
     mesh = make_mesh((2, 2))
     cluster = load_cluster(f"{mesh.size}xcpu")

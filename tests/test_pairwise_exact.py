@@ -35,11 +35,11 @@ def check(problem: Pairwise) -> bool:
     return best is not None
 
 
-@pytest.mark.parametrize("first", range(0, 2500, 250))
+@pytest.mark.parametrize("first", range(0, 1200, 200))
 def test_exact_on_random_graphs(first: int) -> None:
-    feasible = [check(random_pairwise(seed)) for seed in range(first, first + 250)]
+    feasible = [check(random_pairwise(seed)) for seed in range(first, first + 200)]
     # Both kinds are there.
-    assert 10 < sum(feasible) < 245
+    assert 8 < sum(feasible) < 196
 
 
 def test_a_known_cost_that_is_optimal_is_proved_and_one_that_is_not_is_beaten() -> None:

@@ -10,7 +10,6 @@ import torch
 from process_group import ranks
 from torch import Tensor
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
@@ -33,7 +32,7 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
 from autopar.serialize import dump, load
 from autopar.verification import Check
-from tests.search_cases import machine
+from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
 
 STEPS = 3
@@ -124,7 +123,7 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
 def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, Tensor], dict[str, Tensor]]:
     """Graph, values and the inputs of a step by placeholder."""
     model, kwargs = zoo(family)
-    captured = accumulate_gradients(capture(model, (), kwargs), microbatches, lambda: case(family)[0])
+    captured = accumulate_gradients(captured_of(family), microbatches, lambda: case(family)[0])
     inputs = {n: torch.cat([v] * microbatches) for n, v in bind_inputs(captured.inputs, (), kwargs).items()}
     return captured, {**parameters_of(captured, model), **buffers_of(captured, model)}, inputs
 

@@ -11,7 +11,6 @@ import torch
 from process_group import ranks
 from torch import Tensor
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
@@ -29,7 +28,7 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer
 from autopar.serialize import dump, load
 from autopar.staged_plan import staged_plan_from_json
-from tests.search_cases import machine
+from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
 
 
@@ -37,7 +36,7 @@ from tests.zoo import zoo
 def case(family: str, microbatches: int) -> tuple[CapturedModel, dict[str, Tensor], dict[str, Tensor]]:
     """Graph, values and the inputs of a step by placeholder."""
     model, kwargs = zoo(family)
-    captured = accumulate_gradients(capture(model, (), kwargs), microbatches, lambda: case(family, 1)[0])
+    captured = accumulate_gradients(captured_of(family), microbatches, lambda: case(family, 1)[0])
     values = {
         name: value.detach() for name, value in (parameters_of(captured, model) | buffers_of(captured, model)).items()
     }

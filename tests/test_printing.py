@@ -21,6 +21,7 @@ from autopar.report.rows import plan_sections
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
 from autopar.search.known.random_plan import random_plan
+from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
 
 
@@ -58,9 +59,7 @@ def test_how_parameters_are_stored_is_said() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_and_message_has_its_line(family: str) -> None:
     """Of random plans, where nothing folds: messages of all lines are those predicted (gathers in backward aside)."""
-    with torch.device("meta"):
-        model, kwargs = zoo(family)
-    captured = capture(model, (), kwargs)
+    captured = captured_of(family)
     plan = random_plan(captured, make_mesh((2, 2)), random.Random(family))
     plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
     local = insert_collectives(captured, plan)

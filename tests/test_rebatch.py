@@ -1,5 +1,6 @@
 """The graph of a batch size made from two others is the graph that is captured at that size."""
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,12 +25,14 @@ def test_a_rebatched_graph_is_the_captured_one(family: str) -> None:
     model, kwargs = zoo(family, batch=8)
     asked = []
 
+    sized = cache(partial(at, model, kwargs))
+
     def captured(size: int) -> CapturedModel:
         asked.append(size)
-        return at(model, kwargs, size)
+        return sized(size)
 
     batches = Batches(capture=captured, batch=8)
-    made, expected = batches.at(4), at(model, kwargs, 4)
+    made, expected = batches.at(4), sized(4)
     assert made.fingerprint == expected.fingerprint
     assert (made.inputs, made.buffers, made.parameters) == (expected.inputs, expected.buffers, expected.parameters)
     for one, other in zip(made.graph.nodes, expected.graph.nodes, strict=True):
@@ -47,13 +50,15 @@ def test_a_line_that_proved_wrong_gives_way_to_the_next_and_then_to_captures() -
     model, kwargs = zoo("gpt2", batch=8)
     asked = []
 
+    sized = cache(partial(at, model, kwargs))
+
     def captured(size: int) -> CapturedModel:
         asked.append(size)
-        return at(model, kwargs, size)
+        return sized(size)
 
     batches = Batches(capture=captured, batch=8)
     for expected in ([1, 8], [1, 8, 2], [1, 8, 2, 4], [1, 8, 2, 4]):
-        assert batches.at(4).fingerprint == at(model, kwargs, 4).fingerprint
+        assert batches.at(4).fingerprint == sized(4).fingerprint
         assert asked == expected
         batches.distrust()
 

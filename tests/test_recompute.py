@@ -11,14 +11,12 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.promote_casts import promote_casts
 from autopar.passes.recompute import again_graph
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, plan_from_json
@@ -27,7 +25,7 @@ from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.program import make_program
 from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import pricer_of
+from tests.search_cases import exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((2,), (2, 2))
@@ -40,7 +38,7 @@ their operands, and need fewer replays."""
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_random_recompute_sets_equal_one_process(family: str, dropout: float) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of(family, dropout)
     reference = one_process(captured, model, kwargs)
     rng = random.Random(f"{family} {dropout}")
     for number in range(2):
@@ -79,7 +77,7 @@ class Made(TorchDispatchMode):
 def test_between_forward_and_backward_lives_what_evaluate_counts(family: str, share: float) -> None:
     """On one rank, so that no collective's buffer is in the way: each byte of each activation that is kept."""
     model, kwargs = zoo(family, dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of(family)
     program, pricer = make_program(captured), pricer_of((1,))
     for seed in range(2):
         rng = random.Random(f"{family} {share} {seed}")

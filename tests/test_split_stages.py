@@ -25,13 +25,14 @@ from autopar.search.known.random_plan import random_cuts, random_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import SCHEDULES, StagedPlan, check_microbatches, stage_ranks, staged_plan_from_json
 from tests.plans_in_threads import one_process
+from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
 
 
 @cache
 def captured_of(family: str) -> tuple[CapturedModel, nn.Module, dict[str, Any]]:
     model, kwargs = zoo(family, dtype=torch.float64)
-    return promote_casts(capture(model, (), kwargs)), model, kwargs
+    return exact_of(family), model, kwargs
 
 
 def calls(captured: CapturedModel) -> list[str]:
