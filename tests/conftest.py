@@ -4,15 +4,27 @@ Warnings are errors (pyproject). A filter here names one message of one library 
 """
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the suite shares few cores with its own ranks
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; a test that downloads is a mistake
 
 import pytest
 
+SHARED = "AUTOPAR_TEST_GRAPHS"
+"""Names the folder in which workers of a run share the graphs that they traced (`tests/zoo_graphs.py`)."""
+
 FILTERS: tuple[str, ...] = ()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers of this run inherit the folder
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="autopar-graphs-")
     for line in FILTERS:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)

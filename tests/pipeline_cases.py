@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
@@ -27,6 +26,7 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 ROWS = 4
 """Samples of a micro-batch."""
@@ -42,9 +42,9 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 def case(family: str, microbatches: int, dropout: float = 0.0) -> tuple[CapturedModel, str]:
     """The graph of one micro-batch, and a file with what ranks need: model, batch, what one process makes of them."""
     model, batch = zoo(family, dtype=torch.float64, batch=ROWS * microbatches, seq=8, dropout=dropout)
-    part = {k: v[:ROWS] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
-    whole = promote_casts(capture(model, (), part))
-    captured = accumulate_gradients(whole, microbatches, lambda: promote_casts(capture(model, (), batch)))
+    sizes: dict[str, Any] = {"dtype": torch.float64, "batch": ROWS * microbatches, "seq": 8, "dropout": dropout}
+    whole = promote_casts(zoo_graph(family, ROWS, **sizes))
+    captured = accumulate_gradients(whole, microbatches, lambda: promote_casts(zoo_graph(family, **sizes)))
     file = Path(_folder().name) / f"{family}-{microbatches}-{dropout}.pt"
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     values = {name: value.detach() for name, value in values.items()}

@@ -16,7 +16,7 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
-from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 
 @lru_cache
@@ -29,15 +29,13 @@ def machine(count: int = 4, bandwidth: float = 5e9) -> Cluster:
 
 @lru_cache
 def captured_of(family: str) -> CapturedModel:
-    model, kwargs = zoo(family)
-    return capture(model, (), kwargs)
+    return zoo_graph(family)
 
 
 @lru_cache
 def exact_of(family: str, dropout: float = 0.0) -> CapturedModel:
     """The graph of `zoo(family, dtype=torch.float64, dropout=dropout)`, captured once for all tests of a process."""
-    model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
-    return promote_casts(capture(model, (), kwargs))
+    return promote_casts(zoo_graph(family, dtype=torch.float64, dropout=dropout))
 
 
 @lru_cache

@@ -23,6 +23,7 @@ from autopar.reference import run_captured
 from autopar.search.known.random_plan import random_plan
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.zoo import FAMILIES, zoo
+from tests.zoo_graphs import zoo_graph
 
 BATCH = 8
 MESHES = ((4,), (2, 2), (2,))
@@ -31,14 +32,12 @@ MESHES = ((4,), (2, 2), (2,))
 @cache
 def whole(family: str) -> Reference:
     model, kwargs = zoo(family, dtype=torch.float64, batch=BATCH)
-    return one_process(promote_casts(capture(model, (), kwargs)), model, kwargs)
+    return one_process(promote_casts(zoo_graph(family, dtype=torch.float64, batch=BATCH)), model, kwargs)
 
 
 @cache
 def microbatch(family: str, count: int) -> CapturedModel:
-    model, kwargs = zoo(family, dtype=torch.float64, batch=BATCH)
-    small = {k: v[: BATCH // count] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    captured = promote_casts(capture(model, (), small))
+    captured = promote_casts(zoo_graph(family, BATCH // count, dtype=torch.float64, batch=BATCH))
     return accumulate_gradients(captured, count, lambda: whole(family).captured)
 
 

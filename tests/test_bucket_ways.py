@@ -15,13 +15,11 @@ import torch
 from process_group import ranks
 from test_runtime_train_step import exported, train_distributed, train_whole
 
-from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
-from autopar.passes.promote_casts import promote_casts
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig, Way, plan_from_json
 from autopar.redistribution import in_levels, messages, step_between
@@ -34,7 +32,7 @@ from autopar.search.known.random_plan import random_buckets, random_plan, random
 from autopar.search.timeline.buckets import with_buckets
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import captured_of, program_of
+from tests.search_cases import captured_of, exact_of, program_of
 from tests.zoo import zoo
 
 WHOLE, COPIES = Layout((INVARIANT, INVARIANT)), Layout((REPLICATE, REPLICATE))
@@ -43,7 +41,7 @@ WHOLE, COPIES = Layout((INVARIANT, INVARIANT)), Layout((REPLICATE, REPLICATE))
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_random_ways_equal_one_process(kind: str) -> None:
     model, kwargs = zoo("llama", dtype=torch.float64)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = exact_of("llama")
     rng = random.Random(f"ways {kind}")
     plan = make_baseline(kind, captured, two_hosts(1e-9), make_mesh((2, 2)), TrainConfig())
     nested = {name: Layout(layout.axes) for name, layout in plan.layouts.items()}  # as a flattened group is

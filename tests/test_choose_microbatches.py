@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar import api
-from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
@@ -18,15 +17,14 @@ from autopar.search.microbatches import choose_microbatches, divisors, unlimited
 from autopar.search.planner import make_plan
 from tests.search_cases import machine
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 BATCH, GAP = 8, 1e-3
 
 
 @cache
 def graph(family: str, count: int) -> CapturedModel:
-    model, kwargs = zoo(family, batch=BATCH)
-    small = {k: v[: BATCH // count] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), small), count, lambda: graph(family, 1))
+    return accumulate_gradients(zoo_graph(family, BATCH // count, batch=BATCH), count, lambda: graph(family, 1))
 
 
 def best(captured: CapturedModel, limit: float | None) -> Plan:

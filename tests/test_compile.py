@@ -24,7 +24,6 @@ from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.promote_casts import promote_casts
 from autopar.passes.recompute import again_graph
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig, Way, load_plan
@@ -35,6 +34,7 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_recompute
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
+from tests.search_cases import exact_of
 from tests.test_recompute import measured_nbytes, whole_plan
 from tests.test_runtime_train_step import PLANS
 from tests.zoo import zoo
@@ -175,7 +175,7 @@ def test_equal_blocks_compile_once() -> None:
 
 def test_equal_blocks_draw_their_own_dropout_masks() -> None:
     model, kwargs = zoo("gpt2", dtype=torch.float64, dropout=0.1)
-    graph = promote_casts(capture(model, (), kwargs))
+    graph = exact_of("gpt2", dropout=0.1)
     plan = whole_plan(graph)
     eager, gradients = one_rank(graph, plan, model, kwargs, None)
     compiler = Compiler(insert_collectives(graph, plan), "aot_eager", by_block=True, exact_random=True)

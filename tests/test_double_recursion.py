@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, InfeasibleError
 from autopar.mesh import Mesh, make_mesh
@@ -31,6 +30,7 @@ from autopar.search.recursion.ways import SEARCHED_AXES, Ways
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES, zoo
+from tests.zoo_graphs import zoo_graph
 
 TIED = ("gpt2", "bert", "t5", "whisper")
 MESHES = ((4,), (2, 2), (2, 2, 2), (2, 3))
@@ -41,7 +41,7 @@ MESHES = ((4,), (2, 2), (2, 2, 2), (2, 3))
 def test_plans_equal_one_process(family: str) -> None:
     """Loss, gradients on every rank, and every byte."""
     model, kwargs = zoo(family, dtype=torch.float64, batch=12)
-    captured = promote_casts(capture(model, (), kwargs))
+    captured = promote_casts(zoo_graph(family, dtype=torch.float64, batch=12))
     reference = one_process(captured, model, kwargs)
     mesh = make_mesh(MESHES[FAMILIES.index(family) % 4])
     config = TrainConfig(precision="fp64")

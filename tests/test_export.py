@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.calls import Call
-from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.export.folder import export_folder
@@ -41,6 +39,7 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.process_group import ranks
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
+from tests.zoo_graphs import zoo_graph
 
 
 def uniform_plan(captured: CapturedModel, mesh: Mesh) -> Plan:
@@ -87,10 +86,8 @@ def outputs_and_gradients(
     return list(results), [p.grad for p in parameters.values()]
 
 
-@cache
 def with_dropout(family: str) -> CapturedModel:
-    model, kwargs = zoo(family, dropout=0.1)
-    return capture(model, (), kwargs)
+    return zoo_graph(family, dropout=0.1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.passes.split_stages import split_stages
 from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.random_plan import random_cuts
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 
 def run(captured: CapturedModel, values: dict[str, Tensor]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(captured: CapturedModel, values: dict[str, Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["whisper", "llama"])
 def test_stages_lie_as_they_run(family: str) -> None:
     model, kwargs = zoo(family)
-    whole = capture(model, (), kwargs)
+    whole = zoo_graph(family)
     values = {**parameters_of(whole, model), **buffers_of(whole, model), **whole.constants}
     values |= bind_inputs(whole.inputs, (), kwargs)
     with torch.no_grad():

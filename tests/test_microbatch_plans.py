@@ -6,9 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from torch import Tensor
 
-from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
@@ -28,15 +26,14 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
 from tests.search_cases import machine
 from tests.test_search_evaluate import _sent_seconds
-from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 
 @lru_cache
 def captured_of(family: str, count: int, rows: int = 2) -> CapturedModel:
     """A micro-batch of `rows` samples, one of `count`."""
-    model, kwargs = zoo(family, batch=rows * count)
-    small = {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), small), count, lambda: capture(model, (), kwargs))
+    batch = rows * count
+    return accumulate_gradients(zoo_graph(family, rows, batch=batch), count, lambda: zoo_graph(family, batch=batch))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "resnet"])

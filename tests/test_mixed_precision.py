@@ -44,6 +44,7 @@ from tests.runtime_cases import whole as whole_of
 from tests.search_cases import machine
 from tests.test_peak_memory import measured
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 MIXED = "fp32-mixed"
 
@@ -52,7 +53,7 @@ MIXED = "fp32-mixed"
 def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, Tensor], dict[str, Tensor]]:
     """Graph, values (of trained parameters no float32) and the inputs of a step, by placeholder."""
     model, kwargs = zoo(family)
-    captured = accumulate_gradients(capture(model, (), kwargs), microbatches, lambda: case(family)[0])
+    captured = accumulate_gradients(zoo_graph(family), microbatches, lambda: case(family)[0])
     captured = with_storage(captured, PRECISIONS[MIXED])
     inputs = {n: torch.cat([v] * microbatches) for n, v in bind_inputs(captured.inputs, (), kwargs).items()}
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}

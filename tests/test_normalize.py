@@ -17,6 +17,7 @@ from autopar.passes.normalize.attention import mask_kind
 from autopar.passes.normalize.constants import compress
 from autopar.reference import buffers_of, parameters_of, run_captured
 from tests.zoo import FAMILIES, zoo
+from tests.zoo_graphs import zoo_graph
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -148,7 +149,7 @@ def nodes_of(captured: CapturedModel, target: Any) -> list[fx.Node]:
 
 @pytest.fixture(scope="module")
 def captured() -> dict[str, CapturedModel]:
-    return {family: capture(*_called(family)) for family in FAMILIES}
+    return {family: zoo_graph(family) for family in FAMILIES}
 
 
 def _called(family: str) -> tuple[nn.Module, tuple[()], dict[str, Any]]:

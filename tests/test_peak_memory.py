@@ -26,7 +26,8 @@ from autopar.runtime.data import local_samples
 from autopar.runtime.groups import build_groups
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.costs.evaluate import evaluate
-from autopar.search.costs.live import buffers
+from autopar.search.costs.flights import KEEPS_PADDING, beside
+from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
@@ -109,14 +110,18 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
     layouts = [Layout((p,)) for p in (Shard(0), Shard(1), Shard(2), REPLICATE, PARTIAL)]
     steps = {(s.source, s.target): s for v in layouts for s in steps_from(v, 3, False) if s.target in layouts}
     cases = [
-        (step, tuple(2 * rng.randint(2, 20) for _ in range(3)))
+        (step, tuple(divisor * rng.randint(2, 20) for _ in range(3)))
         for step in steps.values()
-        if step.forward in ("all_to_all", "all_gather", "reduce_scatter")
+        if step.forward in ("all_to_all", "all_gather", "reduce_scatter", "slice")
+        for divisor in (2, 1, 1)
     ]
-    assert len(cases) == 6 + 3 + 3
+    assert len(cases) == 3 * (6 + 3 + 3 + 3)
+    pricer = Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig())
     for (step, shape), peak in zip(cases, ranks(2).run(peaks_of_steps, cases)[0], strict=True):
         source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
-        assert peak == source + target + buffers(step.forward, step, source, target), step
+        whole = pricer.wholes(step, shape, 4)[0]
+        held = whole if step.forward in KEEPS_PADDING else target
+        assert peak == source + held + beside(step.forward, step, source, whole), (step, shape)
 
 
 @cache

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import wire_bytes
 from autopar.graph import CapturedModel
@@ -31,6 +30,7 @@ from autopar.search.timeline.weave import Overlap
 from tests.search_cases import captured_of
 from tests.test_plan_timeline import part_of
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 CLUSTERS = ("2x2xh100", "4xa100", "4xcpu")
 FAMILIES = ("gpt2", "vit", "resnet")
@@ -118,8 +118,7 @@ def test_no_plan_in_stages_is_faster_where_a_part_is_slower() -> None:
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_no_plan_is_faster_with_a_larger_batch(family: str) -> None:
     """Every message grows or stays: the same decisions, twice the samples."""
-    model, batch = zoo(family, batch=16)
-    small, large, cluster = captured_of(family), capture(model, (), batch), load_cluster("2x2xh100")
+    small, large, cluster = captured_of(family), zoo_graph(family, batch=16), load_cluster("2x2xh100")
     for seed in (0, 3):
         plan = drawn(small, seed)
         few, many = (evaluate(plan, graph, cluster).seconds for graph in (small, large))

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from autopar.capture import capture
 from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PlanMismatchError
@@ -32,7 +30,8 @@ from autopar.search.staged.stages import priced
 from autopar.search.timeline.plan_timeline import PlanTimeline, plan_timeline
 from autopar.search.timeline.weave import Overlap
 from tests.search_cases import captured_of, machine
-from tests.zoo import FAMILIES, zoo
+from tests.zoo import FAMILIES
+from tests.zoo_graphs import zoo_graph
 
 EACH = Overlap(bucket_nbytes=0)
 OVERLAPS = (EACH, Overlap(bucket_nbytes=3e4, ahead=1), Overlap(ahead=0))
@@ -40,9 +39,9 @@ OVERLAPS = (EACH, Overlap(bucket_nbytes=3e4, ahead=1), Overlap(ahead=0))
 
 @cache
 def part_of(family: str, count: int, rows: int = 1) -> CapturedModel:
-    model, kwargs = zoo(family, batch=rows * count, seq=8)
-    small = {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), small), count, lambda: capture(model, (), kwargs))
+    batch = rows * count
+    part = zoo_graph(family, rows, batch=batch, seq=8)
+    return accumulate_gradients(part, count, lambda: zoo_graph(family, batch=batch, seq=8))
 
 
 def drawn(captured: CapturedModel, seed: int) -> Plan:

@@ -1,20 +1,11 @@
 """The graph of a batch size made from two others is the graph that is captured at that size."""
 
-from functools import cache, partial
-from typing import Any
-
 import pytest
-from torch import Tensor, nn
 
-from autopar.capture import capture
 from autopar.capture.rebatch import Batches, NotLinearError, rebatched
 from autopar.graph import CapturedModel
-from tests.zoo import FAMILIES, zoo
-
-
-def at(model: nn.Module, kwargs: dict[str, Any], size: int) -> CapturedModel:
-    return capture(model, (), {k: v[:size] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
-
+from tests.zoo import FAMILIES
+from tests.zoo_graphs import zoo_graph
 
 LIKE_ONE = ("gpt2", "llama", "resnet")
 """Families whose graph of one sample is written like that of more."""
@@ -22,17 +13,14 @@ LIKE_ONE = ("gpt2", "llama", "resnet")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rebatched_graph_is_the_captured_one(family: str) -> None:
-    model, kwargs = zoo(family, batch=8)
     asked = []
-
-    sized = cache(partial(at, model, kwargs))
 
     def captured(size: int) -> CapturedModel:
         asked.append(size)
-        return sized(size)
+        return zoo_graph(family, size)
 
     batches = Batches(capture=captured, batch=8)
-    made, expected = batches.at(4), sized(4)
+    made, expected = batches.at(4), zoo_graph(family, 4)
     assert made.fingerprint == expected.fingerprint
     assert (made.inputs, made.buffers, made.parameters) == (expected.inputs, expected.buffers, expected.parameters)
     for one, other in zip(made.graph.nodes, expected.graph.nodes, strict=True):
@@ -47,24 +35,19 @@ def test_a_rebatched_graph_is_the_captured_one(family: str) -> None:
 
 
 def test_a_line_that_proved_wrong_gives_way_to_the_next_and_then_to_captures() -> None:
-    model, kwargs = zoo("gpt2", batch=8)
     asked = []
-
-    sized = cache(partial(at, model, kwargs))
 
     def captured(size: int) -> CapturedModel:
         asked.append(size)
-        return sized(size)
+        return zoo_graph("gpt2", size)
 
     batches = Batches(capture=captured, batch=8)
     for expected in ([1, 8], [1, 8, 2], [1, 8, 2, 4], [1, 8, 2, 4]):
-        assert batches.at(4).fingerprint == sized(4).fingerprint
+        assert batches.at(4).fingerprint == zoo_graph("gpt2", 4).fingerprint
         assert asked == expected
         batches.distrust()
 
 
 def test_graphs_that_differ_in_more_than_sizes_are_not_taken_for_a_line() -> None:
-    model, kwargs = zoo("bert", batch=4)
-    other, its = zoo("vit", batch=4)
     with pytest.raises(NotLinearError):
-        rebatched(at(model, kwargs, 2), at(other, its, 3), (2, 3), 4)
+        rebatched(zoo_graph("bert", 2), zoo_graph("vit", 3), (2, 3), 4)

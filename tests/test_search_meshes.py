@@ -3,13 +3,10 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 
 import pytest
-from torch import Tensor
 
 from autopar import api
-from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
@@ -22,6 +19,7 @@ from autopar.search.microbatches import _part
 from autopar.search.planner import make_plan
 from tests.search_cases import machine
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 GAP = 1e-2
 
@@ -178,10 +176,8 @@ def test_a_bound_that_cannot_be_bettered_does_not_keep_the_others_low() -> None:
     assert seen
 
 
-@cache
 def graph_of(batch: int) -> CapturedModel:
-    model, kwargs = zoo("vit", batch=4)
-    return capture(model, (), {k: v[:batch] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+    return zoo_graph("vit", batch, batch=4)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8])

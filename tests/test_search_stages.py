@@ -6,10 +6,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from autopar import api
-from autopar.capture import capture
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
@@ -30,6 +28,7 @@ from autopar.search.staged.stages import balanced, block_starts, choose_cuts, pr
 from autopar.staged_model_plan import StagedModelPlan
 from tests.search_cases import machine
 from tests.zoo import zoo
+from tests.zoo_graphs import zoo_graph
 
 MICROBATCHES = 4
 
@@ -78,9 +77,8 @@ def test_balanced_is_brute_force() -> None:
 
 @cache
 def graph(family: str) -> CapturedModel:
-    model, kwargs = zoo(family, batch=MICROBATCHES)
-    part = {k: v[:1] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), part), MICROBATCHES, lambda: capture(model, (), kwargs))
+    part = zoo_graph(family, 1, batch=MICROBATCHES)
+    return accumulate_gradients(part, MICROBATCHES, lambda: zoo_graph(family, batch=MICROBATCHES))
 
 
 @cache

@@ -17,7 +17,6 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel, requires_grad
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import owners, split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
@@ -109,10 +108,7 @@ def test_masks_and_tables_are_computed_again_and_tied_weights_are_in_both() -> N
 
 
 def test_labels_are_counted_in_the_last_stage() -> None:
-    model, kwargs = zoo("gpt2", dtype=torch.float64)
-    captured = accumulate_gradients(
-        promote_casts(capture(model, (), kwargs)), 2, lambda: pytest.fail("no probe needed")
-    )
+    captured = accumulate_gradients(exact_of("gpt2"), 2, lambda: pytest.fail("no probe needed"))
     first, last = split_stages(captured, random_cuts(captured, 2, random.Random(3)))
     assert (first.microbatches, first.accumulation.count, first.results) == (2, None, ())
     assert last.results == (captured.accumulation.count,)

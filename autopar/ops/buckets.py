@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops import collectives
-from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, pad_dim, send
+from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, padded, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
 from autopar.ops.traced import gathered_together, reduced_together
@@ -203,11 +203,11 @@ def _scatter_sums(
     wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups
 ) -> tuple[Sequence[Tensor], Finish]:
     n = groups.size(axis)
-    padded = [pad_dim(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
-    rows = wholes[0].new_empty((n, sum(g.numel() for g in padded) // n))
+    even = [padded(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
+    rows = wholes[0].new_empty((n, sum(g.numel() for g in even) // n))
     row = rows.new_empty(rows.shape[1])
     out, start = [], 0
-    for g, dim in zip(padded, dims, strict=True):
+    for g, dim in zip(even, dims, strict=True):
         chunks = _rows_of(g.contiguous(), dim, n)
         length = g.numel() // n
         rows[:, start : start + length].view(chunks.shape).copy_(chunks)

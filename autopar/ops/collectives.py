@@ -47,6 +47,14 @@ def _apply(x: Tensor, forward: Local, backward: Local) -> Tensor:
 
 
 def pad_dim(x: Tensor, dim: int, size: int) -> Tensor:
+    """A parameter with zeros appended along `dim` up to `size`; autograd pads again where it would keep a copy."""
+    whole = padded(x, dim, size)
+    if whole is not x and not torch.compiler.is_compiling():
+        regathered.register(whole, x, lambda t: padded(t, dim, size))
+    return whole
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
     """`x` with zeros appended along `dim` up to `size`."""
     missing = size - x.shape[dim]
     if missing == 0:
@@ -117,7 +125,7 @@ def begin_scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Arrive
     n = groups.size(axis)
     if n == 1:
         return lambda: x.view_as(x)
-    whole = pad_dim(x, dim, n * chunk_size(x.shape[dim], n))
+    whole = padded(x, dim, n * chunk_size(x.shape[dim], n))
     rows = (torch.cat(whole.chunk(n, dim)) if dim else whole).contiguous()
     out = rows.new_empty((rows.shape[0] // n, *rows.shape[1:]))
     nbytes = rows.numel() * rows.element_size()
@@ -215,8 +223,8 @@ def begin_exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size:
     if x.dtype == torch.bool:
         arrive_bytes = begin_exchange(x.view(torch.uint8), split_dim, concat_dim, axis, size, groups)
         return lambda: arrive_bytes().view(torch.bool)
-    padded = pad_dim(x, split_dim, n * chunk_size(x.shape[split_dim], n))
-    sent = torch.stack(padded.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
+    even = padded(x, split_dim, n * chunk_size(x.shape[split_dim], n))
+    sent = torch.stack(even.chunk(n, split_dim)).contiguous()  # channels last stays channels last when stacked
     received = torch.empty_like(sent)
     nbytes = sent.numel() * sent.element_size()
     finish = begin(
@@ -243,7 +251,7 @@ def cut(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
     if n == 1:
         return x.view_as(x)
     chunk = chunk_size(x.shape[dim], n)
-    part = pad_dim(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk)
+    part = padded(x, dim, n * chunk).narrow(dim, groups.index(axis) * chunk, chunk)
     return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
 
 

@@ -14,9 +14,10 @@ from autopar.redistribution import Step
 from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.copies import running
 from autopar.search.costs.fused import Fused, find_fused, fused_messages
-from autopar.search.costs.journeys import Journey, make_journeys
+from autopar.search.costs.holding import MEMORY_KINDS
+from autopar.search.costs.journeys import Journey, make_journeys, regathered
 from autopar.search.costs.late import late_seconds
-from autopar.search.costs.live import MEMORY_KINDS, Live, regathered
+from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program, Tensor, make_program
 from autopar.search.costs.replays import Replays, Value, find_replays

@@ -2,10 +2,13 @@
 
 `autopar.ops.collectives` starts it at one moment and takes its result at another; between them it holds what the
 backend reads, and chunks that are put in order before or after. The result is counted apart, from the start on.
+`whole` are the bytes of the tensor that is gathered, scattered or exchanged, with the padding of what does not divide.
 
-    reduce-scatter   what is sent, in order: a copy, or (along the first dim) the operand itself, for as long
+    reduce-scatter   what is sent, in order: a copy, or (along the first dim, unpadded) the operand itself, for as long
     all-gather       the part that is sent; at the end what came, out of order along a dim but the first
     all-to-all       what is sent, at the end what came, beside the result
+    slice            the whole, where it is padded
+    all              what is padded is a copy until it has begun; what was gathered or exchanged keeps its padding
 """
 
 from collections.abc import Iterator
@@ -13,18 +16,46 @@ from collections.abc import Iterator
 from autopar.placement import Shard
 from autopar.redistribution import Step
 
+KEEPS_PADDING = ("all_gather", "all_to_all")
+"""Collectives whose result is cut out of one with padding, where something does not divide."""
+
 Span = tuple[int, int, int]
 """Bytes, first and last moment."""
 
 
-def flight(kind: str, step: Step, source: int, target: int, start: int, end: int) -> Iterator[Span]:
-    """Spans of a step's collective `kind` from `source` to `target` bytes, between two moments."""
-    in_order = [p.dim for p in (step.before, step.after) if isinstance(p, Shard)][:1] == [0]
+def flight(kind: str, step: Step, source: int, whole: int, start: int, end: int) -> Iterator[Span]:
+    """Spans of a step's collective `kind` of `source` bytes, between two moments."""
+    in_order, padded = _is_in_order(step), _padded(source, whole)
     if kind == "reduce_scatter":
-        yield source, start + in_order, end
+        yield whole, start + (in_order and not padded), end
+        if not in_order:
+            yield padded, start, start
     elif kind == "all_gather":
         yield source, start + 1, end
         if not in_order:
-            yield target, end, end
+            yield whole, end, end
     elif kind == "all_to_all":
-        yield source, start, end
+        yield whole, start, end
+        yield padded, start, start
+
+
+def beside(kind: str, step: Step, source: int, whole: int) -> int:
+    """The most bytes at once of a step's collective `kind` of `source` bytes that is waited for where it begins."""
+    in_order, padded = _is_in_order(step), _padded(source, whole)
+    if kind == "all_to_all":
+        return whole + padded  # what is sent is gone before what came is put in order
+    if kind == "all_gather":
+        return 0 if in_order else whole
+    if kind == "reduce_scatter":
+        return padded if in_order else whole + padded
+    return padded if kind == "slice" else 0
+
+
+def _is_in_order(step: Step) -> bool:
+    """Whether chunks lie one after the other: along the first dim."""
+    return [p.dim for p in (step.before, step.after) if isinstance(p, Shard)][:1] == [0]
+
+
+def _padded(source: int, whole: int) -> int:
+    """Bytes of the padded copy of what is sent."""
+    return whole if whole != source else 0

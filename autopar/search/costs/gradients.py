@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.search.costs.calls import Call
 from autopar.search.costs.replays import Value
@@ -50,6 +51,7 @@ class Gradients:
     first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
     outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
     `grad` does, or are handed both. A permuted one is given back as a copy.
+    received: bytes of the gradient that a step gives.
 
     released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what
     came to leaves from outside.
@@ -61,13 +63,14 @@ class Gradients:
         moments: Mapping[int, int],
         begins: frozenset[int],
         nbytes: Callable[[Value], int],
+        received: Callable[[Step, str], int],
         skipped: Callable[[str], bool],
         wanted: Callable[[Value], bool] = lambda _: True,
         buckets: Mapping[int, int] = MappingProxyType({}),
         outside: Iterable[Value] = (),
         copies: bool = True,
     ) -> None:
-        self.nbytes, self.copies = nbytes, copies
+        self.nbytes, self.received, self.copies = nbytes, received, copies
         self.buckets = buckets
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
@@ -137,7 +140,8 @@ class Gradients:
         if handed and not is_copied:
             arrived.owners += 1
             return arrived
-        return Gradient(value[0], self.nbytes(value), now, now)
+        nbytes = self.nbytes(value) if call.step is None else self.received(call.step, value[0])
+        return Gradient(value[0], nbytes, now, now)
 
     def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
         """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""

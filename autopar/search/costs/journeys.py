@@ -42,6 +42,17 @@ class Journey:
         return any(step.forward for step in self.path(layout))
 
 
+def regathered(path: list[Step]) -> list[Step]:
+    """The gathers that backward repeats to remake the end of `path`: those after the last other computed step."""
+    out: list[Step] = []
+    for step in reversed(path):
+        if step.forward == "all_gather":
+            out.append(step)
+        elif step.forward:
+            break
+    return out
+
+
 def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -> Iterator[tuple[str, Layout]]:
     """What the graph's output asks of the tensors that it returns; `sent`: what a stage sends on, and how."""
     for name in program.ends if program.loss else ():

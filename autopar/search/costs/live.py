@@ -20,41 +20,23 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from autopar.placement import Layout, Shard
+from autopar.placement import Layout, Shard, chunk_size
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
 from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
-from autopar.search.costs.flights import flight
+from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
 from autopar.search.costs.fused import Fused, find_fused
 from autopar.search.costs.gradients import Gradients
-from autopar.search.costs.journeys import SINK, Journey
+from autopar.search.costs.holding import MEMORY_KINDS, Holding
+from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.replays import Replays, Value, root_of
-
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Bytes that an op or a tensor holds from moment `first` to moment `last`.
-
-    role: `fixed`: there through all micro-batches; `gradient`: of a value, `leaf`: of a parameter, which is then added
-    to what is there, `given`: of what a stage received. layout: of a value that is kept, or replayed, for backward.
-    """
-
-    kind: str
-    name: str
-    nbytes: float
-    first: int
-    last: int
-    role: str = ""
-    layout: Layout | None = None
 
 
 class Live:
@@ -165,6 +147,7 @@ class Live:
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
                 self._cast(journey, uses)
+                self._padded(journey, uses)
             elif journey.tensor.kind != "op":
                 times = self.plan.microbatches if journey.tensor.kind == "input" else 1
                 self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end, "fixed")
@@ -175,8 +158,9 @@ class Live:
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
             if (root := self.root(name, layout)) in made:
                 self.held.add(root)
-            is_view = journey.tensor.kind == "op" and not journey.is_copied(layout)
-            if is_view and not self.program.captured.nodes[name].meta["val"].is_contiguous():
+            is_op = journey.tensor.kind == "op" and not journey.is_copied(layout)
+            is_view = is_op and not self.program.captured.nodes[name].meta["val"].is_contiguous()
+            if is_view or self._is_cut(root):
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))
                 self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1)
             elif root in made:
@@ -194,11 +178,50 @@ class Live:
         nbytes = self.pricer.cast_nbytes(journey.tensor, journey.source)
         self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
 
+    def _padded(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
+        """Of a parameter that does not divide: the last rank's part with zeros, made again where backward reads it."""
+        tensor, source, shape = journey.tensor, journey.source, self.plan.mesh.shape
+        nbytes = self.pricer.local_nbytes(tensor, source)
+        for dim in source.sharded_dims():
+            n, size = prod(shape[axis] for axis in source.axes_of(dim)), tensor.shape[dim]
+            nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
+        if nbytes == self.pricer.local_nbytes(tensor, source):
+            return
+        if self._is_once_a_step(tensor.name):
+            self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")
+            return
+        read = {source, *journey.made} if self.plan.lifetimes.get(tensor.name) == "use" else {source}
+        self._add("gathered", tensor.name, nbytes, 0, max(self.at.get(p, 0) for p, _, _ in journey.wanted))
+        for moment in {moment for layout in read for moment in uses.get((tensor.name, layout), ())}:
+            self._add("gathered", tensor.name, nbytes, moment, moment)
+
     def root(self, name: str, layout: Layout) -> Value:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
 
     def _nbytes(self, value: Value) -> int:
+        """Bytes of a value's storage: what was gathered or exchanged keeps its padding."""
+        journey = self.journeys[value[0]]
+        step, tensor = journey.made.get(value[1]), journey.tensor
+        if step is None or step.forward not in KEEPS_PADDING:
+            return self._size(value)
+        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[0]
+
+    def _is_cut(self, value: Value) -> bool:
+        """Whether a value is cut out of storage with padding, along a dim but the first: no contiguous tensor."""
+        step = self.journeys[value[0]].made.get(value[1])
+        if step is None or self._nbytes(value) == self._size(value):
+            return False
+        return isinstance(step.before, Shard) and step.before.dim > 0
+
+    def _size(self, value: Value) -> int:
         return self.pricer.local_nbytes(self.journeys[value[0]].tensor, value[1])
+
+    def _given(self, step: Step, name: str) -> int:
+        """Bytes of the storage of the gradient that a step gives."""
+        tensor = self.journeys[name].tensor
+        if step.backward not in KEEPS_PADDING:
+            return self._size((name, step.source))
+        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[1]
 
     def _value(self, value: Value, made: int, last: int, uses: set[int]) -> None:
         journey = self.journeys[value[0]]
@@ -267,7 +290,16 @@ class Live:
         }
         outside = filter(wanted, passed)
         return Gradients(
-            self.calls, self.backward, begin, self._nbytes, self._is_once_a_step, wanted, buckets, outside, copies
+            self.calls,
+            self.backward,
+            begin,
+            self._size,
+            self._given,
+            self._is_once_a_step,
+            wanted,
+            buckets,
+            outside,
+            copies,
         )
 
     def _gradients(self) -> None:
@@ -308,22 +340,7 @@ class Live:
                 self._rows(group, forward, backward)
             return
         if call.step is not None:
-            source, target = (self._nbytes(v) for v in (call.operands[0], call.results[0]) if v is not None)
-            step = call.step
-            if call.part == START:
-                end = self.ended[call.results[0]]
-                spans = list(flight(step.forward, step, source, target, number, end))
-                if any(self.calls[end].gradients):
-                    spans += flight(step.backward, step, target, source, self.backward[end], backward)
-                for span in spans:
-                    self._add("working", call.operands[0][0], *span)
-            if call.part:
-                return
-            self._add("working", call.operands[0][0], buffers(step.forward, step, source, target), forward, forward)
-            if any(call.gradients):
-                self._add(
-                    "working", call.operands[0][0], buffers(step.backward, step, target, source), backward, backward
-                )
+            self._on_its_way(number, call.operands[0][0], call.step)
             return
         op = call.op
         assert op is not None
@@ -336,6 +353,23 @@ class Live:
             self._add("working", op.name, price.spare_backward, backward, backward)
         if price.kept:
             self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
+
+    def _on_its_way(self, number: int, name: str, step: Step) -> None:
+        """What a collective holds beside its operand and its result, forward and back."""
+        call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
+        source, target = (self.pricer.local_nbytes(tensor, layout) for layout in (step.source, step.target))
+        ahead, back = self.pricer.wholes(step, tensor.shape, tensor.element_size)
+        if call.part == START:
+            end = self.ended[call.results[0]]
+            spans = list(flight(step.forward, step, source, ahead, number, end))
+            if any(self.calls[end].gradients):
+                spans += flight(step.backward, step, target, back, self.backward[end], backward)
+            for span in spans:
+                self._add("working", name, *span)
+        elif not call.part:
+            self._add("working", name, beside(step.forward, step, source, ahead), number, number)
+            if any(call.gradients):
+                self._add("working", name, beside(step.backward, step, target, back), backward, backward)
 
     def _rows(self, group: Fused, forward: int, backward: int) -> None:
         """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
@@ -352,26 +386,3 @@ class Live:
             self._add("working", name, max(rows + row - made, 0.0), again, again)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
             self._add("working", name, rows, backward, backward)
-
-
-def regathered(path: list[Step]) -> list[Step]:
-    """The gathers that backward repeats to remake the end of `path`: those after the last other computed step."""
-    out: list[Step] = []
-    for step in reversed(path):
-        if step.forward == "all_gather":
-            out.append(step)
-        elif step.forward:
-            break
-    return out
-
-
-def buffers(kind: str, step: Step, source: int, target: int) -> int:
-    """Bytes that a collective allocates beside operand and result: chunks put in order along a dim but the first."""
-    sides = [p.dim for p in (step.before, step.after) if isinstance(p, Shard)]
-    if kind == "all_to_all":
-        return max(source, 2 * source - target)  # what is sent is gone before what came is put in order
-    if kind == "all_gather":
-        return target if sides[0] else 0
-    if kind == "reduce_scatter":
-        return source if sides[0] else 0
-    return 0

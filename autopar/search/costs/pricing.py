@@ -11,6 +11,7 @@ collective where it stands, so a step is a plain sum.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -69,6 +70,7 @@ class Pricer:
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
     _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
+    _wholes: dict[tuple[Step, tuple[int, ...], int], tuple[int, int]] = field(default_factory=dict)
     _towards: dict[tuple[int, tuple[str, ...], frozenset[int]], float] = field(default_factory=dict)
 
     def for_another(self) -> "Pricer":
@@ -82,6 +84,7 @@ class Pricer:
             _forms=self._forms,
             _sent=self._sent,
             _bytes=self._bytes,
+            _wholes=self._wholes,
         )
         other.parameters = self.parameters
         return other
@@ -132,6 +135,17 @@ class Pricer:
                 found.append((self.timed(forward, parameter), self.timed(backward, parameter)))
             self._steps[key] = min(found, key=lambda pair: total(pair[0]) + total(pair[1]))
         return self._steps[key]
+
+    def wholes(self, step: Step, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:
+        """Bytes of what a step gathers, scatters, exchanges or slices forward, and back; padding included."""
+        key = (step, shape, element_size)
+        if key not in self._wholes:
+            sent = messages(step, shape, element_size, self.mesh)
+            n = prod(self.mesh.shape[axis] for axis in step.axes)
+            sides = (self.nbytes(shape, element_size, layout) for layout in (step.target, step.source))
+            ahead, back = (m[0].nbytes if m else n * side for m, side in zip(sent, sides, strict=True))
+            self._wholes[key] = ahead, back
+        return self._wholes[key]
 
     def nbytes(self, shape: tuple[int, ...], element_size: int, layout: Layout) -> int:
         key = (shape, element_size, layout)

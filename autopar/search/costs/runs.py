@@ -15,7 +15,8 @@ from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message, messages
 from autopar.search.costs.calls import WAIT, Call
-from autopar.search.costs.live import Live, regathered
+from autopar.search.costs.journeys import regathered
+from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import OpPrice, Pricer, Timed
 from autopar.search.costs.program import Program
 from autopar.search.costs.replays import Value, root_of

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from autopar.search.costs.calls import Call
 from autopar.search.costs.gradients import Gradients
-from autopar.search.costs.live import Holding, Live
+from autopar.search.costs.holding import Holding
+from autopar.search.costs.live import Live
 from autopar.search.costs.replays import Value
 
 

@@ -26,7 +26,8 @@ from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
 from autopar.placement import local_shape
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.live import MEMORY_KINDS, Holding, Live
+from autopar.search.costs.holding import MEMORY_KINDS, Holding
+from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.graph.strategy_graph import Floats
