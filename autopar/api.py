@@ -110,7 +110,7 @@ def plan(
     from autopar.search.asked_mesh import asked_mesh
 
     searched = mesh == "auto"
-    num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline)
+    num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
     call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline is not None:

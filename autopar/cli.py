@@ -329,7 +329,8 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     # What is quickly refused is refused before a model is built.
     check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
-    asked_mesh(*(arguments[name] for name in ("cluster", "mesh", "pipeline", "schedule", "baseline")))
+    named = (arguments[name] for name in ("cluster", "mesh", "pipeline", "schedule", "baseline"))
+    asked_mesh(*named, arguments.get("solver", "auto"))
     loaded = load_model(**source, device=device)
     made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
     return replace(made, source=source)

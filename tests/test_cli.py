@@ -129,6 +129,7 @@ BAD = {
         "global batch 30 is not divisible by 4 data-parallel ranks; use 28 or 32",
     ),
     "memory": (["plan", "{model}", *PLAN, "--memory-gb", "-1"], "is not positive"),
+    "solver": (["plan", "{model}", *PLAN, "--mesh", "auto", "--solver", "double-recursive"], "decides on one mesh"),
     "override": (["plan", "{model}", *PLAN, "--set", "width"], "write it as key=value"),
     "no such option": (["plan", "{model}", *PLAN, "--clutter"], "No such option: --clutter"),
     "no cluster": (["export", "{model}", "--out", "out"], "needs --cluster"),

@@ -15,13 +15,17 @@ def asked_mesh(
     pipeline: int | Literal["auto"] | None = None,
     schedule: str = "auto",
     baseline: str | None = None,
+    solver: str = "auto",
 ) -> tuple[int, Mesh]:
     """The number of pipeline ranks asked for, and the mesh of each (that of the cluster's levels where it is searched).
 
     Raises:
         MeshError: if the mesh is not that of a pipeline rank's devices, or needs mesh auto.
-        ArgumentError: if a schedule has no pipeline, or the baseline says otherwise.
+        ArgumentError: if a schedule has no pipeline, the baseline says otherwise, or the solver takes one mesh alone.
     """
+    if solver == "double-recursive" and baseline is None and (mesh == "auto" or pipeline not in (None, 1)):
+        asked = "mesh auto" if mesh == "auto" else f"{pipeline} pipeline ranks"
+        raise ArgumentError(f"solver {solver} decides on one mesh without a pipeline, not on {asked}; take auto or ilp")
     if mesh == "auto":
         if baseline is not None:
             raise MeshError(f"the baseline {baseline} is made for one mesh; give it instead of auto, as in 8x8")
