@@ -330,7 +330,7 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
     named = (arguments[name] for name in ("cluster", "mesh", "pipeline", "schedule", "baseline"))
-    asked_mesh(*named, arguments.get("solver", "auto"))
+    asked_mesh(*named, solver=arguments.get("solver", "auto"))
     loaded = load_model(**source, device=device)
     made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
     return replace(made, source=source)
