@@ -329,8 +329,8 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     # What is quickly refused is refused before a model is built.
     check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
-    named = (arguments[name] for name in ("cluster", "mesh", "pipeline", "schedule", "baseline"))
-    asked_mesh(*named, solver=arguments.get("solver", "auto"))
+    named = ("mesh", "pipeline", "schedule", "baseline", "solver")
+    asked_mesh(arguments["cluster"], **{name: arguments[name] for name in named if name in arguments})
     loaded = load_model(**source, device=device)
     made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
     return replace(made, source=source)
