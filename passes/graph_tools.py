@@ -51,9 +51,16 @@ def infer_meta(node: fx.Node) -> None:
     if not operands(node) and any(a.name == "device" for a in node.target._schema.arguments):  # type: ignore[union-attr]
         kwargs = {**kwargs, "device": torch.device("meta")}
     with torch.no_grad():
-        value = node.target(*args, **kwargs)  # type: ignore[operator]
+        value = run_without_values(node.target, args, kwargs)
     node.meta["val"] = value
     node.meta["requires_grad"] = needs_grad(node, value)
+
+
+def run_without_values(target: Any, args: Any, kwargs: Any) -> Any:
+    """A call on meta tensors. Attention lays its result as its query lies; its meta kernel says otherwise."""
+    value = target(*args, **kwargs)
+    is_attention = "attention" in str(target) and isinstance(value, Tensor) and value.shape == args[0].shape
+    return torch.empty_like(args[0]) if is_attention else value
 
 
 def needs_grad(node: fx.Node, value: Any) -> bool:

@@ -17,7 +17,7 @@ from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel, InputSpec, LocalModel, operands, requires_grad
 from autopar.passes.graph_tools import verify
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.lay_out_received import lay_out_received
+from autopar.passes.lay_out import lay_out_received
 from autopar.staged_plan import StagedPlan, check_cuts
 
 

@@ -23,7 +23,9 @@ HANDED: dict[str, tuple[int, ...]] = {
 }
 """Operands of the result's size and dtype that are given its gradient."""
 
-VIEWED: dict[str, tuple[int, ...]] = {"sum": (0,), "slice_scatter": (1,), "select_scatter": (1,)}
+VIEWED: dict[str, tuple[int, ...]] = {
+    "sum": (0,), "view": (0,), "reshape": (0,), "slice_scatter": (1,), "select_scatter": (1,),
+}  # fmt: skip
 """Operands that are given a view of it, a part or expanded; `stack` gives each of its own."""
 
 BACKWARD: dict[str, float] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.graph import operands
 from autopar.rules.describe import (
@@ -32,6 +32,9 @@ Map = tuple[int | None, ...]
 """For each dim of a result, the dim of the operand that it is, None where it is cut, joined or new."""
 
 aten = torch.ops.aten
+
+RESHAPING = ("view", "reshape", "_unsafe_view")
+"""Calls that copy where strides do not allow a view."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -74,9 +77,18 @@ def _reshape(node: fx.Node) -> Rule:
         operands=(before,),
         results=(after,),
         linear=_linear(node),
-        alias=0,
+        alias=0 if is_view(operands(node)[0].meta["val"], target) else None,
         localize=_local_reshape,
     )
+
+
+def is_view(source: Tensor, target: Shape) -> bool:
+    """Whether a tensor of these strides takes the shape without a copy."""
+    try:
+        source.view(target)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _local_reshape(local: Local) -> Call:

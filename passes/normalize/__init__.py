@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import tidy, verify
+from autopar.passes.lay_out import lay_out
 from autopar.passes.normalize.attention import normalize_attention
 from autopar.passes.normalize.batch_norm import normalize_batch_norm
 from autopar.passes.normalize.canonical_arguments import canonicalize_arguments
@@ -40,6 +41,7 @@ PIPELINE: tuple[Pass, ...] = (
     sink_expands,
     normalize_attention,
     drop_noops,
+    lay_out,
 )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
+from autopar.rules.views import RESHAPING
 from autopar.search.costs.calls import Call
 from autopar.search.costs.replays import Value
 
@@ -31,7 +32,6 @@ OUTSIDE = 2
 
 
 PERMUTING = ("permute", "transpose", "t")
-RESHAPING = ("view", "reshape", "_unsafe_view")
 
 
 class Released(NamedTuple):

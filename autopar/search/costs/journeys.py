@@ -11,6 +11,7 @@ from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
+from autopar.search.costs.copied_views import copied_views
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 
@@ -20,13 +21,17 @@ SINK = -1
 
 @dataclass(slots=True, kw_only=True)
 class Journey:
-    """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout)."""
+    """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout).
+
+    is_copy: of a view's result, that it has storage of its own (`search.costs.copied_views`).
+    """
 
     tensor: Tensor
     source: Layout
     made: dict[Layout, Step] = field(default_factory=dict)
     wanted: list[tuple[int, int, Layout]] = field(default_factory=list)
     in_backward: set[Layout] = field(default_factory=set)
+    is_copy: bool = False
 
     def path(self, layout: Layout) -> list[Step]:
         """Steps from the source to `layout`."""
@@ -40,6 +45,10 @@ class Journey:
     def is_copied(self, layout: Layout) -> bool:
         """Whether `layout` is other storage than the source: some step computes something in the forward pass."""
         return any(step.forward for step in self.path(layout))
+
+    def is_laid_anew(self, layout: Layout) -> bool:
+        """Whether some step made it contiguous; a division leaves it as it lies."""
+        return any(step.forward not in ("", "divide") for step in self.path(layout))
 
 
 def regathered(path: list[Step]) -> list[Step]:
@@ -81,6 +90,8 @@ def make_journeys(
     for name, layout in wanted_by_output(program, plan.mesh, sent):
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
+    for name in copied_views(program, plan, pricer, out):
+        out[name].is_copy = True
     return out
 
 

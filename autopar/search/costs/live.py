@@ -158,7 +158,7 @@ class Live:
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
             if (root := self.root(name, layout)) in made:
                 self.held.add(root)
-            is_op = journey.tensor.kind == "op" and not journey.is_copied(layout)
+            is_op = journey.tensor.kind == "op" and not journey.is_laid_anew(layout)
             is_view = is_op and not self.program.captured.nodes[name].meta["val"].is_contiguous()
             if is_view or self._is_cut(root):
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))

@@ -95,6 +95,12 @@ class Program:
         return self.captured.microbatches
 
     @cached_property
+    def strided(self) -> dict[str, TorchTensor]:
+        """Tensors that are not contiguous in the whole graph, without values."""
+        values = [(op.results[0], op.node.meta["val"]) for op in self.ops]
+        return {n: v for n, v in values if n and isinstance(v, TorchTensor) and not v.is_contiguous()}
+
+    @cached_property
     def aliases(self) -> dict[str, tuple[int, int]]:
         """Views: tensor -> (position of the view op, the operand whose storage it shares)."""
         out = {}

@@ -42,7 +42,7 @@ def root_of(
         while layout != journey.source and not journey.made[layout].forward:
             layout = journey.made[layout].source
         view = program.aliases.get(name)
-        if view is None or layout != journey.source:
+        if view is None or layout != journey.source or journey.is_copy:
             return name, layout
         op = program.ops[view[0]]
         name, layout = op.operands[view[1]], pricer.op(op, plan.choices[op.name]).operands[view[1]]

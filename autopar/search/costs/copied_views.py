@@ -1,0 +1,46 @@
+"""Which views copy under a plan? Those of tensors that a collective has laid out anew.
+
+What a collective gives is contiguous, whatever its operand was. Where that is the query of attention, which lies in the
+whole graph as a permutation left it, the result is contiguous too, and joining its heads, a view in the whole graph, is
+a copy. Strides are those of whole tensors: a rank's part of a contiguous tensor is contiguous.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopar.passes.lay_out import is_known, results_of
+from autopar.plan import Plan
+from autopar.rules.spare import short_name
+from autopar.rules.views import RESHAPING, is_view
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+
+if TYPE_CHECKING:
+    from autopar.search.costs.journeys import Journey
+
+
+def copied_views(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[str, "Journey"]) -> Iterator[str]:
+    """Results of view ops that have storage of their own."""
+    lying: dict[str, Tensor] = {}
+    for op in program.ops:
+        if not any(name in program.strided or name in lying for name in op.operands):
+            continue
+        layouts = zip(op.operands, pricer.op(op, plan.choices[op.name]).operands, strict=True)
+        anew = {name for name, layout in layouts if journeys[name].is_laid_anew(layout)}
+        own = {name: value for name, value in lying.items() if name in op.operands and name not in anew}
+        own |= {name: torch.empty_like(program.strided[name], memory_format=torch.contiguous_format)
+                for name in anew if name in program.strided}  # fmt: skip
+        if not own or not is_known(op.node):
+            continue
+        value = results_of(op.node, own)
+        (result,) = op.results if isinstance(value, Tensor) else (None,)
+        if result is None:
+            continue
+        if value.stride() != op.node.meta["val"].stride():
+            lying[result] = value
+        is_reshape = op.rule.alias is not None and short_name(op.node) in RESHAPING
+        if is_reshape and (source := own.get(op.operands[0])) is not None and not is_view(source, op.result_shapes[0]):
+            yield result
