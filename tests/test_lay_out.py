@@ -10,9 +10,22 @@ from torch import Tensor, fx
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
+from autopar.mesh import make_mesh
+from autopar.ops import collectives
+from autopar.ops.groups import Groups, use_groups
+from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
+from autopar.placement import local_shape
+from autopar.plan import TrainConfig
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.known.random_plan import random_cuts
+from autopar.rules.spare import short_name
+from autopar.rules.views import RESHAPING
+from autopar.search.costs.journeys import make_journeys
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
+from autopar.search.known.random_plan import random_cuts, random_plan
+from tests.ranks_in_threads import Done
+from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
 
@@ -54,3 +67,47 @@ def test_graphs_and_stages_lie_as_they_run(family: str) -> None:
                 for name in (*stage.received, *stage.sends):
                     strides_differ += stage.nodes[name].meta["val"].stride() != whole.nodes[name].meta["val"].stride()
     assert strides_differ
+
+
+def anything(out: Tensor, x: Tensor, **_: Any) -> Done:
+    """In place of a collective: numbers of the right kind, for nobody looks at them."""
+    out.copy_(x.reshape(-1)[:1].expand(out.shape))
+    return Done()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_views_copy_under_a_plan_where_they_do_when_a_rank_runs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reshapes of a rank's graph that give new storage, though the whole graph has views there."""
+    for name in ("run_all_gather", "run_reduce_scatter"):
+        monkeypatch.setattr(collectives, name, anything)
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", anything)
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda *_, **__: Done())
+    monkeypatch.setattr(Groups, "group", lambda *_: None)
+    model, kwargs = zoo(family)
+    whole = zoo_graph(family)
+    values = {**parameters_of(whole, model), **buffers_of(whole, model), **whole.constants}
+    values |= bind_inputs(whole.inputs, (), kwargs)
+    program, seen, mesh = make_program(whole), 0, make_mesh((2,))
+    for seed in range(12):
+        plan = random_plan(whole, mesh, random.Random(f"{family} {seed}"))
+        local = insert_collectives(whole, plan).graph
+        own = {n: v[tuple(slice(0, s) for s in local_shape(tuple(v.shape), plan.layouts[n], mesh))].contiguous()
+               for n, v in values.items()}  # fmt: skip
+        copied: set[str] = set()
+
+        class Noting(fx.Interpreter):
+            def run_node(self, node: fx.Node, copied: set[str] = copied) -> Any:
+                found = super().run_node(node)
+                if node.op == "call_function" and short_name(node) in RESHAPING:
+                    (source,) = self.fetch_args_kwargs_from_env(node)[0][:1]
+                    if source.untyped_storage()._cdata != found.untyped_storage()._cdata:
+                        copied.add(node.name)
+                return found
+
+        names = [node.name for node in local.nodes if node.op == "placeholder"]
+        with torch.no_grad(), use_groups(Groups(mesh=mesh, rank=0, groups={})):
+            Noting(fx.GraphModule({}, local)).run(*(own[name] for name in names))
+        journeys = make_journeys(program, plan, Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig()))
+        assert copied == {name for name, journey in journeys.items() if journey.is_copy}
+        seen += len(copied)
+    assert seen

@@ -202,8 +202,9 @@ def test_two_axes(family: str) -> None:
     check(family, random_plan(case(family)[0], make_mesh((2, 2)), random.Random(0)))
 
 
-@pytest.mark.parametrize("name", ["ddp", "megatron"])
+@pytest.mark.parametrize("name", ["ddp", "megatron", "ulysses"])
 def test_named_plans(name: str) -> None:
+    """What ulysses exchanges is contiguous, so that joining the heads after attention copies."""
     captured = case("llama")[0]
     check("llama", make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig()))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.mesh import make_mesh
-from autopar.ops.collectives import all_gather
+from autopar.ops.collectives import all_gather, pad_dim
 from autopar.ops.groups import use_groups
 from autopar.ops.regather import pack, regathering
 from autopar.runtime.groups import build_groups
@@ -146,3 +146,17 @@ def graph_dies(regather: bool) -> bool:
         return still_alive([storage]) == [False]
     finally:
         gc.enable()
+
+
+def test_a_part_that_is_padded_is_padded_again_for_backward() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    with regathering():
+        whole = pad_dim(weight, 0, 5)
+        loss = torch.nn.functional.linear(x, whole).sin().sum()
+    storage = StorageWeakRef(whole.untyped_storage())
+    del whole
+    assert storage.expired()  # type: ignore[no-untyped-call]
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight).sin().sum(), (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, weight)), expected)
