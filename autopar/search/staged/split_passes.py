@@ -6,7 +6,7 @@ first part runs every call on the way, and branches with several heads. It frees
 and notes the gradients that heads of other branches get. The second part runs those branches from their heads.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from autopar.search.costs.calls import Call
@@ -99,12 +99,14 @@ def _is_stored(holding: Holding) -> bool:
 def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
     """Bytes of gradients of what a stage received. What is noted, or passes through, is copied."""
     total, counted = 0.0, set[int]()
+    shared = Counter(id(gradient) for gradient in found.held.values())  # one from outside is copied for each
     for name in live.program.captured.received:
         journey = live.journeys[name]
         gradient = found.held.get((name, journey.source))
         if not journey.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
             continue
-        if gradient is None or gradient in found.passed or id(gradient) in noted:
+        is_shared = gradient is not None and shared[id(gradient)] > 1 and not gradient.name
+        if gradient is None or is_shared or gradient in found.passed or id(gradient) in noted:
             total += live.pricer.local_nbytes(journey.tensor, journey.source)
         else:
             total += gradient.nbytes

@@ -48,7 +48,7 @@ class StageMemory:
 
     passes: at the peak of an action, what its micro-batch keeps included; first: of the first, which makes gradients
     instead of adding to them. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
-    `given` sent back, `copied` where backward has two parts, for then what passes through is a copy; `taken` and
+    `given` sent back, `copied` by a backward pass in two parts, for then what passes through is a copy; `taken` and
     `answered` are received, forward and back.
     """
 
@@ -154,7 +154,7 @@ def rank_memory(
         if schedule == "1f1b" and 0 <= started < over and microbatch in (started, over):
             live = live + _vector("sent", own.ends if microbatch == started else -own.ends)
         if kind != "W" and number - 1 not in stages and (waits or is_first):
-            live = live + _vector("sent", given[number])
+            live = live + _vector("sent", own.copied if kind == "I" else own.given)
     return dict(zip(STAGED_KINDS, best.tolist(), strict=True))
 
 
