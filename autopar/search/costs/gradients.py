@@ -53,8 +53,8 @@ class Gradients:
     `grad` does, or are handed both. A permuted one is given back as a copy.
     received: bytes of the gradient that a step gives.
 
-    released: what the pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what
-    came to leaves from outside.
+    summed: bytes of sums that were written anew, by moment. released: what the pass let go; held: what it leaves, on
+    leaves; arrived: what came to each call; passed: what came to leaves from outside.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Gradients:
         self.buckets = buckets
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
+        self.summed: dict[int, int] = {}
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
         self.held: dict[Value, Gradient] = {}
@@ -162,6 +163,7 @@ class Gradients:
             self._release(new, now)
         else:
             self.held[value] = Gradient(value[0], self.nbytes(value), now, now)
+            self.summed[now] = self.summed.get(now, 0) + self.nbytes(value)
             self._release(old, now)
             self._release(new, now)
 

@@ -305,6 +305,7 @@ class Live:
     def _gradients(self) -> None:
         """Backward, call by call."""
         found = self.gradients()
+        self.summed = found.summed
         for holding in self.holdings_of(found):
             self._hold(holding)
         for (name, layout), gradient in found.held.items():
@@ -350,7 +351,8 @@ class Live:
         if op.rule.alias is None:
             self._add("working", op.name, price.spare_forward + nobodys, forward, forward)
         if any(call.gradients):
-            self._add("working", op.name, price.spare_backward, backward, backward)
+            spare = max(price.spare_backward - self.summed.get(backward, 0), 0)  # gone when gradients are added up
+            self._add("working", op.name, spare, backward, backward)
         if price.kept:
             self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
 
