@@ -11,8 +11,9 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered
 class Holding:
     """Bytes that an op or a tensor holds from moment `first` to moment `last`.
 
-    role: `fixed`: there through all micro-batches; `gradient`: of a value, `leaf`: of a parameter, which is then added
-    to what is there, `given`: of what a stage received. layout: of a value that is kept, or replayed, for backward.
+    role: `fixed`: there through all micro-batches; `once`: before the first of several or after the last; `gradient`:
+    of a value, `leaf`: of a parameter, which is then added to what is there, `given`: of what a stage received.
+    layout: of a value that is kept, or replayed, for backward.
     """
 
     kind: str

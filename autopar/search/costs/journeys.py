@@ -11,7 +11,7 @@ from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
-from autopar.search.costs.copied_views import copied_views
+from autopar.search.costs.lying import find_lying
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 
@@ -23,7 +23,8 @@ SINK = -1
 class Journey:
     """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout).
 
-    is_copy: of a view's result, that it has storage of its own (`search.costs.copied_views`).
+    is_copy: of a view's result, that it has storage of its own; is_contiguous: of an op's, how it lies
+    (`search.costs.lying`).
     """
 
     tensor: Tensor
@@ -32,6 +33,7 @@ class Journey:
     wanted: list[tuple[int, int, Layout]] = field(default_factory=list)
     in_backward: set[Layout] = field(default_factory=set)
     is_copy: bool = False
+    is_contiguous: bool = True
 
     def path(self, layout: Layout) -> list[Step]:
         """Steps from the source to `layout`."""
@@ -90,8 +92,11 @@ def make_journeys(
     for name, layout in wanted_by_output(program, plan.mesh, sent):
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
-    for name in copied_views(program, plan, pricer, out):
+    lying = find_lying(program, plan, pricer, out)
+    for name in lying.copies:
         out[name].is_copy = True
+    for name, value in (program.strided | lying.strides).items():
+        out[name].is_contiguous = value.is_contiguous()
     return out
 
 

@@ -142,8 +142,12 @@ class Live:
         self.again = {
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
+        read = {self.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
+        hops = [self._nbytes(value) for value in made if self._is_once_a_step(value[0]) and value not in read]
+        self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
-            self._value(value, number, last[value], uses[value])
+            if value in read or not self._is_once_a_step(value[0]):
+                self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
                 self._cast(journey, uses)
@@ -158,9 +162,8 @@ class Live:
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
             if (root := self.root(name, layout)) in made:
                 self.held.add(root)
-            is_op = journey.tensor.kind == "op" and not journey.is_laid_anew(layout)
-            is_view = is_op and not self.program.captured.nodes[name].meta["val"].is_contiguous()
-            if is_view or self._is_cut(root):
+            is_strided = not journey.is_contiguous and not journey.is_laid_anew(layout)
+            if is_strided or self._is_cut(root):
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))
                 self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1)
             elif root in made:
@@ -361,17 +364,18 @@ class Live:
         call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
         source, target = (self.pricer.local_nbytes(tensor, layout) for layout in (step.source, step.target))
         ahead, back = self.pricer.wholes(step, tensor.shape, tensor.element_size)
+        role = "once" if self._is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
             spans = list(flight(step.forward, step, source, ahead, number, end))
             if any(self.calls[end].gradients):
                 spans += flight(step.backward, step, target, back, self.backward[end], backward)
             for span in spans:
-                self._add("working", name, *span)
+                self._add("working", name, *span, role)
         elif not call.part:
-            self._add("working", name, beside(step.forward, step, source, ahead), number, number)
+            self._add("working", name, beside(step.forward, step, source, ahead), number, number, role)
             if any(call.gradients):
-                self._add("working", name, beside(step.backward, step, target, back), backward, backward)
+                self._add("working", name, beside(step.backward, step, target, back), backward, backward, role)
 
     def _rows(self, group: Fused, forward: int, backward: int) -> None:
         """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
@@ -379,12 +383,13 @@ class Live:
         step = self.journeys[name].made[layout]
         if step.forward != "all_gather":
             return
+        role = "once" if self._is_once_a_step(name) else ""
         rows = sum(self._nbytes(value) for value in group.values)
         row = sum(self._nbytes((n, self.journeys[n].made[v].source)) for n, v in group.values)
-        self._add("working", name, rows + row, forward, forward)
+        self._add("working", name, rows + row, forward, forward, role)
         if (again := self.again.get(group, forward)) != forward:
             # gathered again before the backward that reads it makes its gradients: they never meet the buffers
             made = sum(h.nbytes for h in self.holdings if h.first == again and h.role in ("gradient", "leaf"))
             self._add("working", name, max(rows + row - made, 0.0), again, again)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
-            self._add("working", name, rows, backward, backward)
+            self._add("working", name, rows, backward, backward, role)

@@ -15,7 +15,7 @@ from autopar.plan import Plan
 from autopar.redistribution import Step
 from autopar.search.costs.journeys import Journey
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.program import Op, Program
 
 Value = tuple[str, Layout]
 """A tensor in a layout."""
@@ -34,15 +34,21 @@ class Replays:
 
 
 def root_of(
-    program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey], name: str, layout: Layout
+    program: Program,
+    plan: Plan,
+    pricer: Pricer,
+    journeys: dict[str, Journey],
+    name: str,
+    layout: Layout,
+    copies: bool = False,
 ) -> Value:
-    """The value whose storage a tensor in a layout is."""
+    """The value whose storage a tensor in a layout is; `copies`: or was, before a view that copies."""
     while True:
         journey = journeys[name]
         while layout != journey.source and not journey.made[layout].forward:
             layout = journey.made[layout].source
         view = program.aliases.get(name)
-        if view is None or layout != journey.source or journey.is_copy:
+        if view is None or layout != journey.source or (journey.is_copy and not copies):
             return name, layout
         op = program.ops[view[0]]
         name, layout = op.operands[view[1]], pricer.op(op, plan.choices[op.name]).operands[view[1]]
@@ -94,9 +100,24 @@ class _Search:
                 self.found.steps[name, layout] = (step, position)
                 self._wait(self.value(name, step.source), position)
 
+    def _is_chosen(self, op: Op) -> bool:
+        """Whether the plan has an op run again; a view that copies is, where what it views is."""
+        if op.rule.alias is None:
+            return op.name in self.plan.recompute and any(op.result_grads)
+        (result,) = op.results[:1]
+        if result is None or not self.journeys[result].is_copy:
+            return False
+        name, layout = root_of(
+            self.program, self.plan, self.pricer, self.journeys, result, self.journeys[result].source, copies=True
+        )
+        tensor = self.journeys[name].tensor
+        if layout != self.journeys[name].source:
+            return tensor.requires_grad and layout in self.plan.remade.get(name, ())
+        return tensor.producer is not None and self._is_chosen(self.program.ops[tensor.producer])
+
     def _replay(self, number: int) -> None:
         op = self.program.ops[number]
-        if op.name not in self.plan.recompute or op.rule.alias is not None or not any(op.result_grads):
+        if not self._is_chosen(op):
             return
         price = self.pricer.op(op, self.plan.choices[op.name])
         made = [(n, price.results[i]) for i, n in enumerate(op.results) if n is not None]

@@ -47,13 +47,16 @@ class StageMemory:
     """Bytes of one stage on one rank by kind (`STAGED_KINDS`).
 
     passes: at the peak of an action, what its micro-batch keeps included; first: of the first, which makes gradients
-    instead of adding to them. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
+    instead of adding to them. opening, closing: beside what is always there, while once a step parameters are gathered
+    and their gradients reduced. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
     `given` sent back, `copied` by a backward pass in two parts, for then what passes through is a copy; `taken` and
     `answered` are received, forward and back.
     """
 
     always: Floats
     gradients: Floats
+    opening: Floats
+    closing: Floats
     update: Floats
     passes: Mapping[str, Floats]
     first: Mapping[str, Floats]
@@ -68,7 +71,8 @@ class StageMemory:
     def alone(self, microbatches: int) -> dict[str, float]:
         """Bytes by kind at the peak of a step that has one micro-batch in flight at a time."""
         buffers = _vector("received", microbatches * (self.taken + self.answered))
-        fullest = self.always + self.state + buffers + self.gradients + _larger(self.passes["F"], self.passes["B"])
+        most = _larger(_larger(self.passes["F"], self.passes["B"]), self.closing)
+        fullest = self.always + self.state + buffers + self.gradients + most
         return dict(zip(STAGED_KINDS, _larger(fullest, self.update + buffers).tolist(), strict=True))
 
     @property
@@ -87,7 +91,8 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     turn, end = len(live.calls), live.end
     inputs = {spec.placeholder for spec in stage.inputs}
     fixed = [h for h in live.holdings if h.role == "fixed" and h.name not in inputs]
-    moving = [h for h in live.holdings if h.role != "fixed"] + list(_copied_inputs(live, stage))
+    once = [h for h in live.holdings if h.role == "once"]
+    moving = [h for h in live.holdings if h.role not in ("fixed", "once")] + list(_copied_inputs(live, stage))
     forward, back = [h for h in moving if h.first < turn], [h for h in moving if h.last >= turn]
     kept = [h for h in forward if h.last >= turn]
     parts = split_passes(live, kept, back)
@@ -97,6 +102,8 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     return StageMemory(
         always=_summed(h for h in fixed if h.kind not in ("gradients", "optimizer")),
         gradients=_summed(h for h in fixed if h.kind == "gradients" and h.first == 0),
+        opening=_peak((h for h in once if h.last < turn), 0, turn),
+        closing=_peak((h for h in once if h.first >= turn), turn, end),
         update=_summed(h for h in fixed if h.last == end),
         passes={"F": _peak(forward, 0, turn)} | {kind: _peak(part, turn, end) for kind, part in passes.items()},
         first={kind: _peak(_staying(live, part), turn, end) for kind, part in passes.items()},
@@ -131,6 +138,8 @@ def rank_memory(
     batch = _vector("inputs", batch_nbytes) + _vector("received", count * sum(received))
     best = batch - again + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
     live = batch - again * _AT_WORK + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
+    for stage in stages.values():
+        best = _larger(best, live + stage.opening)
     waits, begun = schedule in WAITS_AT_END, set[tuple[int, str]]()
     warmup = next(i for i, action in enumerate(actions) if action.kind != "F")
     started, over = warmup - 2, len(actions) // 2 - warmup
@@ -155,6 +164,8 @@ def rank_memory(
             live = live + _vector("sent", own.ends if microbatch == started else -own.ends)
         if kind != "W" and number - 1 not in stages and (waits or is_first):
             live = live + _vector("sent", own.copied if kind == "I" else own.given)
+    for stage in stages.values():
+        best = _larger(best, live + stage.closing)
     return dict(zip(STAGED_KINDS, best.tolist(), strict=True))
 
 

@@ -1,12 +1,12 @@
-"""Which views copy under a plan? Those of tensors that a collective has laid out anew.
+"""How do tensors lie under a plan, and which views copy therefore? Those of what a collective has laid out anew.
 
 What a collective gives is contiguous, whatever its operand was. Where that is the query of attention, which lies in the
 whole graph as a permutation left it, the result is contiguous too, and joining its heads, a view in the whole graph, is
 a copy. Strides are those of whole tensors: a rank's part of a contiguous tensor is contiguous.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,18 @@ if TYPE_CHECKING:
     from autopar.search.costs.journeys import Journey
 
 
-def copied_views(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[str, "Journey"]) -> Iterator[str]:
-    """Results of view ops that have storage of their own."""
+class Lying(NamedTuple):
+    """strides: tensors without values that lie otherwise than in the whole graph. copies: results of view ops that have
+    storage of their own."""
+
+    strides: dict[str, Tensor]
+    copies: set[str]
+
+
+def find_lying(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[str, "Journey"]) -> Lying:
+    """What a plan's collectives change of how tensors lie."""
     lying: dict[str, Tensor] = {}
+    copies = set[str]()
     for op in program.ops:
         if not any(name in program.strided or name in lying for name in op.operands):
             continue
@@ -43,4 +52,5 @@ def copied_views(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping
             lying[result] = value
         is_reshape = op.rule.alias is not None and short_name(op.node) in RESHAPING
         if is_reshape and (source := own.get(op.operands[0])) is not None and not is_view(source, op.result_shapes[0]):
-            yield result
+            copies.add(result)
+    return Lying(lying, copies)
