@@ -8,7 +8,7 @@ from op_samples import SAMPLES
 from autopar.graph import operands
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.registry import rule_of
-from autopar.rules.spare import BACKWARD, handed_on, short_name, spare
+from autopar.rules.spare import BACKWARD, gives_all, handed_on, short_name, spare
 from autopar.runtime.peak_memory import PeakMemory
 
 LARGE = 200
@@ -50,3 +50,38 @@ def test_backward_hands_on_and_allocates_as_declared(sample: Sample) -> None:
     written = sum(size(g) for i, g in zip(wanted, gradients, strict=True) if i not in handed)
     beside = memory.peak - before - written
     assert beside <= (spare(node, rule)[1] + 0.85) * largest
+
+
+def made_for(sample: Sample, asked: list[int]) -> int:
+    """Bytes that calls of backward make for the gradients of these tensors."""
+    tensors = [
+        t.requires_grad_(spec.needs_grad)
+        for t, spec in zip(sample.tensors(dtype=torch.float32), sample.inputs, strict=True)
+    ]
+    with use_draws(Draws(seed=1, step=1, exact=True)):
+        results = [r for r in sample.run(*tensors) if r.requires_grad]
+    given = [torch.ones_like(r) for r in results]
+    made = 0
+
+    class Summing(PeakMemory):
+        def _count(self, tensor: torch.Tensor, kind: str, made_by: str) -> None:
+            nonlocal made
+            made += size(tensor)
+
+    with Summing():
+        torch.autograd.grad(results, [tensors[i] for i in asked], given, allow_unused=True)
+    return made
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
+def test_backward_that_makes_all_gradients_at_once_is_declared(sample: Sample) -> None:
+    """Not the other way round: what attention runs as products makes no more than is asked for."""
+    node = sample.node(torch.float32)
+    differentiable = [i for i, spec in enumerate(sample.inputs) if spec.needs_grad]
+    if not node.meta["requires_grad"] or len(differentiable) < 2:
+        return
+    for_one = [made_for(sample, [i]) for i in differentiable]
+    if min(for_one) == made_for(sample, differentiable) > 0:
+        assert gives_all(node)
+    if gives_all(node):
+        assert max(for_one) == made_for(sample, differentiable) or sample.name in ("sdpa three dims", "sdpa bias")

@@ -36,6 +36,9 @@ BACKWARD: dict[str, float] = {
 }  # fmt: skip
 """Spare tensors of backward; an elementwise op with an operand that is broadcast needs one for its sum."""
 
+AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel"})
+"""Ops of torch that make all gradients in one kernel, which takes no mask of those asked for."""
+
 FORWARD: dict[str, float] = {"dropout": 1.0}
 
 
@@ -52,6 +55,12 @@ def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:
     shapes = {tuple(source.meta["val"].shape) for source in operands(node)}
     broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and len(shapes) > 1 else 0.0
     return FORWARD.get(name, 0.0), max(BACKWARD.get(name, 0.0), broadcast)
+
+
+def gives_all(node: fx.Node) -> bool:
+    """Whether backward makes the gradients of all operands at once, whichever are asked for: torch's kernels without
+    a mask, and what a library registers (it may not, which nobody can see)."""
+    return short_name(node) in AT_ONCE or getattr(node.target, "namespace", "aten") not in ("aten", "autopar")
 
 
 def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:

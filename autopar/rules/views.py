@@ -22,6 +22,7 @@ from autopar.rules.describe import (
     dim_name,
     free_dims,
     normalized_dim,
+    normalized_dims,
     result_values,
     shapes_of,
 )
@@ -89,6 +90,14 @@ def is_view(source: Tensor, target: Shape) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def expanded_gradient(total: fx.Node) -> Tensor:
+    """How the gradient that a sum gives its operand lies: the result's, expanded."""
+    source = shapes_of(operands(total))[0]
+    summed = normalized_dims(argument(total, 1, "dim"), len(source))
+    kept = torch.empty([1 if d in summed else size for d, size in enumerate(source)], device="meta")
+    return kept.expand(source)
 
 
 def _local_reshape(local: Local) -> Call:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from torch import Tensor
+
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
-from autopar.rules.views import RESHAPING
+from autopar.rules.views import RESHAPING, expanded_gradient, is_view
 from autopar.search.costs.calls import Call
+from autopar.search.costs.program import Op
 from autopar.search.costs.replays import Value
 
 
@@ -74,6 +77,7 @@ class Gradients:
         self.buckets = buckets
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
+        self.expanded: dict[Value | None, Tensor] = {}
         self.summed: dict[int, int] = {}
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
@@ -91,7 +95,7 @@ class Gradients:
             if copies and self.held[value] is gradient:
                 self.held[value] = Gradient(value[0], nbytes(value), begin, begin)
         end = max(moments.values(), default=0)
-        strided = [value for value, gradient in self.held.items() if not gradient.name and value in self.permuted]
+        strided = [v for v, g in self.held.items() if (not g.name and v in self.permuted) or v in self.expanded]
         self.held.update((value, Gradient(value[0], nbytes(value), end, end)) for value in strided)
 
     def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Callable[[Value], bool]) -> None:
@@ -132,12 +136,15 @@ class Gradients:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
+            handed = handed and not self._is_spread(call.op, call.results[0], value)
             is_leaf = self.copies and value not in self.made
             is_copied = is_leaf and call.op.rule.alias is None and arrived.owners > 1
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False
             if call.results[0] in self.permuted:
                 self.permuted.add(value)
+            if handed and call.results[0] in self.expanded:
+                self.expanded[value] = self.expanded[call.results[0]]
         if handed and not is_copied:
             arrived.owners += 1
             return arrived
@@ -153,16 +160,27 @@ class Gradients:
             self.permuted.add(value)
         return not arrived.name and before and name in RESHAPING
 
+    def _is_spread(self, op: Op, result: Value | None, value: Value) -> bool:
+        """Whether a reshape copies a gradient because its elements are not all stored: that of a sum is expanded."""
+        if short_name(op.node) == "sum":
+            self.expanded[value] = expanded_gradient(op.node)
+        elif result in self.expanded and short_name(op.node) in RESHAPING:
+            if not is_view(self.expanded[result], op.operand_shapes[0]):
+                return True
+            self.expanded[value] = self.expanded[result].view(op.operand_shapes[0])
+        return False
+
     def _arrive(self, value: Value, new: Gradient, now: int) -> None:
         """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
         old = self.held.get(value)
         if old is None:
             self.held[value] = new
-        elif old.owners == 1:
+        elif old.owners == 1 and value not in self.expanded:
             old.last = now
             self._release(new, now)
         else:
             self.held[value] = Gradient(value[0], self.nbytes(value), now, now)
+            self.expanded.pop(value, None)
             self.summed[now] = self.summed.get(now, 0) + self.nbytes(value)
             self._release(old, now)
             self._release(new, now)

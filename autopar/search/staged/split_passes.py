@@ -9,6 +9,7 @@ and notes the gradients that heads of other branches get. The second part runs t
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
+from autopar.rules.spare import gives_all
 from autopar.search.costs.calls import Call
 from autopar.search.costs.gradients import Gradients
 from autopar.search.costs.holding import Holding
@@ -68,6 +69,10 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     given = {id(g) for (name, _), g in first.held.items() if live.journeys[name].tensor.kind != "parameter"}
     noted = {number: g for number in sorted(heads) if (g := first.arrived.get(number)) is not None}
     lowest = {id(g): live.backward[number] for number, g in reversed(noted.items())}
+    for number in sorted(heads):
+        mine, other = _made_beside(live, cut, number)
+        beside[0].append(mine)
+        beside[1].append(other)
     # What is noted and sent back too is copied when it is sent.
     noting = [
         Holding("working", g.name, g.nbytes, spans.end - 1 if id(g) in given else g.last + 1, lowest[id(g)])
@@ -91,6 +96,20 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     )
 
 
+def _made_beside(live: Live, cut: Cut, number: int) -> tuple[Holding, Holding]:
+    """What a head's kernel makes in each part though only the other one asks for it."""
+    call, moment = live.calls[number], live.backward[number]
+    in_part = [0.0, 0.0]
+    if call.op is not None and gives_all(call.op.node):
+        for (name, layout), wanted in zip(call.operands, call.gradients, strict=True):
+            if wanted:
+                in_part[(name, layout) in cut.way] += live.pricer.local_nbytes(live.journeys[name].tensor, layout)
+    first, second = (
+        Holding("working", call.results[0][0] if call.results[0] else "", n, moment, moment) for n in in_part
+    )
+    return first, second
+
+
 def _is_stored(holding: Holding) -> bool:
     """Whether a replay makes it, or a call in a replay keeps it."""
     return holding.layout is not None or holding.kind == "activations"
@@ -99,13 +118,13 @@ def _is_stored(holding: Holding) -> bool:
 def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
     """Bytes of gradients of what a stage received. What is noted, or passes through, is copied."""
     total, counted = 0.0, set[int]()
-    shared = Counter(id(gradient) for gradient in found.held.values())  # one from outside is copied for each
+    shared = Counter(id(gradient) for gradient in found.held.values())  # copied for all but one, which has it
     for name in live.program.captured.received:
         journey = live.journeys[name]
         gradient = found.held.get((name, journey.source))
         if not journey.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
             continue
-        is_shared = gradient is not None and shared[id(gradient)] > 1 and not gradient.name
+        is_shared = gradient is not None and shared[id(gradient)] > 1
         if gradient is None or is_shared or gradient in found.passed or id(gradient) in noted:
             total += live.pricer.local_nbytes(journey.tensor, journey.source)
         else:
