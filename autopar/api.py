@@ -72,7 +72,7 @@ def plan(
         global_batch: samples a step over all devices; by default that of the example inputs.
         microbatches: in how many parts a step runs the global batch, adding up their gradients; `auto` for the number
             that is best, as with mesh `auto` or pipeline ranks where none is given.
-        optimizer: adamw, adam, sgd or sgd-momentum.
+        optimizer: adamw, adam, sgd or sgd-momentum, or one of them with `-fused` (torch's `fused=True`).
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
             bf16-mixed computes in bf16 on parameters that are stored and trained in fp32.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.

@@ -50,7 +50,7 @@ Pipeline = Annotated[
 Schedule = Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b or interleaved-1f1b, or auto")]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum; with -fused torch's fused=True")]
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
 Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]

@@ -77,11 +77,12 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One collective: `nbytes` is its full tensor (gather's result, reduce-scatter's operand, all-reduce's and
-    all-to-all's tensor) on one rank, padding included."""
+    all-to-all's tensor) on one rank, padding included. early: begun before the first call (`passes.start_early`)."""
 
     kind: str
     axes: tuple[int, ...]
     nbytes: int
+    early: bool = False
 
 
 def single_step(source: Layout, axis: int, after: Placement) -> Step | None:

@@ -51,6 +51,7 @@ from benchmarks.race_traffic import crossing_nbytes
 FOUR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 CALIBRATION = Effort(kinds=FOUR, least_nbytes=1 << 10, most_nbytes=4 << 20, num_sizes=6, num_rounds=3, dtypes=("fp32",))
 NAMED = ("ddp", "fsdp", "megatron")
+OPTIMIZER = "adamw-fused"
 RATES, RANKS, ROUNDS, NEXT = "100mbit,1gbit", "4,8", 9, 5
 TIE = 0.03
 
@@ -114,14 +115,14 @@ class Entry:
 def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry], bytes]:
     """All contenders, the chosen plan first, and the graph that their plans are for."""
     module, batch = make(model)
-    chosen = autopar.plan(module, batch, cluster=cluster, precision="fp32")
+    chosen = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32")
     assert isinstance(chosen, ModelPlan) and chosen.captured is not None
     plans = {"chosen": chosen}
     for number, plan in enumerate(chosen.alternatives(num_next, cluster=cluster, seconds=30.0) if num_next else ()):
         plans[f"next {number + 1}"] = plan
     for name in NAMED:
         try:
-            plan = autopar.plan(module, batch, cluster=cluster, precision="fp32", baseline=name)
+            plan = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32", baseline=name)
         except AutoparError:
             continue  # it does not apply to the model
         assert isinstance(plan, ModelPlan)

@@ -16,7 +16,7 @@ over parameters), one elementwise kernel after another (`_single_tensor_adamw` a
 
 A loop launches every kernel for each parameter; foreach launches it for some thirty at once, whose part is less than
 the one launch a parameter that is counted. A fused kernel reads parameter, gradient and states and writes parameter and
-states, each once, the least that any can: 7, 7, 3 and 5 tensors.
+states, each once, the least that any can: 7, 7, 3 and 5 tensors. `adamw-fused` and so on are torch's with `fused=True`.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,17 @@ import numpy as np
 from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError
 
-NUM_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-KERNELS = {
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+FUSED = "-fused"
+NUM_STATES = STATES | {name + FUSED: count for name, count in STATES.items()}
+KERNELS: dict[str, tuple[int, ...]] = {
     "adamw": (2, 3, 2, 3, 2, 2, 2, 4),
     "adam": (3, 2, 3, 2, 2, 2, 4),
     "sgd": (3,),
     "sgd-momentum": (2, 3, 3),
+    **{name + FUSED: (3 + 2 * count,) for name, count in STATES.items()},
 }
-"""Tensors that each kernel of torch's default step reads and writes."""
+"""Tensors that each kernel of a step of torch's reads and writes."""
 HOST = "cpu"
 """The device on which torch's default is a loop over parameters."""
 

@@ -10,8 +10,12 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.mesh import make_mesh
 from autopar.ops import collectives
+from autopar.ops.buckets import all_reduce_told
+from autopar.ops.cross_entropy import start_count
 from autopar.passes.fuse_collectives import fused_groups
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.start_early import start_early
+from autopar.passes.wait_late import wait_late
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
@@ -21,10 +25,21 @@ from autopar.search.timeline.buckets import with_buckets
 from tests.search_cases import captured_of, machine, program_of
 
 
+def told(plan: Plan, family: str, pricer: Pricer) -> float:
+    """Seconds of the count of labels and of the loss's last sum, as the graph that runs begins and waits for them."""
+    graph = start_early(wait_late(insert_collectives(captured_of(family), plan).graph))
+    early = [(node.kwargs["row_axes"], 8) for node in graph.nodes if node.target is start_count]
+    late = [((node.kwargs["axis"],), 4) for node in graph.nodes if node.target is all_reduce_told]
+    assert len(early) == len(late) == 1
+    return sum(pricer.message("all_reduce", (0,), nbytes, False)[0] for axes, nbytes in early + late if axes)
+
+
 def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
-    """Seconds hidden on one link: a clock of what backward computes and starts, bucket after bucket of the graph."""
+    """Seconds hidden on one link: a clock of what backward computes and starts, bucket after bucket of the graph. Ranks
+    wait for each other at its end alone."""
     captured, program = captured_of(family), program_of(family)
     specs = {spec.placeholder: spec for spec in captured.parameters}
+    wait = pricer.cluster.levels[0].skew / 2  # of two ranks
     due: dict[int, list[tuple[float, float, bool]]] = {}
     for group in fused_groups(insert_collectives(captured, plan).graph, captured.parameters, plan):
         names = [source.name for node in group for source in node.all_input_nodes if source.op == "placeholder"]
@@ -33,7 +48,7 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
         scatters = group[0].target is collectives.all_gather
         nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in names)
         kind = "reduce_scatter" if scatters else "all_reduce"
-        seconds, start = (pricer.message(kind, (0,), n, True)[0] for n in (nbytes, 1))
+        seconds, start = (pricer.message(kind, (0,), n, True)[0] - wait for n in (nbytes, 1))
         if pricer.cluster.library == "gloo":  # two hosts of two; ranks are one of each
             slow, fast = pricer.cluster.levels
             start += min(1.0, slow.bandwidth / fast.bandwidth) * (seconds - start)
@@ -49,14 +64,14 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
             link = max(link, clock) + seconds
             held = link if scatters else held
             clock += start
-    total = sum(seconds for found in due.values() for seconds, _, _ in found)
-    return total - (max(clock, link) - computed)
+    total = sum(seconds + wait for found in due.values() for seconds, _, _ in found)
+    return total - (max(clock, link) + (wait if due else 0.0) - computed)
 
 
-def linked(alpha: float, bandwidth: float) -> Cluster:
+def linked(alpha: float, bandwidth: float, skew: float = 0.0) -> Cluster:
     """Two devices whose links are not the processor's work."""
     cluster = machine(2)
-    levels = tuple(replace(v, alpha=alpha, bandwidth=bandwidth, lines=()) for v in cluster.levels)
+    levels = tuple(replace(v, alpha=alpha, bandwidth=bandwidth, skew=skew, lines=()) for v in cluster.levels)
     return replace(cluster, levels=levels, library="nccl")
 
 
@@ -65,7 +80,9 @@ def test_hidden_seconds_are_those_of_a_simulation(seed: int) -> None:
     rng = random.Random(seed)
     family, name = rng.choice(["gpt2", "llama"]), rng.choice(["ddp", "fsdp"])
     captured, program = captured_of(family), program_of(family)
-    cluster = linked(10 ** rng.uniform(-9, -4), 10 ** rng.uniform(7, 11))
+    cluster = linked(
+        10 ** rng.uniform(-9, -5), 10 ** rng.uniform(7, 11), skew=rng.choice([0.0, 10 ** rng.uniform(-9, -5)])
+    )
     if seed % 2:
         fast = cluster.levels[0]
         slow = replace(fast, bandwidth=fast.bandwidth * rng.uniform(0.01, 1.0))
@@ -74,8 +91,8 @@ def test_hidden_seconds_are_those_of_a_simulation(seed: int) -> None:
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     for found in (with_buckets(plan, captured, cluster), random_buckets(plan, captured, rng)):
         estimate = evaluate_program(found, program, pricer)
-        assert estimate.hidden == pytest.approx(max(simulated(found, family, pricer), 0.0), rel=1e-9, abs=1e-15)
-        assert estimate.hidden <= estimate.seconds["backward"] * (1 + 1e-9)
+        beside = max(simulated(found, family, pricer), 0.0) + told(found, family, pricer)
+        assert estimate.hidden == pytest.approx(beside, rel=1e-9, abs=1e-15)
         assert estimate.step_seconds == pytest.approx(estimate.in_turn_seconds - estimate.hidden)
     assert evaluate_program(plan, program, pricer).hidden == 0.0
 
@@ -90,13 +107,15 @@ def test_a_fast_link_hides_nearly_all_and_starts_hide_nothing() -> None:
         apart = replace(plan, buckets=tuple((name,) for name in names))
         estimate = evaluate_program(apart, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
         hidden.append(estimate.hidden / estimate.seconds["all_reduce"])
-    assert hidden[0] > 0.5 and hidden[1] < 1e-6
+    assert hidden[0] > 0.5 and hidden[1] < 1e-4
 
 
 def test_what_the_processor_sends_itself_is_not_hidden() -> None:
     captured, cluster = captured_of("llama"), replace(linked(1e-9, 1e10), library="gloo")
     plan = make_baseline("ddp", captured, cluster, make_mesh((2,)), TrainConfig())
-    assert with_buckets(plan, captured, cluster).estimate.hidden == pytest.approx(0.0, abs=1e-12)
+    assert with_buckets(plan, captured, cluster).estimate.hidden == pytest.approx(
+        0.0, abs=1e-8
+    )  # the labels and the loss
 
 
 def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:

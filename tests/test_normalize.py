@@ -95,6 +95,10 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[str]]] =
         lambda x, w, b: torch.zeros(2, 3, 13, dtype=x.dtype).slice_scatter(x @ w, 2, 1),
         ["permute", "linear", "expand", "cat"],
     ),
+    "dtypes of others": (
+        lambda x, w, b: (x @ w).type_as(b) + (x @ w).float().type_as(w),
+        ["permute", "linear", "permute", "linear", "_to_copy", "_to_copy", "add"],
+    ),
     "expand sinks": (lambda x, w, b: w.unsqueeze(0).expand(2, 4, 12) * 2.0 + b, ["unsqueeze", "mul", "add", "square"]),
     "random follows its operand": (
         lambda x, w, b: x @ w + 0.0 * torch.rand(2, 3, 12, dtype=x.dtype),

@@ -3,6 +3,7 @@
 import torch
 from torch import fx
 
+from autopar.cost_models.memory import FUSED
 from autopar.graph import CapturedModel, LocalModel, operands
 from autopar.staged_plan import StagedPlan
 
@@ -12,6 +13,7 @@ OPTIMIZERS = {
     "sgd": "torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)",
     "sgd-momentum": "torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)",
 }
+OPTIMIZERS |= {name + FUSED: made.removesuffix(")") + ", fused=True)" for name, made in OPTIMIZERS.items()}
 
 TEMPLATE = '''"""Train {model} on {mesh}:
 

@@ -57,7 +57,7 @@ def _cross_entropy(node: fx.Node) -> Rule:
             sent.append(Message(kind="all_reduce", axes=axes, nbytes=sums * num_rows * statistics))
         axes = local.axis_indices(*row_names)
         if counts and _ranks(local, axes) > 1:
-            sent.append(Message(kind="all_reduce", axes=axes, nbytes=COUNT_NBYTES))
+            sent.append(Message(kind="all_reduce", axes=axes, nbytes=COUNT_NBYTES, early=True))
         return tuple(sent), ()
 
     return Rule(

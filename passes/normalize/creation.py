@@ -1,4 +1,7 @@
-"""Which calls look at a tensor only for its shape? They become calls without operands, so that they can be folded."""
+"""Which calls look at a tensor only for its shape or dtype? They become calls without that operand.
+
+So creation calls can be folded, and no tensor travels, and waits for a gradient that never comes, to tell its dtype.
+"""
 
 from typing import Any
 
@@ -26,7 +29,8 @@ FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.defaul
 
 
 def simplify_creation(captured: CapturedModel) -> CapturedModel:
-    """`zeros_like(x)` -> `full(sizes, 0)`; `copy(a, b)` -> b; `pad` by a constant -> `constant_pad_nd`."""
+    """`zeros_like(x)` -> `full(sizes, 0)`; `x.type_as(y)` -> x in that dtype; `copy(a, b)` -> b; `pad` by a constant
+    -> `constant_pad_nd`."""
     for node in calls(captured.graph, *FILL):
         substitute(node, _full(node, FILL[node.target]))
     for node in calls(captured.graph, *FILL_ARGUMENT):
@@ -34,7 +38,9 @@ def simplify_creation(captured: CapturedModel) -> CapturedModel:
     for node in calls(captured.graph, *RANDOM):
         substitute(node, insert(node, RANDOM[node.target], (_full(node, 0),)))
     for node in calls(captured.graph, aten.copy.default):
-        substitute(node, _copied(node))
+        substitute(node, _like(node, node.args[1]))
+    for node in calls(captured.graph, aten.type_as.default, aten.to.other):
+        substitute(node, _like(node, node.args[0]))
     for node in calls(captured.graph, aten.pad.default):
         mode = node.args[2] if len(node.args) > 2 else "constant"
         value: Any = node.args[3] if len(node.args) > 3 else None
@@ -55,8 +61,8 @@ def _full(node: fx.Node, value: Any) -> fx.Node:
     return insert(node, aten.full.default, (list(shape_of(node)), value), {"dtype": dtype})
 
 
-def _copied(node: fx.Node) -> fx.Node:
-    source: Any = node.args[1]
+def _like(node: fx.Node, source: Any) -> fx.Node:
+    """The source in dtype and shape of the call."""
     if dtype_of(source) != dtype_of(node):
         source = insert(node, aten._to_copy.default, (source,), {"dtype": dtype_of(node)})
     if shape_of(source) != shape_of(node):

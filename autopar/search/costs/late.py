@@ -1,9 +1,17 @@
-"""For how long do reductions of gradients run while backward computes? They are waited for late (`runtime.reductions`).
+"""For how long do collectives run beside compute? What begins early, or is waited for late, hides.
 
-A bucket's reduction begins when backward has computed the last of its gradients, the link takes one after the other,
-and what is still on its way when backward ends is not hidden; nor are the levels of a reduction after the first, which
-begin then. Each start delays backward by its alpha, and a reduce-scatter waits for the one before, because both would
-hold a buffer. Collectives that backward waits for where they stand hide nothing: time counts only what it computes.
+Reductions of gradients are waited for late (`runtime.reductions`). A bucket's begins when backward has computed the
+last of its gradients, the link takes one after the other, and what is still on its way when backward ends is not
+hidden; nor are the levels of a reduction after the first, which begin then. Each start delays backward by its alpha,
+and a reduce-scatter waits for the one before, because both would hold a buffer. Collectives that backward waits for
+where they stand hide nothing: time counts only what it computes.
+
+Ranks that computed come late to a collective (`cost_models.collectives`), for which each pays where it stands. Late
+reductions pay once, when backward ends, and so do the levels that follow, between which nothing is computed.
+
+The count of labels begins before the first call (`passes.start_early`), when ranks have just met, and has the forward
+pass up to the loss to arrive; the loss's last sum is waited for when the step is over (`passes.wait_late`), as
+gradients are, and has the backward pass.
 
 Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
 take, which delays backward like a start. So nothing is hidden within a host, and between hosts what the wire takes.
@@ -14,38 +22,78 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from autopar.cost_models.links import axis_links
+from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
 from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program
 
 
 def late_seconds(
     plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], groups: Iterable[Fused]
 ) -> float:
-    """Seconds of reductions in buckets that are hidden, in a step of one micro-batch."""
-    after = np.zeros(len(program.ops) + 1)
-    for op in reversed(program.ops):
-        after[op.position] = after[op.position + 1] + pricer.op(op, plan.choices[op.name]).backward
-    sent = []
+    """Seconds of collectives that are hidden, in a step of one micro-batch."""
+    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+    before = np.cumsum([0.0, *(price.forward for price in prices)])
+    after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
+    hidden = _reductions(plan, program, pricer, journeys, groups, after)
+    for op, price in zip(program.ops, prices, strict=True):
+        hidden += _beside(price.early, pricer, float(before[op.position]))
+    return hidden + _beside(_told(program, pricer, journeys), pricer, float(after[0]))
+
+
+def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
+    """Seconds of messages that run beside so much compute, after or before which their ranks meet anyway."""
+    hidden = 0.0
+    for _, seconds, axes in sent:
+        wait = pricer.waiting(axes)
+        travel = min(max(seconds - wait - pricer.starting(axes), 0.0), room)
+        hidden, room = hidden + wait + travel, room - travel
+    return hidden
+
+
+def _told(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
+    """The last sum of the loss over ranks."""
+    if program.loss not in journeys:
+        return ()
+    journey = journeys[program.loss]
+    steps = journey.path(Layout((INVARIANT,) * len(journey.source.axes)))
+    if not steps or (steps[-1].forward, steps[-1].backward) != ("all_reduce", ""):
+        return ()
+    return pricer.step(steps[-1], journey.tensor.shape, journey.tensor.element_size, False)[0]
+
+
+def _reductions(
+    plan: Plan,
+    program: Program,
+    pricer: Pricer,
+    journeys: Mapping[str, Journey],
+    groups: Iterable[Fused],
+    after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
+) -> float:
+    """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on."""
+    sent, paid, wait = [], 0.0, 0.0
     for group in groups:
         messages = fused_messages(group, plan, journeys, backward=True)
         if not group.direct or not messages or not any(journeys[name].tensor.requires_grad for name, _ in group.values):
             continue
         first = messages[0]
         uses = [position for name, _ in group.values for position, _, _ in journeys[name].wanted]
-        start, whole = (pricer.message(first.kind, first.axes, n, True)[0] for n in (1, first.nbytes))
+        waits = [pricer.waiting(message.axes) for message in messages]
+        paid, wait = paid + sum(waits), max(wait, *waits)
+        start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
         start += busy_share(pricer, first.axes) * (whole - start)
-        sent.append((float(after[max(min(uses), 0)]), whole, start, first.kind == "reduce_scatter"))
+        sent.append((-max(min(uses), 0), whole, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
-    for ready, seconds, start, holds in sorted(sent):
+    for last, seconds, start, holds in sorted(sent):
+        ready = float(after[-last])
         stalled += max(held - (ready + stalled), 0.0) if holds else 0.0
         link = max(link, ready + stalled) + seconds
         held = link if holds else held
         stalled += start
     shown = stalled + max(link - (float(after[0]) + stalled), 0.0)
-    return max(sum(seconds for _, seconds, _, _ in sent) - shown, 0.0)
+    return max(sum(seconds for _, seconds, _, _ in sent) - shown + paid - wait, 0.0)
 
 
 def busy_share(pricer: Pricer, axes: tuple[int, ...]) -> float:

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import Form, cheapest_in_step, least
+from autopar.cost_models.collectives import Form, cheapest_in_step, least, skew_seconds
 from autopar.cost_models.compute import Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
@@ -33,7 +33,8 @@ Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpPrice:
     """One op under one choice an axis. Bytes of one rank: `working` beside operands and results that are saved or are
-    parameters, `spare` (`rules.spare`) among it, `kept` what autograd keeps beside saved operands and results."""
+    parameters, `spare` (`rules.spare`) among it, `kept` what autograd keeps beside saved operands and results.
+    early: what of `forward_sent` begins before the first call."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -41,6 +42,7 @@ class OpPrice:
     backward: float
     forward_sent: Timed
     backward_sent: Timed
+    early: Timed
     seconds: float
     working_forward: int
     working_backward: int
@@ -116,6 +118,15 @@ class Pricer:
             self._sent[key] = found
         return found
 
+    def waiting(self, axes: tuple[int, ...]) -> float:
+        """For how much of a message along mesh axes ranks wait for the last, because they computed before."""
+        return skew_seconds(axis_links(self.cluster, self.mesh.shape, axes))
+
+    def starting(self, axes: tuple[int, ...]) -> float:
+        """Seconds in which a rank begins a message along mesh axes."""
+        crossings = axis_links(self.cluster, self.mesh.shape, axes).crossings
+        return max((crossing.level.launch for crossing in crossings), default=0.0)
+
     def slowest_level(self, axes: tuple[int, ...]) -> str:
         """The name of the slowest link level that a group along mesh axes crosses; "" of one rank."""
         crossings = axis_links(self.cluster, self.mesh.shape, axes).crossings
@@ -186,6 +197,7 @@ class Pricer:
         forward = backward = 0.0
         forward_sent: Timed = ()
         backward_sent: Timed = ()
+        early: Timed = ()
         if rule.alias is None:
             forward = _forward_seconds(op, sizes, results, local, self.rates)
             if op.has_backward:
@@ -194,6 +206,7 @@ class Pricer:
             sent = rule.messages(local)
             forward_sent = self.timed(sent[0])
             backward_sent = self.timed(sent[1]) if op.has_backward else ()
+            early = self.timed(tuple(message for message in sent[0] if message.early))
         saves, saves_results = (rule.saves, rule.saves_results) if op.has_backward else ((), ())
         unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
@@ -208,6 +221,7 @@ class Pricer:
             backward=backward,
             forward_sent=forward_sent,
             backward_sent=backward_sent,
+            early=early,
             seconds=forward + backward + total(forward_sent) + total(backward_sent),
             working_forward=0 if is_view else sum(unsaved) + ahead,
             working_backward=0 if is_view or not op.has_backward else sum(gradients) + back,
