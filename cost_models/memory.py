@@ -40,7 +40,7 @@ KERNELS: dict[str, tuple[int, ...]] = {
 }
 """Tensors that each kernel of a step of torch's reads and writes."""
 HOST = "cpu"
-"""The device on which torch's default is a loop over parameters."""
+"""The device on which torch loops over parameters by default, and has the kernels of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

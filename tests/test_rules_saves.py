@@ -38,6 +38,16 @@ def kept(sample: Sample, dtype: torch.dtype) -> tuple[set[int], set[int], int]:
     return inputs, made, sum(t.untyped_storage().nbytes() for t in storages.values())
 
 
+def test_products_keep_the_weights_instead_of_the_result() -> None:
+    """Of attention on a CPU whose mask needs a gradient; query, key and value they keep as copies."""
+    [sample] = [s for s in SAMPLES if s.name == "sdpa bias"]
+    rule = rule_of(sample.node(torch.float64))
+    inputs, results, nbytes = kept(sample, torch.float64)
+    copied = sum(t.nbytes for i, t in enumerate(sample.tensors(dtype=torch.float64)) if i < 3 and i not in inputs)
+    assert not results and rule.products_nbytes > 0
+    assert math.isclose(nbytes, copied + rule.products_nbytes, abs_tol=16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 def test_rule_saves_what_autograd_keeps(sample: Sample, dtype: torch.dtype) -> None:

@@ -3,6 +3,9 @@
 With fewer key/value heads than query heads the factor runs over key/value heads, each with its group of query heads. A
 split query keeps key and value whole (`Replicate`); causal, it needs its offset in the whole and so a body. Keys cannot
 be split yet (a ring). The op is linear in the value.
+
+A mask that needs a gradient (T5's relative positions) keeps torch from its fused kernel on a CPU
+(aten/src/ATen/native/transformers/sdp_utils_cpp.cpp): two products with a softmax between keep the weights.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands
+from autopar.graph import operands, requires_grad
 from autopar.ops.attention import attention
 from autopar.rules.describe import all_float, argument, grads_of, is_float, numel, shapes_of, statistics_size
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
@@ -49,6 +52,7 @@ def attention_rule(node: fx.Node) -> Rule:
     saved, kept = tuple(range(len(sources))), numel(whole[:-1]) * statistics_size(dtype)
     if len(sources) == 4 and not is_float(sources[3]):  # kernels turn a bool mask into one to add
         saved, kept = (0, 1, 2), kept + numel(shapes[3]) * dtype.itemsize
+    weights = numel((*q[:-1], k[-2])) * dtype.itemsize
     return Rule(
         factors=factors,
         operands=tuple(dims),
@@ -57,6 +61,7 @@ def attention_rule(node: fx.Node) -> Rule:
         saves=saved if graded else (),
         saves_results=(0,) if graded else (),
         saves_nbytes=kept if graded else 0,
+        products_nbytes=weights if len(sources) == 4 and requires_grad(sources[3]) else 0,
         flops=flops,
         backward_flops=BACKWARD_RATIO * flops if graded else 0.0,
         localize=_localize,

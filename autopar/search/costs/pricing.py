@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest_in_step, least, skew_seconds
 from autopar.cost_models.compute import Rates, rates_of
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
+from autopar.cost_models.memory import HOST, optimizer_state_nbytes, optimizer_step_seconds
 from autopar.mesh import Mesh
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
@@ -213,6 +213,10 @@ class Pricer:
         gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in op.handed]
         gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
         ahead, back = (round(part * max([*sizes, *results], default=0)) for part in op.spare)
+        kept = -(-rule.saves_nbytes // parts)
+        if rule.products_nbytes and self.rates.device.name == HOST:
+            weights = -(-rule.products_nbytes // parts)  # scores and their softmax; the gradients of both
+            kept, ahead, back = max(weights - sum(results), 0), ahead + weights, back + 2 * weights
         is_view = rule.alias is not None
         return OpPrice(
             operands=wanted,
@@ -227,7 +231,7 @@ class Pricer:
             working_backward=0 if is_view or not op.has_backward else sum(gradients) + back,
             spare_forward=ahead,
             spare_backward=back if op.has_backward else 0,
-            kept=-(-rule.saves_nbytes // parts) if op.has_backward else 0,
+            kept=kept if op.has_backward else 0,
         )
 
     def backward_towards(self, op: Op, names: tuple[str, ...], slots: frozenset[int]) -> float:
