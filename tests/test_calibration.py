@@ -234,7 +234,7 @@ def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
     )
     assert waits == pytest.approx(round(waits)) and round(waits) > 0, "each collective waits once"
     # a timeline without overlap is the sum; it sends without buckets
-    assert waiting.timeline().seconds == pytest.approx(waiting.estimate.step_seconds + waiting.estimate.saved)
+    assert waiting.timeline().seconds == pytest.approx(waiting.estimate.alone_seconds)
     assert made.cluster == "mine"
     assert made.estimate.seconds["all_reduce"] > collective_seconds("all_reduce", 4, axis_links(message, (4,), (0,)))[0]
 

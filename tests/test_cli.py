@@ -114,7 +114,7 @@ BAD = {
         ["plan", "{model}", *PLAN, "--precision", "fp16"],
         "unknown precision 'fp16'; choose one of fp32, bf16",
     ),
-    "optimizer": (["plan", "{model}", *PLAN, "--optimizer", "adamv"], "did you mean adam, adamw?"),
+    "optimizer": (["plan", "{model}", *PLAN, "--optimizer", "adamv"], "did you mean adam, adamw, adam-fused?"),
     "baseline": (["plan", "{model}", *PLAN, "--baseline", "dpp"], "unknown baseline 'dpp'; choose one of ddp, fsdp"),
     "baseline's key": (
         ["verify", "{model}", "--mesh", "2x2", "--baseline", "ddp:tp=2"],
