@@ -4,7 +4,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
@@ -12,6 +15,7 @@ from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import make_program
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.graph.extract import extract
@@ -23,6 +27,7 @@ from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.known.baselines import BASELINES, baseline_plan
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
+from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES
 
@@ -48,6 +53,32 @@ def test_the_objective_is_the_evaluated_cost_and_memory_is_counted_alike(family:
     used = usage(problem.graph, solution.choice, solution.arcs).max()
     assert plan.estimate.peak_nbytes / 1.02 <= used <= 1.2 * plan.estimate.peak_nbytes
     insert_collectives(captured_of(family), plan)
+
+
+class _Unread(nn.Module):
+    """Has a layer that the loss has no part of, as pre-trained models have heads and poolers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unread, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_a_parameter_that_nothing_reads_is_stored(limit: float | None, mesh: tuple[int, ...]) -> None:
+    model, kwargs = _Unread().double(), {"x": torch.randn(8, 16, dtype=torch.float64)}
+    captured = capture(model, (), kwargs)
+    program = make_program(captured)
+    pricer = Pricer(mesh=make_mesh(mesh), cluster=machine(4), config=TrainConfig())
+    problem = build(program, pricer, limit=limit)
+    solution = solve(problem.graph, relative_gap=1e-7)
+    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
+    assert evaluate_program(plan, program, pricer).step_seconds == pytest.approx(solution.seconds, rel=1e-9)
+    loss_error, gradient_error, _ = errors_of(one_process(captured, model, kwargs), plan)
+    assert loss_error <= 1e-10 and gradient_error <= 1e-8
 
 
 def _random_restriction(seed: int) -> Restriction:

@@ -87,6 +87,16 @@ def parameter_space(
     sizes = np.array([pricer.stored_nbytes(tensor, s) for s in stored])
     casts = np.array([pricer.cast_nbytes(tensor, s) for s in stored])
     states = np.array([pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored])
+    if not uses:  # nothing reads it: an output layer that the loss has no part of
+        lifetime = once if once in lifetimes else lifetimes[0]
+        return ParameterSpace(
+            options=tuple((s, lifetime) for s in stored),
+            seconds=tuple(updates.tolist()),
+            stored=tuple(sizes.tolist()),
+            casts=tuple(casts.tolist()),
+            states=tuple(states.tolist()),
+            ways=(),
+        )
     copies = np.array([pricer.local_nbytes(tensor, use) for use in uses])
     wanted = np.array([pricer.stored_nbytes(tensor, use) if trained else 0 for use in uses])
     # Every way there is: storage, lifetime, use by number, and its passages.
