@@ -111,7 +111,7 @@ class Rule:
     extra: choices that the factors do not give; they replace a factor's choice of the same name.
     saves, saves_results: operands and results that autograd keeps for backward.
     saves_nbytes: bytes that autograd keeps beside them (masks, statistics) for the whole op; split as the work is.
-    products_nbytes: of attention that a CPU has no kernel for: the weights, which products keep instead of the result.
+    products_nbytes: of attention that a CPU has no kernel for: the weights, which products keep, and copies besides.
     alias: the operand whose storage the result shares (views), or None.
     flops: forward floating-point operations of the whole op.
     backward_flops: of its backward pass, None for twice the forward (matmuls) .

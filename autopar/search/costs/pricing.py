@@ -207,16 +207,16 @@ class Pricer:
             forward_sent = self.timed(sent[0])
             backward_sent = self.timed(sent[1]) if op.has_backward else ()
             early = self.timed(tuple(message for message in sent[0] if message.early))
-        saves, saves_results = (rule.saves, rule.saves_results) if op.has_backward else ((), ())
+        saves, saves_results = self.saves(op) if op.has_backward else ((), ())
         unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
         gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in op.handed]
         gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
         ahead, back = (round(part * max([*sizes, *results], default=0)) for part in op.spare)
         kept = -(-rule.saves_nbytes // parts)
-        if rule.products_nbytes and self.rates.device.name == HOST:
+        if self._are_products(op):
             weights = -(-rule.products_nbytes // parts)  # scores and their softmax; the gradients of both
-            kept, ahead, back = max(weights - sum(results), 0), ahead + weights, back + 2 * weights
+            kept, ahead, back = sum(sizes[:3]) + weights, ahead + weights, back + 2 * weights
         is_view = rule.alias is not None
         return OpPrice(
             operands=wanted,
@@ -233,6 +233,14 @@ class Pricer:
             spare_backward=back if op.has_backward else 0,
             kept=kept if op.has_backward else 0,
         )
+
+    def saves(self, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Operands and results that autograd keeps of an op with a backward pass; products keep copies instead."""
+        return ((), ()) if self._are_products(op) else (op.rule.saves, op.rule.saves_results)
+
+    def _are_products(self, op: Op) -> bool:
+        """Whether the op is attention for which the device has no kernel."""
+        return op.rule.products_nbytes > 0 and self.rates.device.name == HOST
 
     def backward_towards(self, op: Op, names: tuple[str, ...], slots: frozenset[int]) -> float:
         """Seconds of the part of an op's backward pass that gives these operands their gradients, run by itself.

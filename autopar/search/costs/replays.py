@@ -70,8 +70,9 @@ class _Search:
         for op in self.program.ops:
             if op.has_backward:
                 price = self.pricer.op(op, self.plan.choices[op.name])
-                kept = [(op.operands[i], price.operands[i]) for i in op.rule.saves]
-                kept += [(r, price.results[i]) for i in op.rule.saves_results if (r := op.results[i]) is not None]
+                saves, saves_results = self.pricer.saves(op)
+                kept = [(op.operands[i], price.operands[i]) for i in saves]
+                kept += [(r, price.results[i]) for i in saves_results if (r := op.results[i]) is not None]
                 for saved, layout in kept:
                     value = self.value(saved, layout)
                     found.savers[value].append(op.position)
