@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
     **{"image_size": PIXELS, "patch_size": 4, "groups_width": 8, "window_size": 8},
 }
-DROPS = ("drop", "layerdrop")
+DROP = "drop"
 """What the names of probabilities of dropout have in them."""
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2} for name in ("ConvNext", "ConvNextV2")},
@@ -66,7 +66,7 @@ def built(name: str, head: str) -> tuple[nn.Module, dict[str, Any]]:
     kind = getattr(hf, f"{name}Config")
     known = set(inspect.signature(kind.__init__).parameters) | set(kind().to_dict()) | set(kind.attribute_map)
     sizes = {key: value for key, value in (SIZES | OWN.get(name, {})).items() if key in known}
-    drops = {key: 0.0 for key, value in kind().to_dict().items() if any(d in key for d in DROPS) and _is_number(value)}
+    drops = {key: 0.0 for key, value in kind().to_dict().items() if DROP in key and _is_number(value)}
     torch.manual_seed(0)
     model = getattr(hf, name + head)(kind(**drops, **sizes)).double().train()
     if head == "ForImageClassification":
