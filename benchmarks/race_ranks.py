@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,7 @@ from autopar.runtime.data import local_samples
 from autopar.serialize import load
 from benchmarks.race_hosts import sent_nbytes
 from benchmarks.race_models import make
+from benchmarks.runtime_contenders import fused_adamw
 
 DONE = "@done"
 LLAMA = {
@@ -79,9 +80,7 @@ class Contender:
     """Something that trains; `run` makes gradients and gives the loss."""
 
     def __init__(self, parameters: list[nn.Parameter], run: Callable[[], Tensor]) -> None:
-        apart = [[p for p in parameters if isinstance(p, DTensor) is distributed] for distributed in (True, False)]
-        groups = [{"params": same} for same in apart if same]  # a fused step takes one kind
-        self.run, self.optimizer = run, torch.optim.AdamW(groups, lr=1e-4, fused=True)
+        self.run, self.optimizer = run, fused_adamw(parameters)
         self.seconds: list[float] = []
 
     def step(self) -> Tensor:

@@ -81,16 +81,20 @@ class Outcome:
 Step = Callable[[], Tensor]
 
 
+def fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """In groups, for torch fuses the updates of one mesh alone."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return torch.optim.AdamW([{"params": found} for found in meshes.values()], lr=1e-4, fused=True)
+
+
 class Contender:
     """Something that trains: `run` makes gradients, gives the loss. resident: what is held beside parameters."""
 
     def __init__(self, parameters: list[nn.Parameter], run: Step, resident: list[Tensor]) -> None:
         self.parameters, self.run, self.resident = parameters, run, resident
-        meshes: dict[Any, list[nn.Parameter]] = {}  # torch fuses the updates of one mesh alone
-        for parameter in parameters:
-            meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        groups = [{"params": found} for found in meshes.values()]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+        self.optimizer = fused_adamw(parameters)
         self.gradients: list[float] = []
         self.steps: list[float] = []
 

@@ -201,8 +201,9 @@ class _Finder:
             yield self._sent(call, 1, tuple(reads), makes)
             return
         op, price = call.op, self._price(call)
-        saved = [call.operands[slot] for slot in op.rule.saves]
-        saved += [value for slot in op.rule.saves_results if (value := call.results[slot]) is not None]
+        operands, results = self.pricer.saves(op)
+        saved = [call.operands[slot] for slot in operands]
+        saved += [value for slot in results if (value := call.results[slot]) is not None]
         reads += [fact for value in saved for fact in self._remade(value, op.position)]
         yield from _of_op("backward", op.name, price.backward, price.backward_sent, tuple(reads), makes)
 
