@@ -48,5 +48,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	fi
 	@$(PIP) install -c constraints.txt -e '.[hf,dev]'
 	@echo "Compiling the search's kernels (about a minute, once)"
-	@$(BIN)/python -m autopar.search.pairwise.warm
+	@$(BIN)/python -m autopar.search.warm
 	@touch $@

@@ -52,7 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The search's own order, from what a plan costs to why it was chosen. A folder or file under `search` imports from
 # itself and from those before it.
 SEARCH_ORDER = (
-    *("costs", "graph", "exact", "pairwise", "recursion", "fitting", "meshes", "pipeline_parts", "graph_file", "solve"),
+    *("compiled", "costs", "graph", "exact", "pairwise", "warm", "recursion", "fitting", "meshes", "pipeline_parts"),
+    *("graph_file", "solve"),
     *(
         "staged",
         "known",

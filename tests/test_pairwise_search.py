@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError, InfeasibleError
+from autopar.search.compiled import below, seeded, uniform
 from autopar.search.pairwise import anytime
 from autopar.search.pairwise.anytime import search
-from autopar.search.pairwise.compiled import below, seeded, uniform
 from autopar.search.pairwise.forests import gather, gumbel_table, own_costs, plant, settle, sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
 from autopar.search.pairwise.levels import add, highest, levels

@@ -9,11 +9,13 @@ import math
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.search.exact.formulation import Formulation, formulate
 from autopar.search.exact.memory_prices import Plane, ascend, remember, remembered
-from autopar.search.exact.reduction import without_impossible
+from autopar.search.exact.reduction import Reduction, reduce
 from autopar.search.exact.relaxation import incompatible, least_seconds
-from autopar.search.graph.strategy_graph import Floats, StrategyGraph
+from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
 
 GAP = 1e-3
 """How near the best prices' bound the climb ends, as a part."""
@@ -29,7 +31,6 @@ def least_within(
 
     Raises InfeasibleError when no choice is compatible.
     """
-    graph = without_impossible(graph)
     memory = graph.memory
     assert memory is not None
     if math.isinf(memory.limit):
@@ -37,14 +38,15 @@ def least_within(
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
     def solved(cheap: StrategyGraph, at: Floats) -> tuple[Plane | None, float]:
-        linear = formulate(cheap)
+        small = reduce(cheap)
+        linear = formulate(small.graph)
         answer = linear.model.solve(relaxed=True, seconds=max(deadline - time.monotonic(), 0.0) if seconds else None)
         if answer.infeasible:
             raise incompatible()
         if answer.values is None or not answer.optimal:
             return None, -math.inf
         least = answer.bound / linear.scale
-        beyond = _beyond(graph, linear, answer.values)
+        beyond = _beyond(graph, small, linear, answer.values)
         paid = float(at @ (beyond - (memory.base - memory.limit)))
         return (least - paid, beyond / (abs(memory.limit) or 1.0)), least
 
@@ -63,21 +65,34 @@ def least_within(
     return ascent.bound
 
 
-def _beyond(graph: StrategyGraph, linear: Formulation, values: Floats) -> Floats:
-    """Bytes beyond the limit at each moment, in a solution of the relaxation of the graph at prices."""
+def _beyond(graph: StrategyGraph, small: Reduction, linear: Formulation, values: Floats) -> Floats:
+    """Bytes beyond the limit at each moment, in a solution of the relaxation of what is left of the graph at prices."""
     memory = graph.memory
     assert memory is not None
     nbytes = memory.base - memory.limit
     for term in memory.nodes:
-        nbytes = nbytes + float(term.nbytes @ values[linear.options[term.node]]) * term.coefficient
-    used = [values[columns] for columns in linear.arcs]
+        own = term.nbytes[small.options[term.node]] @ values[linear.options[term.node]]
+        nbytes = nbytes + float(own) * term.coefficient
+    used = [_spread(values[columns], arcs) for columns, arcs in zip(linear.arcs, small.arcs, strict=True)]
     for arc in memory.arcs:
-        if used[arc.group].size:
-            nbytes = nbytes + float(arc.nbytes @ used[arc.group][: len(arc.nbytes)]) * arc.coefficient
+        nbytes = nbytes + _sum(arc.nbytes, used[arc.group]) * arc.coefficient
     ends = [len(group.arc_seconds) for group in graph.groups]
     for kept in memory.kept:  # `priced` puts an arc for each vertex behind those of the group, tensor after tensor
         begin = ends[kept.group]
-        ends[kept.group] = end = begin + len(kept.nbytes)
-        if used[kept.group].size:
-            nbytes = nbytes + float(kept.nbytes @ used[kept.group][begin:end]) * kept.coefficient
+        ends[kept.group] = begin + len(kept.nbytes)
+        nbytes = nbytes + _sum(kept.nbytes, used[kept.group][begin:]) * kept.coefficient
     return nbytes
+
+
+def _spread(values: Floats, arcs: Ints) -> Floats:
+    """What each arc carries, up to the last that is left, of what those that are left carry."""
+    if not values.size:
+        return values
+    spread = np.zeros(arcs[-1] + 1)
+    spread[arcs] = values
+    return spread
+
+
+def _sum(nbytes: Floats, used: Floats) -> float:
+    num = min(len(nbytes), len(used))
+    return float(nbytes[:num] @ used[:num])

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact.steiner import Metric, metric
+from autopar.search.exact.steiner import with_ties
 from autopar.search.graph.strategy_graph import (
     ArcMemory,
     Consumer,
@@ -28,6 +28,7 @@ from autopar.search.graph.strategy_graph import (
     NodeMemory,
     StrategyGraph,
 )
+from autopar.search.graph.ways_kernel import reached, shortest_arcs
 
 Mask = NDArray[np.bool_]
 
@@ -99,14 +100,6 @@ def restrict(graph: StrategyGraph, options: Sequence[Mask], arcs: Sequence[Mask]
     )
 
 
-def without_impossible(graph: StrategyGraph) -> StrategyGraph:
-    """The graph without the arcs that take for ever."""
-    arcs = [np.isfinite(group.arc_seconds) for group in graph.groups]
-    if all(mask.all() for mask in arcs):
-        return graph
-    return restrict(graph, [np.ones(len(node.seconds), bool) for node in graph.nodes], arcs).graph
-
-
 def reduce(
     graph: StrategyGraph,
     *,
@@ -124,25 +117,24 @@ def reduce(
     open_arcs = [np.isfinite(group.arc_seconds) for group in graph.groups]
     if arcs is not None:
         open_arcs = [a & b for a, b in zip(open_arcs, arcs, strict=True)]
-    metrics: list[Metric] = []
-    known: dict[object, Metric] = {}  # tensors of one shape travel alike
-    for group, mask in zip(graph.groups, open_arcs, strict=True):
-        group = replace(group, arc_seconds=np.where(mask, group.arc_seconds, np.inf))
-        key = (group.num_vertices, *(a.tobytes() for a in (group.arc_source, group.arc_target, group.arc_seconds)))
-        known[key] = replace(known[key], group=group) if key in known else metric(group)
-        metrics.append(known[key])
-    _make_consistent(graph, alive, metrics)
+    _make_consistent(graph, alive, open_arcs)
     for i in range(len(graph.nodes)):
         alive[i] &= _undominated(graph, i, alive, by_seconds=by_seconds)
     weighted = {term.group for term in graph.memory.arcs} if graph.memory is not None else set()
+    known: dict[object, Mask] = {}  # tensors of one shape travel alike
     for i, group in enumerate(graph.groups):
-        open_arcs[i] &= _useful_arcs(group, alive, metrics[i], exchange=by_seconds and i not in weighted)
+        if by_seconds and i not in weighted:
+            seconds = np.where(open_arcs[i], group.arc_seconds, np.inf)
+            key = (group.num_vertices, *(a.tobytes() for a in (group.arc_source, group.arc_target, seconds)))
+            if key not in known:
+                known[key] = _shortest(group, open_arcs[i])
+            open_arcs[i] &= known[key]
+        open_arcs[i] &= _useful_arcs(group, alive, open_arcs[i])
     return restrict(graph, alive, open_arcs)
 
 
-def _make_consistent(graph: StrategyGraph, alive: list[Mask], metrics: Sequence[Metric]) -> None:
+def _make_consistent(graph: StrategyGraph, alive: list[Mask], open_arcs: Sequence[Mask]) -> None:
     """Drop, until nothing changes, options without a compatible partner on an edge or across a group."""
-    reach: list[Mask] = [np.asarray(np.isfinite(m.distance)) for m in metrics]
     finite: list[Mask] = [np.asarray(np.isfinite(edge.seconds)) for edge in graph.edges]
     changed = True
     while changed:
@@ -153,14 +145,15 @@ def _make_consistent(graph: StrategyGraph, alive: list[Mask], metrics: Sequence[
                 continue
             alive[edge.a] &= pairs[:, alive[edge.b]].any(axis=1)
             alive[edge.b] &= pairs[alive[edge.a]].any(axis=0)
-        for group, reachable in zip(graph.groups, reach, strict=True):
+        for group, mask in zip(graph.groups, open_arcs, strict=True):
+            source, target = group.arc_source[mask], group.arc_target[mask]
             for consumer in group.consumers:
-                given = np.unique(group.gives[alive[group.producer]])
                 asked = consumer.wants >= 0
-                alive[consumer.node] &= ~asked | np.asarray(reachable[given].any(axis=0))[consumer.wants]
+                came = reached(group.num_vertices, source, target, group.gives[alive[group.producer]])
+                alive[consumer.node] &= ~asked | came[consumer.wants]
                 if not (alive[consumer.node] & ~asked).any():
-                    wanted = np.unique(consumer.wants[alive[consumer.node] & asked])
-                    alive[group.producer] &= np.asarray(reachable[:, wanted].any(axis=1))[group.gives]
+                    wanted = consumer.wants[alive[consumer.node] & asked]
+                    alive[group.producer] &= reached(group.num_vertices, target, source, wanted)[group.gives]
         for node, mask in zip(graph.nodes, alive, strict=True):
             if not mask.any():
                 raise InfeasibleError(
@@ -188,6 +181,11 @@ def _undominated(graph: StrategyGraph, index: int, alive: Sequence[Mask], *, by_
     price = np.where(alive[index], seconds, 0.0)[:, None] if by_seconds else np.zeros((len(seconds), 1))
     weights = np.concatenate([price, node_bytes(graph, index)], axis=1)
     kept = np.zeros(len(seconds), bool)
+    if weights.shape[1] == 1:  # the cheapest of each kind
+        members = np.flatnonzero(alive[index])
+        members = members[np.argsort(weights[members, 0], kind="stable")]
+        kept[members[np.unique(alike[members], return_index=True)[1]]] = True
+        return kept
     for key in np.unique(alike[alive[index]]):
         members = np.flatnonzero((alike == key) & alive[index])
         members = members[np.lexsort(weights[members].T[::-1])]
@@ -209,27 +207,19 @@ def node_bytes(graph: StrategyGraph, index: int) -> Floats:
     return np.unique(total, axis=1) if moments else total
 
 
-def _useful_arcs(group: Group, alive: Sequence[Mask], paths: Metric, *, exchange: bool) -> Mask:
-    """Arcs between a vertex that may be reached and one that may lead on; with `exchange` only those that no path of
-    other arcs replaces. Every replacement is cheaper, ties included, so that all may be left out at once."""
-    wanted = [c.wants[alive[c.node]] for c in group.consumers]
-    targets = np.unique(np.concatenate(wanted)) if wanted else np.zeros(0, np.int64)
-    targets = targets[targets >= 0]
-    given = np.unique(group.gives[alive[group.producer]])
-    source, target = group.arc_source, group.arc_target
-    if not targets.size or not source.size:
-        return np.zeros(len(source), bool)
-    reached: Mask = np.asarray(np.isfinite(paths.distance[given]).any(axis=0))
-    leads: Mask = np.asarray(np.isfinite(paths.distance[:, targets]).any(axis=1))
-    useful: Mask = reached[source] & leads[target] & (source != target)
-    if exchange:
-        first = np.full((group.num_vertices, group.num_vertices), -1)
-        order = np.argsort(-paths.price, kind="stable")
-        first[source[order], target[order]] = order
-        useful &= first[source, target] == np.arange(len(source))
-        arcs = np.flatnonzero(useful)
-        around = paths.distance[source[arcs]] + paths.distance[:, target[arcs]].T
-        around[np.arange(len(arcs)), source[arcs]] = np.inf
-        around[np.arange(len(arcs)), target[arcs]] = np.inf
-        useful[arcs] = paths.price[arcs] < around.min(axis=1)
-    return np.asarray(useful, bool)
+def _shortest(group: Group, mask: Mask) -> Mask:
+    """Of these arcs those that no path of others replaces: its arcs are cheaper, ties included, so that all the rest
+    may be left out at once."""
+    shortest = np.zeros(len(mask), bool)
+    ends = group.arc_source[mask], group.arc_target[mask]
+    shortest[mask] = shortest_arcs(group.num_vertices, *ends, with_ties(group.arc_seconds[mask]))
+    return shortest
+
+
+def _useful_arcs(group: Group, alive: Sequence[Mask], mask: Mask) -> Mask:
+    """Arcs between a vertex that may be reached, by these, and one that may lead on."""
+    wanted = np.concatenate([np.zeros(0, np.int64), *(c.wants[alive[c.node]] for c in group.consumers)])
+    source, target = group.arc_source[mask], group.arc_target[mask]
+    came = reached(group.num_vertices, source, target, group.gives[alive[group.producer]])
+    leads = reached(group.num_vertices, target, source, wanted[wanted >= 0])
+    return np.asarray(came[group.arc_source] & leads[group.arc_target] & (group.arc_source != group.arc_target), bool)

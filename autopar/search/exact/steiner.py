@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import dijkstra
 
 from autopar.search.graph.strategy_graph import Group
+from autopar.search.graph.ways_kernel import shorten_lengths
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,24 +45,19 @@ class Metric:
         return arcs
 
 
+def with_ties(seconds: Floats) -> Floats:
+    """Each arc a little dearer (`TIE`)."""
+    finite = seconds[np.isfinite(seconds)]
+    return np.asarray(seconds + TIE * (float(finite.max()) if finite.size and finite.max() > 0 else 1.0))
+
+
 def metric(group: Group) -> Metric:
-    """Dijkstra from every vertex over the group's arcs; where none follows another (an option of a parameter, its uses)
-    the arcs are the distances."""
-    finite = group.arc_seconds[np.isfinite(group.arc_seconds)]
-    tie = TIE * (float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
-    price = group.arc_seconds + tie
-    cheapest = np.lexsort((price, group.arc_target, group.arc_source))
-    cheapest = cheapest[np.isfinite(price[cheapest])]
-    place = group.arc_source[cheapest] * group.num_vertices + group.arc_target[cheapest]
-    cheapest = cheapest[np.unique(place, return_index=True)[1]]  # of parallel arcs: csr_array would add them up
-    ends = group.arc_source[cheapest], group.arc_target[cheapest]
-    distance: Floats
-    if np.intersect1d(*ends).size:
-        distance = dijkstra(csr_array((price[cheapest], ends), shape=(group.num_vertices, group.num_vertices)))
-    else:
-        distance = np.full((group.num_vertices, group.num_vertices), np.inf)
-        distance[ends] = price[cheapest]
-        np.fill_diagonal(distance, 0.0)
+    """Of the group's arcs."""
+    price = with_ties(group.arc_seconds)
+    distance = np.full((group.num_vertices, group.num_vertices), np.inf)
+    np.fill_diagonal(distance, 0.0)
+    np.minimum.at(distance, (group.arc_source, group.arc_target), price)
+    shorten_lengths(distance)
     order = np.argsort(group.arc_source, kind="stable")
     first = np.searchsorted(group.arc_source[order], np.arange(group.num_vertices + 1))
     leaving = tuple(order[first[v] : first[v + 1]] for v in range(group.num_vertices))

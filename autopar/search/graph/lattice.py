@@ -12,6 +12,7 @@ from autopar.search.costs.many_steps import Steps, make_steps, step_seconds
 from autopar.search.costs.pricing import Pricer, total
 from autopar.search.costs.storages import orders
 from autopar.search.graph.strategy_graph import Floats, Ints
+from autopar.search.graph.ways_kernel import shorten
 
 Placements = tuple[frozenset[Placement], ...]
 """What may stand on each mesh axis."""
@@ -118,12 +119,8 @@ def cheapest_ways(lattice: Lattice, seconds: Floats) -> Distances:
     distance = np.full((n, n), np.inf)
     last = np.full((n, n), -1, dtype=np.int64)
     np.fill_diagonal(distance, 0.0)
-    for arc in np.argsort(-seconds, kind="stable"):
-        a, b = lattice.source[arc], lattice.target[arc]
-        distance[a, b], last[a, b] = seconds[arc] + 1e-12, arc
-    for k in range(n):
-        through = distance[:, k, None] + distance[None, k, :]
-        shorter = through < distance - 1e-15
-        distance = np.where(shorter, through, distance)
-        last = np.where(shorter, last[None, k, :], last)
+    order = np.argsort(-seconds, kind="stable")  # of steps between the same two the cheapest comes last, and stays
+    source, target = lattice.source[order], lattice.target[order]
+    distance[source, target], last[source, target] = seconds[order] + 1e-12, order
+    shorten(distance, last)
     return Distances(lattice=lattice, seconds=distance, last=last)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import State, compiled, uniform
+from autopar.search.compiled import State, compiled, uniform
 from autopar.search.pairwise.forests import Work, sweep
 from autopar.search.pairwise.graph import Graph, cost_of, usage_of
 from autopar.search.pairwise.problem import Floats, Ints

@@ -15,8 +15,8 @@ from time import monotonic
 import numpy as np
 
 from autopar.errors import ArgumentError, InfeasibleError
+from autopar.search.compiled import State, below, seeded, uniform
 from autopar.search.pairwise.anneal import COOLED, Best, force, harden, keep, soften
-from autopar.search.pairwise.compiled import State, below, seeded, uniform
 from autopar.search.pairwise.forests import sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
 from autopar.search.pairwise.guide import Guide

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.pairwise.compiled import State, below, compiled, draw
+from autopar.search.compiled import State, below, compiled, draw
 from autopar.search.pairwise.graph import Graph, usage_of
 from autopar.search.pairwise.levels import add, fill, highest, levels
 from autopar.search.pairwise.problem import Floats, Ints

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.search.compiled import State, uniform
 from autopar.search.pairwise.bound import Remainder
-from autopar.search.pairwise.compiled import State, uniform
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise, usage
 
 MOST_SEEDS = 3

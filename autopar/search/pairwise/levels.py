@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
 
 EPS = float(np.finfo(np.float64).eps)

@@ -12,7 +12,7 @@ from math import fsum
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
 
 _MEMORY = 0.8  # of the direction, carried from sweep to sweep

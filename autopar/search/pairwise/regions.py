@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
+from autopar.search.compiled import State, below, compiled, draw
 from autopar.search.exact.array_model import Answer, ArrayModel
 from autopar.search.pairwise.bound import DualBound
-from autopar.search.pairwise.compiled import State, below, compiled, draw
 from autopar.search.pairwise.graph import Graph
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits, usage

@@ -6,7 +6,7 @@ members, read through f, become a's. Options of a without a partner can be in no
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Ints
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,

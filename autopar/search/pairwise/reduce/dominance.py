@@ -7,7 +7,7 @@ Options go one by one, each because of one that stays, so that of equals one is 
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Ints
 from autopar.search.pairwise.reduce.graph import (
     AT,

@@ -7,7 +7,7 @@ a cost of that one's options, with none a number.
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,

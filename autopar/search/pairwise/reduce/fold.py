@@ -5,7 +5,7 @@ Whatever the others choose, it adds its row of every edge to them, its own cost 
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,
     AT,

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
 
 OPTIONS, COST_AT, DEGREE, FIRST_HALF, FIRST_MEMBER, MEMBERS, ALIVE, STAMP = range(8)

@@ -5,7 +5,7 @@ original numbers, so later removals of options change nothing:
 `n, p, q, |p|, |q|, options of p, options of q, table of |p| x |q| options of n, where the entry begins`.
 """
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Ints
 from autopar.search.pairwise.reduce.graph import COST_AT, LOG_TOP, NONE, OPTIONS, Graph
 

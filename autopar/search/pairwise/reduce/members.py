@@ -5,7 +5,7 @@ The least usage of a member's options is taken whatever is chosen. Two members o
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,
     BEGIN,

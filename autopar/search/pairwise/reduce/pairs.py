@@ -9,7 +9,7 @@ which have no other edge, lose most.
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
     AT,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
     BEGIN,

@@ -6,7 +6,7 @@ What it would have needed is noted: with a limit below that, all that was conclu
 
 import numpy as np
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats
 from autopar.search.pairwise.reduce.graph import ALIVE, COST_AT, DONE, MEMBERS, OPTIONS, Graph, touch
 from autopar.search.pairwise.reduce.profile import profile

@@ -7,7 +7,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.pairwise.compiled import compiled
+from autopar.search.compiled import compiled
 from autopar.search.pairwise.problem import Floats, Ints
 from autopar.search.pairwise.reduce.graph import (
     ALIVE,

@@ -1,10 +1,11 @@
-"""`python -m autopar.search.pairwise.warm`: compile every kernel of this folder now, so that no search waits for it.
+"""`python -m autopar.search.warm`: compile every kernel of the search now, so that no search waits for it.
 
 `make` does it once after installing. The kernels stay in the user's cache (`compiled.cache_folder`) until one changes.
 """
 
 import numpy as np
 
+from autopar.search.graph.ways_kernel import reached, shorten, shorten_lengths, shortest_arcs
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
@@ -40,6 +41,12 @@ def sample() -> Pairwise:
 
 def main() -> None:
     """Every part at least once: what a solve of one small graph reaches is up to the clock."""
+    distance = np.zeros((1, 1))
+    shorten(distance, np.zeros((1, 1), np.int64))
+    shorten_lengths(distance)
+    ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    reached(1, *ends, ends[0])
+    shortest_arcs(1, *ends, np.zeros(1))
     problem = sample()
     solve(problem, relative_gap=0.05)
     dual = DualBound(problem)

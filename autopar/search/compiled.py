@@ -1,4 +1,4 @@
-"""How is a kernel of this folder compiled: by Numba, cached on disk, without the interpreter's lock, `/` as in NumPy.
+"""How is a kernel of the search compiled: by Numba, cached on disk, without the interpreter's lock, `/` as in NumPy.
 
 Numba's cache knows when a kernel's own file changes, not when one that it calls does; so the cache lies in a folder
 named by a hash of all kernels' sources, in the user's cache (`AUTOPAR_CACHE`, else `XDG_CACHE_HOME`, else ~/.cache).
