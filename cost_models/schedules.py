@@ -18,6 +18,7 @@ rank: stage s is on rank s mod p ("loop") or, for ZBV, back and forth ("v").
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.errors import ArgumentError
@@ -74,6 +75,7 @@ class PipelineOrder:
             )
 
 
+@lru_cache(maxsize=2)  # a long one is a million actions
 def make_order(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> PipelineOrder:
     """The order of the named schedule.
 

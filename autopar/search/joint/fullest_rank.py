@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from operator import add, mul
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.schedules import Action, make_order
 from autopar.search.costs.paid import stages_of
@@ -27,7 +28,8 @@ from autopar.search.staged.staged_memory import WAITS_AT_END
 from autopar.search.staged.stages import starts_of
 
 Fill = tuple[tuple[int, ...], int, tuple[bool, ...]]
-"""Micro-batches kept of each stage beside the one at hand, the stage that is passed, and which had a backward pass."""
+"""Of a rank: micro-batches kept of each of its stages beside the one at hand, the number of that which is passed among
+them, and which had a backward pass."""
 
 
 def fullest_share(
@@ -47,8 +49,8 @@ def fullest_share(
     p, num_ops = len(order.ranks), len(program.ops)
     stage = stages_of(begins, num_ops)
     sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
-    every = [_passes(actions, order.num_stages) for actions in order.ranks]
-    most = [max(_kept(fill, sizes) for fill in fills) for fills in every]
+    every = [_passes(actions, p, order.num_stages // p) for actions in order.ranks]
+    most = [max(_kept(fill, sizes[rank::p]) for fill in fills) for rank, fills in enumerate(every)]
     positions = {op.name: op.position for op in program.ops}
     blocks = [0, *(positions[name] for name in starts_of(program))]
     ends = [*begins, num_ops]
@@ -57,18 +59,31 @@ def fullest_share(
     back = [0.0, *least_messages(program, num_devices, cuts)]  # what a stage receives, and sends back
     ahead = [*least_messages(program, num_devices, own), 0.0]  # what it sends, and receives back
     ranks = dict.fromkeys([most.index(max(most)), *others])
-    taken = [(rank, fill) for rank in ranks for fill in _fullest(every[rank], sizes, order.num_stages - 1)]
-    passed = [fill[1] for _, fill in taken]
+    taken = [
+        (rank, fill)
+        for rank in ranks
+        for fill in _fullest(every[rank], sizes[rank::p], order.num_stages // p - 1 if rank == p - 1 else None)
+    ]
+    passed = [rank + p * fill[1] for rank, fill in taken]
+
+    def of_stages(rank: int, own: Sequence[float]) -> NDArray[np.float64]:
+        """What a rank's stages have, for all."""
+        found = np.zeros(order.num_stages)
+        found[rank::p] = own
+        return found
+
     return Share(
         ranks=tuple(ranks),
         ops=np.array([stage % p == rank for rank, _ in taken]),
         at_hand=np.array([np.where(stage == number, 1.0, 0.0) for number in passed]),
-        beside=np.array([fill[0] for _, fill in taken], dtype=np.float64)[:, stage],
-        begun=np.array([fill[2] for _, fill in taken])[:, stage],
+        beside=np.array([of_stages(rank, fill[0]) for rank, fill in taken])[:, stage],
+        begun=np.array([of_stages(rank, fill[2]) > 0.0 for rank, fill in taken])[:, stage],
         last=tuple(slice(max(b for b in blocks if b < ends[number]), ends[number]) for number in passed),
         kinds=tuple("".join(sorted(every[rank][fill][0], reverse=True)) for rank, fill in taken),
         sent=tuple(
-            sum(map(mul, every[rank][fill][1], map(add, ahead, back))) if schedule in WAITS_AT_END else 0.0
+            sum(map(mul, every[rank][fill][1], map(add, ahead[rank::p], back[rank::p])))
+            if schedule in WAITS_AT_END
+            else 0.0
             for rank, fill in taken
         ),
         received=tuple(
@@ -78,7 +93,9 @@ def fullest_share(
     )
 
 
-def _fullest(passes: dict[Fill, tuple[set[str], tuple[int, ...]]], sizes: Sequence[int], last: int) -> list[Fill]:
+def _fullest(
+    passes: dict[Fill, tuple[set[str], tuple[int, ...]]], sizes: Sequence[int], last: int | None
+) -> list[Fill]:
     """Corners of a rank's passes, forward and back; and of those through the last stage, if it is the rank's."""
     amounts = {fill: (_kept(fill, sizes), sum(map(mul, fill[2], sizes))) for fill in passes}
     found = [f for kind in "FB" for f in _corners({f: n for f, n in amounts.items() if kind in passes[f][0]})]
@@ -92,18 +109,22 @@ def _producer(program: Program, name: str) -> int:
     return producer
 
 
-def _passes(actions: Sequence[Action], num_stages: int) -> dict[Fill, tuple[set[str], tuple[int, ...]]]:
-    """How full a rank is in its passes, of what kinds they are, and backward passes of each stage before the last."""
+def _passes(actions: Sequence[Action], num_ranks: int, num_stages: int) -> dict[Fill, tuple[set[str], tuple[int, ...]]]:
+    """How full a rank is in its passes, of what kinds they are, and backward passes of each stage before the last.
+
+    num_stages: of the rank, every `num_ranks`th of all.
+    """
     kept, done = [0] * num_stages, [0] * num_stages
     out: dict[Fill, tuple[set[str], tuple[int, ...]]] = {}
     for action in actions:
+        stage = action.stage // num_ranks
         if action.kind == "B":
-            kept[action.stage] -= 1
-        fill = tuple(kept), action.stage, tuple(number > 0 for number in done)
+            kept[stage] -= 1
+        fill = tuple(kept), stage, tuple(number > 0 for number in done)
         out[fill] = {action.kind} | (out[fill][0] if fill in out else set()), tuple(done)
         if action.kind == "F":
-            kept[action.stage] += 1
-        done[action.stage] += action.kind == "B"
+            kept[stage] += 1
+        done[stage] += action.kind == "B"
     return out
 
 

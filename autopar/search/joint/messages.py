@@ -1,16 +1,22 @@
 """What do the stages of a pipeline send at least, whatever they decide? An even share of what crosses a cut."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from autopar.search.costs.program import Program
 
 
 def crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
-    """What each cut sends on and gets a gradient of: made before the stage that begins there, read in it or behind."""
+    """What each cut sends on and gets a gradient of: made before the stage that begins there, read in it or behind.
+    Begins ascend."""
     last = {name: max((p for p, _ in program.readers[name]), default=-1) for name in program.tensors}
     made = [(name, t.producer) for name, t in program.tensors.items() if t.producer is not None and t.requires_grad]
-    return [[name for name, position in made if position < begin <= last[name]] for begin in begins]
+    cuts: list[list[str]] = [[] for _ in begins]
+    for name, position in made:
+        for cut in cuts[bisect_right(begins, position) : bisect_right(begins, last[name])]:
+            cut.append(name)
+    return cuts
 
 
 def least_messages(program: Program, num_devices: int, cuts: Sequence[Sequence[str]]) -> list[float]:

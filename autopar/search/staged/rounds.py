@@ -25,7 +25,7 @@ and blocks that decide alike take alike, so that r is p times the least mean of 
 and what is paid once counts g times, p times the least mean of w[j mod p]. The best weights are a small linear program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,31 @@ def dealt(num_blocks: int, p: int, chunks: int) -> tuple[int, ...]:
     return tuple(int(n) for n in sizes.ravel())
 
 
+def _classes_in_stages(program: Program, folding: Folding, begins: Sequence[int]) -> tuple[Floats, Floats]:
+    """How often, in the mean of a class of ops or tensors, each stage has one: [class, stage]; and of parameters alone.
+
+    Of tensors that some stages read in one way, others in another, a row for each and for each stage.
+    """
+    stage_of, num_stages = stages_of(begins, len(program.ops)), len(begins) + 1
+
+    def mean(stages: Sequence[Iterable[int]]) -> Floats:
+        every = np.array([stage for some in stages for stage in some], dtype=np.int64)
+        return np.bincount(every, minlength=num_stages) / len(stages)
+
+    rows = [mean([[stage_of[position]] for position in positions]) for positions in folding.instances]
+    once: list[Floats] = []
+    for names in folding.travellers:
+        found = [whole_readers(program, folding, stage_of, name) for name in names]
+        reading = [reading_stages(program, stage_of, name) for name in names]
+        if any(stages is None for stages in found):
+            rows += [np.eye(num_stages)[j] for stages in reading for j in stages]
+        else:
+            rows.append(mean([stages or () for stages in found]))
+        if program.tensors[names[0]].kind == "parameter":
+            once.append(mean(reading))
+    return np.array(rows).reshape(-1, num_stages), np.array(once).reshape(-1, num_stages)
+
+
 def interleaved_rounds(
     program: Program, folding: Folding, begins: Sequence[int], p: int, m: int, shares: tuple[float, float]
 ) -> Rounds:
@@ -99,22 +124,15 @@ def interleaved_rounds(
     shares: what a micro-batch's passing and what is paid once are worth beside each other, in any unit.
     """
     num_stages = len(begins) + 1
-    stage_of = stages_of(begins, len(program.ops))
     own: Floats = np.zeros((num_stages, p))
     own[np.arange(num_stages), np.arange(num_stages) % p] = 1.0
     before = np.arange(num_stages)[:, None] < np.arange(p)[None, :]
     passing = m * own + np.where(before, 1.0, 0.0)
-    rows = [np.mean(passing[stage_of[list(positions)]], axis=0) for positions in folding.instances]
-    once: list[Floats] = []
-    for names in folding.travellers:
-        found = [whole_readers(program, folding, stage_of, name) for name in names]
-        if any(stages is None for stages in found):  # read in some stages in one way, in others in another
-            rows += [passing[j] for name in names for j in reading_stages(program, stage_of, name)]
-        else:
-            rows.append(np.mean([passing[list(stages or ())].sum(axis=0) for stages in found], axis=0))
-        if program.tensors[names[0]].kind == "parameter":
-            reading = [reading_stages(program, stage_of, name) for name in names]
-            once.append(np.mean([own[list(stages)].sum(axis=0) for stages in reading], axis=0))
+    key = ("classes in stages", tuple(begins))
+    if key not in program.made:
+        program.made[key] = _classes_in_stages(program, folding, begins)
+    every, parameters = program.made[key]
+    rows, once = every @ passing, parameters @ own
     passed = np.unique(np.array([row for row in rows if row.any()]), axis=0)
     paid = np.unique(np.array([row for row in once if row.any()]).reshape(-1, p), axis=0)
     # variables: the weights of ranks, then r / p and g / p
