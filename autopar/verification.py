@@ -9,7 +9,6 @@ are zero in truth (key biases under softmax).
 import json
 import os
 import pickle
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
 from autopar.plan import Plan, plan_from_json
+from autopar.runtime.launch import environment, meeting_place
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, is_staged, staged_plan_from_json
 
@@ -118,9 +118,10 @@ def verify_plans(
         (folder / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
         world = sizes.pop()
         context = mp.get_context("spawn")
+        store = meeting_place()
         with _quiet_threads():
             processes = [
-                context.Process(target=_worker, args=(rank, world, str(folder), _free_port(folder)), daemon=True)
+                context.Process(target=_worker, args=(rank, world, str(folder), store.port), daemon=True)
                 for rank in range(world)
             ]
             for process in processes:
@@ -132,6 +133,7 @@ def verify_plans(
                 process.terminate()
             for process in processes:
                 process.join()
+            del store
 
 
 def num_ranks(plan: Plan | StagedPlan) -> int:
@@ -151,16 +153,6 @@ class _quiet_threads:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = self.before
-
-
-def _free_port(folder: Path) -> int:
-    """One port for all ranks of a folder, free at this moment."""
-    file = folder / "port"
-    if not file.exists():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            file.write_text(str(probe.getsockname()[1]))
-    return int(file.read_text())
 
 
 def _results(
@@ -187,8 +179,7 @@ def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
     from autopar.runtime import init
 
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(LOCAL_RANK=str(rank))
+    os.environ.update(environment(rank, world, port))
     init(backend="gloo", timeout_seconds=100)
     folder = Path(folder_name)
     captured = load((folder / "captured").read_bytes())

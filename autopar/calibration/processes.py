@@ -6,7 +6,6 @@ fails ends the run: its error is raised here and the others are stopped.
 
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -14,8 +13,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.errors import AutoparError, RankError
+from autopar.runtime.launch import environment, init, meeting_place
 
 Tell = Callable[[str], None]
 """Told what is being done; silent on all ranks but the first."""
@@ -31,17 +32,13 @@ def on_processes(
         RankError: if a rank dies, raises any other error, or `timeout_seconds` are over.
     """
     context = mp.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = meeting_place()
     pipes, processes = [], []
     try:
         for rank in range(num_processes):
             here, there = context.Pipe(duplex=False)
-            environment = _environment(rank, num_processes, port)
-            process = context.Process(
-                target=_serve, args=(environment, timeout_seconds, function, args, there), daemon=True
-            )
+            own = environment(rank, num_processes, store.port)
+            process = context.Process(target=_serve, args=(own, timeout_seconds, function, args, there), daemon=True)
             process.start()
             there.close()
             pipes.append(here)
@@ -80,25 +77,16 @@ def _answers(pipes: list[Connection], deadline: float, timeout_seconds: float, t
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in names.items()}
-
-
 def _serve(
-    environment: dict[str, str],
+    own: dict[str, str],
     timeout_seconds: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     pipe: Connection,
 ) -> None:
     """One rank."""
-    import torch.distributed as dist
-
-    from autopar.runtime.launch import init
-
-    os.environ.update(environment)
-    rank = int(environment["RANK"])
+    os.environ.update(own)
+    rank = int(own["RANK"])
     torch.set_num_threads(1)
     try:
         init(backend="gloo", timeout_seconds=timeout_seconds)

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,21 @@ def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT
     else:
         dist.init_process_group(backend, timeout=timeout)
     return _ready()
+
+
+def meeting_place() -> Any:
+    """A TCPStore of this process, at a port that is bound already, where new processes of this machine meet while it is
+    held: a free port that is only named may be another's when a rank binds it."""
+    untyped: Any = dist
+    return untyped.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Of one of `world` new processes on this machine that meet at a store served at this port, as torchrun sets it."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    served = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in (ranks | store | served).items()}
 
 
 def _ready() -> torch.device:
