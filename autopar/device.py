@@ -21,7 +21,10 @@ DTYPE_NAMES = {
 class Device:
     """One accelerator. `peak_flops` are pairs (dtype name, flop/s): of dense matrix products, not of sparse ones.
 
-    `efficiency` is the part of the peak that large matrix products reach; `sources` are pairs (field, source).
+    `efficiency` is the part of the peak that large matrix products reach. `launch_in_step`,
+    `bytes_in_step`: how many times as much as alone launches and bytes take within a training step, where
+    `launch_seconds` and `memory_bandwidth` are of operations timed alone, as calibration does. `sources` are
+    pairs (field, source).
     """
 
     name: str
@@ -30,12 +33,15 @@ class Device:
     memory_bandwidth: float
     launch_seconds: float
     efficiency: float
+    launch_in_step: float = 1.0
+    bytes_in_step: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:
             raise ClusterError(f"device {self.name}: efficiency {self.efficiency} must be above 0 and at most 1")
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
+        figures |= {"launch_in_step": self.launch_in_step, "bytes_in_step": self.bytes_in_step}
         figures |= {f"peak_flops.{dtype}": peak for dtype, peak in self.peak_flops}
         for field, value in figures.items():
             require_positive(value, f"device {self.name}: {field}")

@@ -7,8 +7,9 @@ Hosts are network namespaces of this machine (`benchmarks.race_hosts`; needs roo
 each rate and number of ranks the cluster is calibrated first, as `autopar calibrate` does, and planning reads what that
 found. Contenders of a model: the chosen plan, the search's next best, ddp, fsdp and megatron as plans of ours, and
 torch's DistributedDataParallel, fully_shard and (Llama) parallelize_module. They take turns, every round begins with
-another one, and of each step the slowest rank counts. What is compared are medians over rounds of a step's seconds over
-those of that round's median contender, so that a machine that is slow for a while is so for all.
+another one. A turn is a step that does not count, for the others have taken the caches, and three that do; of each the
+slowest rank counts. What is compared are medians over rounds of a step's seconds over those of that round's median
+contender, so that a machine that is slow for a while is so for all. A host keeps to its half of the machine's cores.
 
 A row: chosen / fastest of all; best of torch's / chosen; Spearman's rank correlation of predicted and measured seconds
 of our plans, once as they are and once with predictions within 3% of each other as ties (the next plans are near the

@@ -5,9 +5,10 @@
         process = hosts.start(0, [sys.executable, "-m", "module"], environment)
 
 A host is a namespace with a loopback of its own, one end of a veth pair with an address of 10.213.0.0/24 that no one
-else can reach, and a host name of its own. Both ends are shaped alike (`tc ... tbf`, a token bucket of 64 KB), so that
-the link has that bandwidth in either direction. The kernel counts what passes (`sent_nbytes`). Needs root, `ip`, `tc`
-and `unshare`.
+else can reach, a host name of its own, and half of the machine's cores, which its processes do not leave (where there
+is but one core, both have it). Both ends are shaped alike (`tc ... tbf`, a token bucket of 64 KB), so that
+the link has that bandwidth in either direction. The kernel counts what passes (`sent_nbytes`). Needs root, `ip`, `tc`,
+`unshare` and `taskset`.
 """
 
 import os
@@ -64,8 +65,9 @@ class Hosts:
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """A process on a host, with pipes to its input and output."""
         named = f'hostname {self.names[host]} && exec "$@"'
+        inside = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "taskset", "--cpu-list", cores(host)]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", named, "sh", *command],
+            [*inside, "sh", "-c", named, "sh", *command],
             env={**environment, "GLOO_SOCKET_IFNAME": self.links[host], "TP_SOCKET_IFNAME": self.links[host]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -85,6 +87,13 @@ class Hosts:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
+
+
+def cores(host: int) -> str:
+    """Numbers of the cores of a host, as `taskset` reads them: its half of those that this process may use."""
+    own = sorted(os.sched_getaffinity(0))
+    half = max(1, len(own) // 2)
+    return ",".join(map(str, own[-half:] if host else own[:half]))
 
 
 def sent_nbytes(link: str) -> tuple[int, int]:

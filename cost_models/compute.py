@@ -8,9 +8,10 @@ plus a launch; gemm, scores, attention and memory are the parts of nominal rates
 devices (`cost_models.efficiency`). A device without such constants, and a calibrated one, whose figures are reached
 already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual ..."):
 
-    max(flops / (peak * efficiency), nbytes / bandwidth) + launch
+    max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
-flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
+where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
+calibrated). flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
 """
 
 import math
@@ -31,7 +32,8 @@ def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> 
         ArgumentError: if the operation has flops in a dtype for which the device has no peak.
     """
     work = flops / (device.peak(dtype) * device.efficiency) if flops else 0.0
-    return max(work, nbytes / device.memory_bandwidth) + device.launch_seconds
+    moved = device.bytes_in_step * nbytes / device.memory_bandwidth
+    return max(work, moved) + device.launch_in_step * device.launch_seconds
 
 
 def product_seconds(

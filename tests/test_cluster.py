@@ -174,6 +174,8 @@ def test_memory_can_be_overridden() -> None:
                 memory_bandwidth=1 / 3,
                 launch_seconds=0.0,
                 efficiency=1.0,
+                bytes_in_step=1.0 / 3,
+                sources=(("launch_in_step", "one, as measured"),),
             ),
             levels=tuple(LinkLevel(name=f"l{k}", size=k, alpha=1e-7 / k, bandwidth=1e9 / k) for k in (2, 3, 5)),
             library="mpi",

@@ -8,7 +8,7 @@ import pytest
 from autopar.cluster import load_cluster
 from autopar.cost_models.compute import compute_seconds, rates_of
 from autopar.cost_models.efficiency import RANGES, load_efficiency
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, ClusterError
 
 DEVICE = load_cluster("8xh100").device
 
@@ -23,6 +23,16 @@ def test_an_operation_is_bound_by_flops_or_by_bytes() -> None:
     assert compute_seconds(0.5 * ridge * nbytes, nbytes, "bf16", DEVICE) == pytest.approx(
         nbytes / DEVICE.memory_bandwidth + DEVICE.launch_seconds
     )
+
+
+def test_launches_and_bytes_within_a_step_take_their_factors_and_flops_none() -> None:
+    alone = replace(DEVICE, launch_seconds=0.25)
+    own = replace(alone, launch_in_step=2.0, bytes_in_step=3.0)
+    assert compute_seconds(0, 1e12, "bf16", own) == pytest.approx(3e12 / DEVICE.memory_bandwidth + 0.5)
+    assert compute_seconds(1e18, 1, "bf16", own) == pytest.approx(compute_seconds(1e18, 1, "bf16", alone) + 0.25)
+    for field in ("launch_in_step", "bytes_in_step"):
+        with pytest.raises(ClusterError, match=f"h100: {field}"):
+            replace(DEVICE, **{field: 0.0})
 
 
 def test_no_operation_is_shorter_than_its_launch() -> None:

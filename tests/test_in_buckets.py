@@ -102,6 +102,16 @@ def test_data_parallel_wins_in_buckets_where_starts_are_dear() -> None:
     assert not found.estimate.baselines
 
 
+@pytest.mark.parametrize(("start", "bandwidth"), [(3e-3, 1e8), (1e-2, 3e8), (1e-4, 1e6)])
+def test_no_plan_is_dearer_than_one_of_a_host_alone(start: float, bandwidth: float) -> None:
+    """Over a link that is not worth using, hosts that do the same are a plan of both, and cost what one does."""
+    cluster = hosts(start, bandwidth)
+    both = chosen(searched(cluster), cluster, with_baselines=False)
+    host = replace(cluster, levels=cluster.levels[1:])
+    alone = make_baseline("ddp", net(), host, make_mesh((2,)), TrainConfig())
+    assert both.estimate.step_seconds <= with_buckets(alone, net(), host).estimate.step_seconds * (1 + 1e-9)
+
+
 def test_what_is_proved_needs_no_second_search() -> None:
     """With starts of no length the plan at hand is the best in buckets too."""
     cluster = hosts(0.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.calibration.predict import predicted_collective, predicted_work
+from autopar.calibration.reference_steps import predicted_step
 from autopar.calibration.samples import Measurements
 from autopar.cluster import Cluster
 from autopar.errors import MeshError
@@ -70,6 +71,16 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
             measured=sample.seconds,
         )
         for sample in measured.work
+    ]
+    rows += [
+        Row(
+            subject="steps",
+            what=f"a small decoder's, {sample.batch} samples",
+            nbytes=0,
+            predicted=predicted_step(cluster.device, sample.batch),
+            measured=sample.seconds,
+        )
+        for sample in measured.steps
     ]
     return tuple(rows)
 

@@ -123,7 +123,8 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
     peaks = ", ".join(f"{dtype} {peak * device.efficiency:.3g}" for dtype, peak in device.peak_flops)
     console.print(
         f"{device.name}: flop/s reached {peaks}; memory {nbytes_text(device.memory_bandwidth)}/s; launch "
-        f"{seconds_text(device.launch_seconds)}",
+        f"{seconds_text(device.launch_seconds)}; in a step launches take {device.launch_in_step:.2f} times that, bytes "
+        f"{device.bytes_in_step:.2f} times",
         highlight=False,
         markup=False,
     )

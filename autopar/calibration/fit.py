@@ -8,6 +8,7 @@ import numpy as np
 from autopar.calibration.fit_device import fit_device
 from autopar.calibration.fit_lines import fit_groups, fit_lines
 from autopar.calibration.fit_skew import fit_skew
+from autopar.calibration.fit_steps import fit_steps
 from autopar.calibration.predict import predicted_collective
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin
 from autopar.cluster import Cluster
@@ -23,6 +24,8 @@ def fit_cluster(measured: Measurements, name: str) -> Cluster:
     """
     origin = measured.origin
     device, _ = fit_device(measured.work, origin)
+    if measured.steps:
+        device = fit_steps(device, measured.steps, origin)
     sizes = origin.level_sizes
     library = "nccl" if "nccl" in origin.backend else "gloo"
     if origin.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""What do all ranks measure together? Where they run, their collectives, their operations.
+"""What do all ranks measure together? Where they run, their collectives, their operations, training steps.
 
 Every rank calls `measure` with the same arguments, which is checked before the first collective; a rank that fails or
 hangs is an error on all others within the process group's timeout.
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopar.calibration.measure_collectives import KINDS, CollectiveRounds, sizes_between
 from autopar.calibration.measure_skew import SkewRounds
+from autopar.calibration.measure_steps import StepRounds
 from autopar.calibration.measure_work import DTYPES, WorkRounds
 from autopar.calibration.samples import Measurements, Origin
 from autopar.calibration.timing import Tell
@@ -78,19 +79,28 @@ class Measuring:
         )
         self.skew = SkewRounds(levels, device=device, tell=tell) if levels else None
         self.work = WorkRounds(effort.dtypes, device=device, tell=tell)
+        # on a GPU small steps are the host's, whose time does not count there
+        self.steps = StepRounds(device, tell) if device.type == "cpu" else None
 
     def run(self, tell: Tell) -> None:
         """One round of everything; operations twice, or all of a round's would fall into the same second or two."""
-        self.work.run(tell)
+        self._compute(tell)
         if self.collectives is not None and self.skew is not None:
             self.collectives.run(tell)
             self.skew.run(tell)
-            self.work.run(tell)
+            self._compute(tell)
+
+    def _compute(self, tell: Tell) -> None:
+        self.work.run(tell)
+        if self.steps is not None:
+            self.steps.run(tell)
 
     def result(self) -> Measurements:
         collectives = () if self.collectives is None else self.collectives.samples()
         skew = () if self.skew is None else self.skew.samples()
-        return Measurements(origin=self.origin, collectives=collectives, work=self.work.samples(), skew=skew)
+        steps = () if self.steps is None else self.steps.samples()
+        work = self.work.samples()
+        return Measurements(origin=self.origin, collectives=collectives, work=work, skew=skew, steps=steps)
 
 
 def measure(effort: Effort, tell: Tell) -> Measurements:

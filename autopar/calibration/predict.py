@@ -1,5 +1,6 @@
 """What does a cluster file say that a measurement should have given? Through the functions that planning uses."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.calibration.measure_collectives import measuring_mesh
@@ -24,13 +25,14 @@ def _links(cluster: Cluster, level: int | None, group_size: int) -> Links:
 
 
 def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
-    """Seconds of the operation, forward and backward, as a plan prices it: by fitted constants where the file names a
-    device that has them and keeps its nominal figures, else by the roofline of the file's own.
+    """Seconds of the operation, forward and backward, timed alone: by fitted constants where the file names a device
+    that has them and keeps its nominal figures, else by the roofline of the file's own.
 
     Raises:
         ArgumentError: if the device has no peak for the operation's dtype.
     """
-    rates, nbytes, dtype = rates_of(cluster.device), sample.nbytes, sample.dtype
+    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0)
+    rates, nbytes, dtype = rates_of(alone), sample.nbytes, sample.dtype
     if sample.product:
         m, n, k = sample.product
         forward = rates.products([(1, m, n, k)], nbytes, dtype)

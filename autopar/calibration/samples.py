@@ -53,6 +53,14 @@ class WorkSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """`seconds` of a training step of `reference_steps` with so many samples on the slowest rank, while all take it."""
+
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where and with what it was measured."""
 
@@ -85,3 +93,4 @@ class Measurements:
     collectives: tuple[CollectiveSample, ...]
     work: tuple[WorkSample, ...]
     skew: tuple[SkewSample, ...] = ()
+    steps: tuple[StepSample, ...] = ()

@@ -17,9 +17,11 @@ Call = Callable[[], object]
 Tell = Callable[[str], None]
 
 SAMPLE_SECONDS = 40e-3
-"""A quick call is repeated until a sample lasts about as long: ranks start at slightly different times."""
+"""A quick call is repeated until a sample lasts about as long: ranks start at slightly different times. It is some
+time slices of a CPU's scheduler: of ranks that share a core, each does less than that undisturbed, one after the other,
+and its clock, which starts when it gets the core, would say that it is alone."""
 
-MOST_REPEATS = 50
+MOST_REPEATS = 5000
 
 
 class Rounds:

@@ -1,0 +1,41 @@
+"""How long do whole training steps take while all ranks compute? The yardsticks of `reference_steps`, over and over.
+
+Operations measured one by one find their operands in the caches, their code warm and Python idle; within a step each
+follows another, and ranks that share a core take the caches from one another at every switch.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.calibration.reference_steps import BATCHES, training_step
+from autopar.calibration.samples import StepSample
+from autopar.calibration.timing import Rounds, Tell
+
+IN_A_ROW = 5
+"""Some time slices of the scheduler, as `timing.SAMPLE_SECONDS`."""
+
+
+class StepRounds:
+    """Training steps, round by round; all ranks make and call this together."""
+
+    def __init__(self, device: torch.device, tell: Tell) -> None:
+        calls = [_in_a_row(training_step(batch)) for batch in BATCHES]
+        self.rounds = Rounds(calls, device, tell, "training steps")
+
+    def run(self, tell: Tell) -> None:
+        self.rounds.run(tell)
+
+    def samples(self) -> tuple[StepSample, ...]:
+        return tuple(
+            StepSample(batch=batch, seconds=seconds / IN_A_ROW)
+            for batch, seconds in zip(BATCHES, self.rounds.typical(), strict=True)
+        )
+
+
+def _in_a_row(step: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(IN_A_ROW):
+            step()
+
+    return run
