@@ -17,7 +17,7 @@ from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.redistribution import Step
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.journeys import SINK
-from autopar.search.costs.paid import Paid
+from autopar.search.costs.paid import Everywhere, Paid, Times
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import input_layouts
@@ -86,7 +86,7 @@ class Builder:
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
         self.lattices = Lattices(pricer)
         self.times = program.microbatches
-        self.paid = paid
+        self.paid = paid or Everywhere(microbatches=self.times)
         self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=share)
         self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
         self.node_memory: list[tuple[int, Floats, Floats]] = []
@@ -122,8 +122,8 @@ class Builder:
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = self.options(cluster)
-        seconds = np.array([o.seconds for o in options]) * self._times_of_ops(cluster)
-        node = self._node(cluster.root.name, seconds)
+        times = self.paid.of_ops(cluster.instances)
+        node = self._node(cluster.root.name, np.array([o.paid(times) for o in options]))
         assert node == number
         self.problem.options[node] = options
         if self.limited:
@@ -181,14 +181,8 @@ class Builder:
             positions=positions,
         )
 
-    def _times_of_ops(self, cluster: Cluster) -> float:
-        """How often a cluster's ops are paid for, all instances."""
-        return self.times * cluster.multiplicity if self.paid is None else self.paid.of_ops(cluster.instances)
-
-    def _times(self, names: tuple[str, ...]) -> tuple[float, float]:
-        """How often tensors of a kind are paid for: what each passage takes, and what is paid once a step."""
-        if self.paid is None:
-            return self.times * len(names), len(names)
+    def _times(self, names: tuple[str, ...]) -> Times:
+        """How often tensors of a kind are paid for."""
         return self.paid.of_tensors(names, self.program, self.folding)
 
     def _travel(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
@@ -198,11 +192,17 @@ class Builder:
         seen = [*given, *(w for r in readers for w in r.wants)]
         axes = tuple(frozenset(v.axes[a] for v in seen) for a in range(self.pricer.mesh.num_axes))
         lattice = self.lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, False)
-        backward = tensor.requires_grad and any(r.in_backward for r in readers)
-        group = self._group(names, node, given, readers, lattice, lattice.useful(backward), lattice.seconds(backward))
+        ahead, back = self._times_of_steps(names, tensor, readers)
+        useful, seconds = lattice.useful(ahead, back), lattice.seconds(ahead, back)
+        group = self._group(names, node, given, readers, lattice, useful, seconds)
         root = self.problem.clusters[node].members[member]
         keeps_given = root.has_backward and tensor.index in root.rule.saves_results
         self._kept(group, names, tensor, lattice.layouts, readers, keeps_given)
+
+    def _times_of_steps(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> tuple[float, float]:
+        """How often steps of a tensor between ops are paid for forward, and back, where a gradient goes back."""
+        times = self._times(names)
+        return times.forward, times.backward if tensor.requires_grad and any(r.in_backward for r in readers) else 0.0
 
     def _group(
         self,
@@ -226,7 +226,7 @@ class Builder:
                 num_vertices=len(lattice.layouts),
                 arc_source=lattice.source[arcs],
                 arc_target=lattice.target[arcs],
-                arc_seconds=seconds[arcs] * self._times(names)[0],
+                arc_seconds=seconds[arcs],
             )
         )
         self.problem.travels.append((names, lattice.layouts, ArcSteps(steps=lattice.steps, numbers=arcs)))
@@ -283,7 +283,7 @@ class Builder:
 
     def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
-        passing, once = self._times(names)
+        times = self._times(names)
         space = parameter_space(
             tensor,
             uses,
@@ -293,10 +293,10 @@ class Builder:
             not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
             self.lattices,
             self.restriction,
-            passing / once if once else 1.0,
+            times.both / times.once if times.once else 1.0,
             self.limited,
         )
-        node = self._node(names[0], np.array(space.seconds) * once)
+        node = self._node(names[0], np.array(space.seconds) * times.once)
         self.problem.parameters[node] = (names, space)
         for nbytes, coefficient in held(space, names, self.program, self.moments) if self.limited else ():
             self._count(node, nbytes, coefficient)
@@ -358,7 +358,7 @@ class Builder:
                 num_vertices=num_vertices,
                 arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * self._times(names)[1],
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * self._times(names).once,
             )
         )
         self.problem.travels.append((names, layouts, tuple(steps)))

@@ -79,15 +79,16 @@ class RecomputeBuilder(Builder):
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = self.options(cluster)
         again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
-        seconds = np.array([o.seconds for o in options])
+        times = self.paid.of_ops(cluster.instances)
+        seconds = np.array([o.paid(times) for o in options])
         recomputable = self._is_recomputable(cluster)
         if recomputable:
-            kept, replayed = seconds, seconds + again
+            kept, replayed = seconds, seconds + again * times[1]
             if self.restriction.recompute is not None:
                 chosen = any(self.restriction.recompute(op) for op in cluster.members)
                 kept, replayed = (kept + np.inf, replayed) if chosen else (kept, replayed + np.inf)
             seconds = np.concatenate([kept, replayed])
-        node = self._node(cluster.root.name, seconds * self._times_of_ops(cluster))
+        node = self._node(cluster.root.name, seconds)
         assert node == number
         self.plain[node] = len(options)
         self.problem.num_kept[node] = len(options)
@@ -202,12 +203,13 @@ class _Layers:
         """wanted: layouts in backward."""
         builder, lattice = self.builder, self.lattice
         sizes = np.array([float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts])
-        backward = self.tensor.requires_grad and any(r.in_backward for r in self.readers)
+        ahead, back = builder._times_of_steps(self.names, self.tensor, self.readers)
         layered = self.tensor.requires_grad and wanted.size > 0
         arcs = _Arcs(count=len(sizes), sizes=sizes)
-        arcs.steps(lattice, FORWARD, lattice.seconds(backward), lattice.useful(backward))
+        arcs.steps(lattice, FORWARD, lattice.seconds(ahead, back), lattice.useful(ahead, back))
         if layered:
-            arcs.steps(lattice, AGAIN, lattice.seconds(backward) + lattice.forward, replayed=True)
+            replays = builder._times(self.names).backward
+            arcs.steps(lattice, AGAIN, lattice.seconds(ahead + replays, back), replayed=True)
         layouts = np.arange(len(sizes))
         if wanted.size or self._gives_again():
             arcs.layers(FORWARD, KEPT, layouts, kept=True)
@@ -237,7 +239,7 @@ class _Layers:
                 num_vertices=len(layouts),
                 arc_source=source,
                 arc_target=target,
-                arc_seconds=seconds * builder._times(self.names)[0],
+                arc_seconds=seconds,
             )
         )
         steps = ArcSteps(steps=self.lattice.steps, numbers=numbers)
@@ -360,7 +362,7 @@ class _ParameterLayers:
                 num_vertices=number,
                 arc_source=np.array([a for a, _, _ in arcs], dtype=np.int64),
                 arc_target=np.array([b for _, b, _ in arcs], dtype=np.int64),
-                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * builder._times(self.names)[1],
+                arc_seconds=np.array([s for _, _, s in arcs], dtype=np.float64) * builder._times(self.names).once,
             )
         )
         builder.problem.travels.append((self.names, tuple(layouts), tuple(steps)))

@@ -1,6 +1,7 @@
 """Which layouts can a tensor pass through, and what does each step between them cost?"""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,20 +30,22 @@ class Lattice:
     target: Ints
     forward: Floats
     backward: Floats
-    _useful: dict[bool, Ints] = field(default_factory=dict)
+    _useful: dict[float, Ints] = field(default_factory=dict)
 
-    def seconds(self, backward: bool) -> Floats:
-        """Of each step, and of the way its gradient goes back."""
-        return self.forward + self.backward if backward else self.forward
+    def seconds(self, ahead: float, back: float) -> Floats:
+        """Of each step so often, and of the way its gradient goes back."""
+        return self.forward * ahead + self.backward * back
 
-    def useful(self, backward: bool) -> Ints:
+    def useful(self, ahead: float, back: float) -> Ints:
         """The steps that are themselves the cheapest way between their ends: all that anyone needs for whom seconds
         alone count, for a way of several is at least as good as any other step."""
-        if backward not in self._useful:
-            last = cheapest_ways(self, self.seconds(backward)).last
+        ratio = back / ahead if ahead else math.inf
+        if ratio not in self._useful:
+            seconds = self.backward if ratio == math.inf else self.seconds(1.0, ratio)
+            last = cheapest_ways(self, seconds).last
             numbers = np.arange(len(self.source))
-            self._useful[backward] = numbers[last[self.source, self.target] == numbers]
-        return self._useful[backward]
+            self._useful[ratio] = numbers[last[self.source, self.target] == numbers]
+        return self._useful[ratio]
 
 
 @dataclass(slots=True)

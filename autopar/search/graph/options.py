@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, total
 from autopar.search.costs.program import Op, Tensor
 from autopar.search.graph.clusters import Cluster
 
@@ -34,16 +34,26 @@ class Restriction:
 class Option:
     """`names[member]`: its choices; `wants[member]`: layouts of its operands; `gives`: of the root's results.
 
-    seconds: of one instance. kept: bytes a rank that autograd keeps inside. working: most bytes beside, by pass.
+    forward, backward: seconds of one instance, messages of its bodies included. kept: bytes a rank that autograd keeps
+    inside. working: most bytes beside, by pass.
     """
 
     names: tuple[tuple[str, ...], ...]
     wants: tuple[tuple[Layout, ...], ...]
     gives: tuple[Layout, ...]
-    seconds: float
+    forward: float
+    backward: float
     kept: int
     working_forward: int
     working_backward: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    def paid(self, times: tuple[float, float]) -> float:
+        """Seconds of so many passages forward and back."""
+        return self.forward * times[0] + self.backward * times[1]
 
 
 def axis_choices(op: Op, axis: int, pricer: Pricer, allowed: Allowed) -> list[str]:
@@ -135,6 +145,7 @@ def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pr
     members = cluster.members
     prices = [pricer.op(op, n) for op, n in zip(members, names, strict=True)]
     kept = sum(price.kept for price in prices)
+    forward = sum(price.forward + total(price.forward_sent) for price in prices)
     for member, result in cluster.saved_inner:
         op = members[member]
         kept += pricer.nbytes(op.result_shapes[result], op.result_sizes[result], prices[member].results[result])
@@ -142,7 +153,8 @@ def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pr
         names=names,
         wants=tuple(price.operands for price in prices),
         gives=prices[-1].results,
-        seconds=sum(price.seconds for price in prices),
+        forward=forward,
+        backward=sum(price.seconds for price in prices) - forward,
         kept=kept,
         working_forward=max(price.working_forward for price in prices),
         working_backward=max(price.working_backward for price in prices),
