@@ -29,7 +29,7 @@ from tests.search_cases import exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((2,), (2, 2))
-MODELLED = ("gpt2", "llama", "mixtral", "bert")
+MODELLED = ("gpt2", "llama", "mixtral", "bert", "resnet")
 """Families whose kernels keep on a CPU, without dropout, what the rules say; others keep copies of their own instead of
 their operands, and need fewer replays."""
 
