@@ -89,6 +89,21 @@ ELEMENTWISE = (
     _on("pow.Tensor_Tensor", Input(shape=(4, 6), kind="positive"), Input(shape=(6,))),
     _on("maximum.default", *_floats((4, 6), (4, 6))),
     _on("min.other", *_floats((4, 6), (6,))),
+    *(
+        Sample(name=name, target=target, args=(X(0), X(1), 0), inputs=_floats((4, 6), (4, 6)))
+        for name, target in (
+            ("mse_loss", aten.mse_loss.default),
+            ("smooth_l1_loss", aten.smooth_l1_loss.default),
+            ("huber_loss", aten.huber_loss.default),
+        )
+    ),
+    Sample(
+        name="soft_margin_loss",
+        target=aten.soft_margin_loss.default,
+        args=(X(0), X(1), 0),
+        inputs=(Input(shape=(4, 6)), Input(shape=(4, 6), grad=False)),
+    ),
+    Sample(name="mse_loss, reduced", target=aten.mse_loss.default, args=(X(0), X(1)), inputs=_floats((4, 6), (4, 6))),
     _on("where.self", Input(shape=(4, 1, 5), kind="bool"), *_floats((4, 6, 5), (6, 1))),
     Sample(
         name="where.ScalarOther",

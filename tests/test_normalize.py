@@ -100,6 +100,22 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[str]]] =
         ["permute", "linear", "permute", "linear", "_to_copy", "_to_copy", "add"],
     ),
     "expand sinks": (lambda x, w, b: w.unsqueeze(0).expand(2, 4, 12) * 2.0 + b, ["unsqueeze", "mul", "add", "square"]),
+    "broadcast together": (
+        lambda x, w, b: operator.add(*torch.broadcast_tensors(x @ w, b)),
+        ["permute", "linear", "add"],
+    ),
+    "a loss and its mean": (
+        lambda x, w, b: F.mse_loss(x @ w, b.expand(2, 3, 12)),
+        ["permute", "linear", "expand", "mse_loss", "mean"],
+    ),
+    "a loss and its sum": (
+        lambda x, w, b: F.smooth_l1_loss(x @ w, b.expand(2, 3, 12), reduction="sum", beta=0.5),
+        ["permute", "linear", "expand", "smooth_l1_loss", "sum"],
+    ),
+    "a loss of each element": (
+        lambda x, w, b: F.l1_loss(x @ w, b.expand(2, 3, 12), reduction="none"),
+        ["permute", "linear", "sub", "abs"],
+    ),
     "random follows its operand": (
         lambda x, w, b: x @ w + 0.0 * torch.rand(2, 3, 12, dtype=x.dtype),
         ["permute", "linear", "expand", "rand_like", "mul", "add"],

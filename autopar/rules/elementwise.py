@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, grads_of, numel, result_values, shapes_of
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Rule, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
 Linear = tuple[frozenset[int], ...]
@@ -158,6 +158,18 @@ def _both_saved(node: fx.Node) -> Rule:
     return elementwise_rule(node, saves=tuple(range(len(operands(node)))))
 
 
+def _loss(*, unsafe: bool = False) -> Maker:
+    """A loss of two tensors, of each element; one that torch reduces in the same call has no rule."""
+
+    def rule(node: fx.Node) -> Rule:
+        if argument(node, 2, "reduction", 1):
+            return replicated_rule(tuple(map(len, shapes_of(operands(node)))), (0,))
+        both = frozenset({0, 1})
+        return elementwise_rule(node, saves=(0, 1), unsafe=both if unsafe else NONE, flops=2.0)
+
+    return rule
+
+
 def _plain(node: fx.Node) -> Rule:
     """Comparisons and logic: nothing to save, garbage stays garbage."""
     return elementwise_rule(node)
@@ -232,6 +244,8 @@ RULES: dict[str, Maker] = {
     **dict.fromkeys(_names("square", "default"), _unary("operand")),
     **dict.fromkeys(_names("relu tanh sigmoid", "default"), _unary("result")),
     **dict.fromkeys(_names("exp expm1", "default"), _unary("result", unsafe=True)),
+    **dict.fromkeys(_names("mse_loss smooth_l1_loss huber_loss", "default"), _loss()),
+    **dict.fromkeys(_names("soft_margin_loss", "default"), _loss(unsafe=True)),
     **dict.fromkeys(_names("eq ne lt le gt ge", "Tensor", "Scalar"), _plain),
     **dict.fromkeys(_names("__and__ __or__ __xor__", "Tensor", "Scalar"), _plain),
     **dict.fromkeys(_names("bitwise_and bitwise_or bitwise_xor", "Tensor", "Scalar"), _plain),

@@ -15,6 +15,7 @@ from autopar.passes.normalize.drop_asserts import drop_asserts
 from autopar.passes.normalize.drop_noops import drop_noops
 from autopar.passes.normalize.dropout import normalize_dropout
 from autopar.passes.normalize.linear import fold_linear
+from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     normalize_views,
     split_projections,
     normalize_cross_entropy,
+    part_losses,
     sink_expands,
     normalize_attention,
     drop_noops,

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autopar.graph import CapturedModel, shape_of
-from autopar.passes.graph_tools import aten, insert, substitute
+from autopar.passes.graph_tools import aten, insert, results, substitute
 
 REGROUPS = {
     aten.view.default,
@@ -33,7 +33,7 @@ REORDERS = {
 
 
 def normalize_views(captured: CapturedModel) -> CapturedModel:
-    """Unify and merge views; expand with whole sizes."""
+    """Unify and merge views; expand with whole sizes, what is broadcast together one by one."""
     for node in list(captured.graph.nodes):
         if node.op != "call_function":
             continue
@@ -43,6 +43,8 @@ def normalize_views(captured: CapturedModel) -> CapturedModel:
             _permute(node)
         elif node.target in (aten.expand.default, aten.expand_as.default):
             _expand(node)
+        elif node.target is aten.broadcast_tensors.default:
+            _broadcast(node)
     return captured
 
 
@@ -85,3 +87,13 @@ def _expand(node: fx.Node) -> None:
         substitute(node, source)
         return
     substitute(node, insert(node, aten.expand.default, (source, list(shape_of(node)))))
+
+
+def _broadcast(node: fx.Node) -> None:
+    """Each result is its own operand, viewed: it has no storage, and no gradient where that has none."""
+    sources: Any = node.args[0]
+    for position, result in results(node).items():
+        source = sources[position]
+        if shape_of(source) != shape_of(result):
+            source = insert(result, aten.expand.default, (source, list(shape_of(result))))
+        substitute(result, source)
