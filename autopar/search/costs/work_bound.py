@@ -5,6 +5,8 @@
 
 with n ranks (1 for ops without a rule, which run whole). A choice splits an op into at most n parts, and a rank's part
 of a tensor has at least 1/n of its elements. A weak bound, but one that costs nothing.
+
+Where what backward needs of a micro-batch does not fit in n devices, some is made again, by forward's work at least.
 """
 
 import math
@@ -39,22 +41,36 @@ def ops_work(program: Program, pricer: Pricer) -> NDArray[np.float64]:
     return np.array([known[op.signature] for op in program.ops]).reshape(-1, 2)
 
 
-def saved_nbytes(program: Program) -> float:
-    """Bytes that autograd keeps of a micro-batch, all ranks together, if nothing is run again; parameters left out."""
+def saved_nbytes(program: Program) -> NDArray[np.float64]:
+    """Bytes that autograd keeps of a micro-batch, all ranks together, if nothing is run again; by the op that made
+    them, parameters left out."""
     saved: set[str] = set()
-    beside = 0
+    made = np.zeros(len(program.ops))
     for op in program.ops:
         if op.has_backward:
             names = [op.operands[i] for i in op.rule.saves] + [op.results[i] for i in op.rule.saves_results]
-            beside += op.rule.saves_nbytes
+            made[op.position] += op.rule.saves_nbytes
             for name in names:
                 while name in program.aliases:
                     position, operand = program.aliases[name]
                     name = program.ops[position].operands[operand]
                 if name is not None and program.tensors[name].kind == "op":
                     saved.add(name)
-    tensors = (program.tensors[name] for name in saved)
-    return beside + sum(math.prod(tensor.shape) * tensor.element_size for tensor in tensors)
+    for name in saved:
+        tensor = program.tensors[name]
+        assert tensor.producer is not None
+        made[tensor.producer] += math.prod(tensor.shape) * tensor.element_size
+    return made
+
+
+def again_seconds(nbytes: NDArray[np.float64], seconds: NDArray[np.float64], room: float) -> float:
+    """The least seconds for which all but `room` bytes can be let go of and made again (Dantzig's fractional knapsack):
+    an op's `nbytes` for its `seconds`, or a part of them for the same part."""
+    order = np.argsort(seconds / np.maximum(nbytes, 1.0), kind="stable")
+    order = order[nbytes[order] > 0]
+    gone = np.concatenate([[0.0], np.cumsum(nbytes[order])])
+    paid = np.concatenate([[0.0], np.cumsum(seconds[order])])
+    return float(np.interp(max(gone[-1] - room, 0.0), gone, paid))
 
 
 def _op_work(op: Op, pricer: Pricer) -> tuple[float, float]:

@@ -7,7 +7,8 @@ on the mesh of one of p stages, m the number of micro-batches:
     of a divisor   what d micro-batches take at least without a memory limit holds for every multiple of d (with fewer
                    samples at a time nothing gets faster, see `microbatches`)
     its own        the strategy graph without a memory limit, which has neither recompute nor lifetimes that save bytes:
-                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`)
+                   the least r t + o, shared out over p stages, with r the rounds of the schedule (`search.rounds`);
+                   without stages beside it what has to be run again (`work_bound.again_seconds`)
     within memory  the same with recompute, and lifetimes, within the memory of a rank: of stages that of the fullest,
                    with all that it has in flight; of interleaved ones along a way through the step (`critical_path`)
     its plan's     the mixed program's; it stops once that reaches the best plan known
@@ -212,7 +213,7 @@ class Joint:
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
             return False
-        self._own[key] = own.once * found + self._step.more_rounds(key, own.once * times)
+        self._own[key] = own.once * found + self._step.more_rounds(key, own.once * times) + self._step.replays(key)
         return True
 
     def refine(self, key: Candidate, cutoff: float) -> None:

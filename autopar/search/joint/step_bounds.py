@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autopar.search.costs.folding import Folding, fold_program
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.program import Program
-from autopar.search.costs.work_bound import ops_work, saved_nbytes, work_seconds
+from autopar.search.costs.work_bound import again_seconds, ops_work, saved_nbytes, work_seconds
 from autopar.search.joint.candidates import Candidate, in_flight
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import Pricers
@@ -33,7 +33,8 @@ class StepBounds:
     _blocks: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     _uneven: dict[tuple[str, int, int], float] = field(default_factory=dict)
     _folding: Folding | None = None
-    _saved: float | None = None
+    _saved: NDArray[np.float64] | None = None
+    _replayed: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     def work_seconds(self, key: Candidate) -> tuple[float, float]:
         """All work of a step, and that of the optimizer, on the devices of one stage."""
@@ -100,10 +101,26 @@ class StepBounds:
 
     def again(self, key: Candidate) -> float:
         """By how much about the work grows if what does not fit of all that backward needs is made again there."""
+        devices = key.arrangement.mesh.size * key.arrangement.pipeline
+        kept = float(self._kept().sum()) / key.microbatches / devices * in_flight(key)
+        room = memory_limit(key.arrangement.cluster, self.setup.config)
+        return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
+
+    def replays(self, key: Candidate) -> float:
+        """Seconds of a step, at least, in which what does not fit is made again. Only without stages: all that is kept
+        of a micro-batch is there at the turn; and 0 where memory would do if everything else took none."""
+        if key.arrangement.pipeline > 1:
+            return 0.0
+        size, fewest = key.arrangement.mesh.size, min(self.setup.counts)
+        if size not in self._replayed:
+            pricer = self.pricers.of(key.arrangement, key.microbatches)
+            self._replayed[size] = fewest * ops_work(self.program(fewest), pricer)[:, 0]
+        room = memory_limit(key.arrangement.cluster, self.setup.config)
+        return again_seconds(self._kept() / key.microbatches / size, self._replayed[size], room)
+
+    def _kept(self) -> NDArray[np.float64]:
+        """Bytes that backward needs of the whole batch, all ranks together, by op."""
         if self._saved is None:
             fewest = min(self.setup.counts)
             self._saved = fewest * saved_nbytes(self.program(fewest))
-        devices = key.arrangement.mesh.size * key.arrangement.pipeline
-        kept = self._saved / key.microbatches / devices * in_flight(key)
-        room = memory_limit(key.arrangement.cluster, self.setup.config)
-        return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
+        return self._saved
