@@ -203,8 +203,8 @@ class Joint:
 
     def sharpen(self, key: Candidate, cutoff: float) -> bool:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
-        more by steps that double, and last its own rounds: many candidates share these steps. (With few samples at a
-        time the batch splits no more; from there on all are far above.)"""
+        more, and last its own rounds: many candidates share these steps. (With few samples at a time the batch splits
+        no more; from there on all are far above.)"""
         arrangement, m, times = wanted = self._wanted(key, cutoff)
         own = self._step.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
@@ -274,8 +274,11 @@ class Joint:
         return least
 
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
-        """The relaxation that comes next for this candidate; of a scout its own."""
+        """The relaxation that comes next for this candidate; of a scout its own. While no plan is known those of its
+        divisors by steps that double."""
         is_scout = key in self._scouts
+        if cutoff < math.inf and not is_scout:
+            return self._first_open(key, cutoff)
         shared = [n for n in divisors(key.microbatches) if n in self.setup.counts and not is_scout]
         first = next((n for n in shared if self._step.work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
@@ -283,8 +286,17 @@ class Joint:
         following = max(known) + 2 ** (len(known) - 1) if known else 0
         if shared and (not known or following < len(shared) - 1):
             return key.arrangement, shared[following], shared[following]
-        times = int(self._step.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
-        return key.arrangement, key.microbatches, times
+        return key.arrangement, key.microbatches, self._step.times(key)
+
+    def _first_open(self, key: Candidate, cutoff: float) -> Asked:
+        """That of the fewest micro-batches which may be below the cutoff themselves, by all that is known: theirs has
+        to be found in any case, in the rounds that they take, and bounds their multiples. Last the candidate's own."""
+        for n in divisors(key.microbatches)[:-1]:
+            fewer = replace(key, microbatches=n)
+            is_open = n in self.setup.counts and (key.arrangement, n) not in self._least
+            if is_open and self.bound(fewer) < cutoff:
+                return key.arrangement, n, self._step.times(fewer) if key.chunks == 1 else n
+        return key.arrangement, key.microbatches, self._step.times(key)
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))

@@ -70,6 +70,10 @@ class StepBounds:
             self._rounds[known] = interleaved_rounds(program, self._folding, begins, p, microbatches, shares)
         return self._rounds[known]
 
+    def times(self, key: Candidate) -> int:
+        """Micro-batches that are paid for in the rounds of the candidate's own."""
+        return int(self.rounds(key, key.microbatches).passing) if key.microbatches > 1 else 1
+
     def work_bound(self, key: Candidate, microbatches: int) -> float:
         """What the candidate's work alone takes with so many micro-batches."""
         return self.even_work(key, microbatches) * self.uneven(key, microbatches)
