@@ -169,6 +169,25 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     assert way_seconds(program(), pricer(), way, True, limit=1.0) == np.inf
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_a_way_counts_forward_and_back_each_for_itself(schedule: str, chunks: int) -> None:
+    """On one device nothing is chosen: more passes back, or forward, take what the ops of their stages take there."""
+    own = Pricer(mesh=make_mesh((1,)), cluster=parts(machine(2))[2], config=TrainConfig())
+    way = way_before_planning(program(), own, machine(2), 2, schedule, chunks)
+    stage_of, before = stages_of(way.begins, len(program().ops)), way_seconds(program(), own, way, True)
+    prices = [own.op(op, ("invariant",)) for op in program().ops]
+    draw = np.random.default_rng(0)
+    for forward, backward in ((0.0, 1.0), (1.0, 0.0), (3.0, 2.0)):
+        more = draw.integers(0, 5, (2, len(way.forward))) * np.array([[forward], [backward]])
+        longer = replace(way, forward=way.forward + more[0], backward=way.backward + more[1])
+        least = sum(
+            more[0, stage] * price.forward + more[1, stage] * price.backward
+            for stage, price in zip(stage_of, prices, strict=True)
+        )
+        found = way_seconds(program(), own, longer, True) - before
+        assert found == pytest.approx(least, rel=1e-6) and least > 0
+
+
 def test_rows_of_ranks_are_parts_of_the_whole() -> None:
     """One micro-batch in flight: at the update all ranks hold together what the whole model does; each that is in
     flight beside holds what the first keeps, at every moment."""
