@@ -4,6 +4,8 @@ The kernels that do both write every element's loss first, and what they return 
 whoever holds the loss of a micro-batch to the step's end holds them all. Apart, each has a rule by which it splits.
 """
 
+from typing import Any
+
 from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 
@@ -27,6 +29,7 @@ def part_losses(captured: CapturedModel) -> CapturedModel:
         x, y, *rest = node.args
         kwargs = dict(node.kwargs)
         named = kwargs.pop("reduction", MEAN)
+        reduction: Any
         reduction, *options = rest or [named]
         if node.target is aten.l1_loss.default:
             each = insert(node, aten.abs.default, (insert(node, aten.sub.Tensor, (x, y)),))
@@ -34,6 +37,6 @@ def part_losses(captured: CapturedModel) -> CapturedModel:
             continue
         else:
             each = insert(node, node.target, (x, y, NONE, *options), kwargs)
-        reduced = each if reduction == NONE else insert(node, REDUCTIONS[reduction], (each,))  # type: ignore[index]
+        reduced = each if reduction == NONE else insert(node, REDUCTIONS[reduction], (each,))
         substitute(node, reduced)
     return captured
