@@ -189,6 +189,21 @@ def test_a_baseline_that_does_not_apply_says_why() -> None:
         baseline_plan("ulysses", program_of("resnet"), pricer_of((4,)), LIMIT)
 
 
+def test_what_ops_keep_or_replay_is_there_from_its_making_to_its_last_use() -> None:
+    """Moment by moment, of random ops; several at once add up."""
+    rng = np.random.default_rng(0)
+    for num_ops in (1, 4, 9):
+        moments = Moments(num_ops=num_ops)
+        made, again, last = (rng.integers(0, num_ops, 5).tolist() for _ in range(3))
+        keeping, replaying = moments.keeping(made, last), moments.replaying(again, last)
+        for moment in range(moments.count):
+            before = [moment <= moments.backward(use) for use in last]
+            kept = [a <= moment and b for a, b in zip(made, before, strict=True)]
+            remade = [moments.backward(a) <= moment and b for a, b in zip(again, before, strict=True)]
+            assert keeping[moment] == sum(kept) and replaying[moment] == sum(remade)
+        assert (moments.keeping([], []) == 0).all()
+
+
 def test_few_moments_keep_every_peak() -> None:
     """For random intervals of a repeated block and random bytes, the peak over the kept moments is the peak."""
     rng = np.random.default_rng(0)
@@ -197,12 +212,12 @@ def test_few_moments_keep_every_peak() -> None:
         moments = Moments(num_ops=layers * ops)
         rows = []
         for _ in range(terms):
-            row = moments.nothing()
-            made, saver = sorted(rng.integers(0, ops + 2, 2))
-            for layer in range(layers - int(rng.integers(0, 2))):
-                position = min(layer * ops + int(made), moments.num_ops - 1)
-                row[moments.kept(position, min(layer * ops + int(saver), moments.num_ops - 1))] += 1
-            rows.append(row)
+            begins = ops * np.arange(layers - int(rng.integers(0, 2)))
+            made, savers = (
+                np.minimum(begins + place, moments.num_ops - 1).tolist()
+                for place in sorted(rng.integers(0, ops + 2, 2))
+            )
+            rows.append(moments.keeping(made, savers))
         table = np.array(rows)
         instances = [tuple((layer * ops + i,) for layer in range(layers)) for i in range(ops)]
         chosen = few_moments(table, moments, instances)

@@ -4,6 +4,9 @@ An op counts as often as its stage does. A tensor is brought to its readers in e
 for itself: where a stage reads it in all the ways in which it is read at all, at least what its one group would cost.
 So it counts as often as those stages together, or, where there is none, as the stage that counts least.
 
+Where only one run of ops is known to be in one stage (`Around`), it pays for what it reads; before and after it lie
+parts of stages, nobody knows which, that pay for what none of the run reads at least once together.
+
 Forward and backward may count differently. What is decided alike costs alike: F f + B b, with F and B the counts of
 all instances. On ways through interleaved schedules they do (Llama 70B on 4 ranks, 8 stages each: 231 and 259).
 """
@@ -20,6 +23,7 @@ from autopar.search.costs.journeys import SINK
 from autopar.search.costs.program import Program
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 class Times(NamedTuple):
@@ -45,7 +49,7 @@ class Everywhere:
         number = self.microbatches * len(instances)
         return number, number
 
-    def of_tensors(self, names: Sequence[str], program: Program, folding: Folding) -> Times:
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
         number = self.microbatches * len(names)
         return Times(number, number, len(names))
 
@@ -55,43 +59,104 @@ class Paid:
     """`stage_of[position]` of each op; `forward[stage]`, `backward[stage]`: how often a passage there counts; `once`,
     how often what is paid once a step does."""
 
-    stage_of: NDArray[np.int64]
+    stage_of: Ints
     forward: Floats
     backward: Floats
     once: Floats
 
     def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
         """Of a cluster, by positions of the ops of every instance: forward and back."""
+        stages = self.stage_of[np.array(instances)]
+        return float(self.forward[stages].min(axis=1).sum()), float(self.backward[stages].min(axis=1).sum())
+
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
+        """Of a kind."""
+        every = program.made.setdefault(("readers by stage", self.stage_of.tobytes()), {})
+        if names not in every:
+            every[names] = _readers_by_stage(names, program, folding, self.stage_of)
+        found: _Readers = every[names]
         forward, backward = (
-            float(sum(side[self.stage_of[list(positions)]].min() for positions in instances))
+            float(side[found.whole].sum()) + sum(float(side[stages].min()) for stages in found.parted)
             for side in (self.forward, self.backward)
         )
-        return forward, backward
+        return Times(forward, backward, min(float(self.once[found.reading].sum()), forward, backward))
 
-    def of_tensors(self, names: Sequence[str], program: Program, folding: Folding) -> Times:
+
+class _Readers(NamedTuple):
+    """Stages that read tensors of a kind in all ways, each as often as it does; of tensors without one, the stages that
+    read it; and all that read any."""
+
+    whole: Ints
+    parted: list[list[int]]
+    reading: Ints
+
+
+def _readers_by_stage(names: Sequence[str], program: Program, folding: Folding, stage_of: Ints) -> _Readers:
+    whole, parted, every = list[int](), list[list[int]](), list[int]()
+    for name in names:
+        reading = reading_stages(program, stage_of, name)
+        every += reading
+        if (found := whole_readers(program, folding, stage_of, name)) is None:
+            parted.append(reading)
+        else:
+            whole += found
+    return _Readers(np.array(whole, dtype=np.int64), parted, np.array(every, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Around:
+    """`part_of[position]` of each op: 0 before a run that is in one stage, 1 in it, 2 after it; `passing[part]`: how
+    often a passage there counts, forward and back; what is paid once a step counts in the run."""
+
+    part_of: Ints
+    passing: Floats
+
+    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+        """Of a cluster, by positions of the ops of every instance."""
+        number = float(self.passing[self.part_of[np.array(instances)]].min(axis=1).sum())
+        return number, number
+
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
         """Of a kind."""
-        sides, once = np.zeros(2), 0.0
+        passing, once = 0.0, 0
         for name in names:
-            found = whole_readers(program, folding, self.stage_of, name)
-            reading = reading_stages(program, self.stage_of, name)
-            for number, side in enumerate((self.forward, self.backward)):
-                sides[number] += side[reading].min() if found is None else side[found].sum()
-            once += float(self.once[reading].sum())
-        forward, backward = map(float, sides)
-        return Times(forward, backward, min(once, forward, backward))
+            parts = reading_stages(program, self.part_of, name)
+            if len(parts) > 1 and 1 in (whole_readers(program, folding, self.part_of, name) or ()):
+                parts = [1]
+            passing += float(min((self.passing[part] for part in parts), default=0.0))
+            once += parts == [1]
+        return Times(passing, passing, min(once, passing))
 
 
-def stages_of(begins: Sequence[int], num_ops: int) -> NDArray[np.int64]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Fewest:
+    """Each op and tensor as often as where it counts least."""
+
+    among: tuple[Around, ...]
+
+    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+        found = np.array([one.of_ops(instances) for one in self.among]).min(axis=0)
+        return float(found[0]), float(found[1])
+
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
+        found = np.array([one.of_tensors(names, program, folding) for one in self.among]).min(axis=0)
+        return Times(*map(float, found))
+
+
+PaidFor = Everywhere | Paid | Around | Fewest
+
+
+def stages_of(begins: Sequence[int], num_ops: int) -> Ints:
     """The stage of each op, by the positions of the ops with which stages after the first begin."""
     return np.searchsorted(np.asarray(begins), np.arange(num_ops), side="right")
 
 
-def reading_stages(program: Program, stage_of: NDArray[np.int64], name: str) -> list[int]:
+def reading_stages(program: Program, stage_of: Ints, name: str) -> list[int]:
     """The stages with an op that reads the tensor."""
     return sorted({int(stage_of[p]) for p, _ in program.readers[name]})
 
 
-def whole_readers(program: Program, folding: Folding, stage_of: NDArray[np.int64], name: str) -> list[int] | None:
+def whole_readers(program: Program, folding: Folding, stage_of: Ints, name: str) -> list[int] | None:
     """Stages in which the tensor is read in every way in which it is read at all; None if there is none such."""
     ways: dict[int, set[int]] = {}
     for position, _ in program.readers[name]:

@@ -17,7 +17,7 @@ from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.redistribution import Step
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.journeys import SINK
-from autopar.search.costs.paid import Everywhere, Paid, Times
+from autopar.search.costs.paid import Everywhere, PaidFor, Times
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import input_layouts
@@ -53,7 +53,7 @@ def build(
     restriction: Restriction | None = None,
     builder: "type[Builder] | None" = None,
     share: Share | None = None,
-    paid: Paid | None = None,
+    paid: PaidFor | None = None,
 ) -> Problem:
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
@@ -80,7 +80,7 @@ class Builder:
         clusters: tuple[Cluster, ...],
         restriction: Restriction,
         share: Share | None = None,
-        paid: Paid | None = None,
+        paid: PaidFor | None = None,
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
@@ -130,12 +130,8 @@ class Builder:
             self._count_cluster(node, cluster, options)
 
     def _count_cluster(self, node: int, cluster: Cluster, options: list[Option]) -> None:
-        moments = self.moments
-        keeping, forward, backward = moments.nothing(), moments.nothing(), moments.nothing()
-        for positions in cluster.instances:
-            moments.keep(keeping, moments.kept(min(positions), min(positions)), min(positions))
-            forward[..., [moments.forward(p) for p in positions]] = moments.weight(*positions)
-            backward[..., [moments.backward(p) for p in positions]] = moments.weight(*positions)
+        firsts = [min(positions) for positions in cluster.instances]
+        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.instances)
         self._count(node, [o.kept for o in options], keeping)
         self._count(node, [o.working_forward for o in options], forward)
         self._count(node, [o.working_backward for o in options], backward)
@@ -244,15 +240,20 @@ class Builder:
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
         if not self.limited or not (keepers or keeps_given):
             return
-        coefficient = self.moments.nothing()
-        for name in names:
-            made = self.program.tensors[name].producer
-            assert made is not None
-            savers = [p for i in keepers for p in readers[i].positions[name]]
-            first = min([*savers, *([made] if keeps_given else [])])
-            self.moments.keep(coefficient, self.moments.kept(made, first), first)
+        every = [self._produced(name) for name in names]
+        first = [
+            min([*(p for i in keepers for p in readers[i].positions[name]), *([made] if keeps_given else [])])
+            for name, made in zip(names, every, strict=True)
+        ]
+        coefficient = self.moments.keeping(every, first)
         nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
+
+    def _produced(self, name: str) -> int:
+        """Where the tensor is made."""
+        made = self.program.tensors[name].producer
+        assert made is not None
+        return made
 
     def _input(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         """Handed over whole, or as some reader wants it; from the whole every layout is a free slice."""

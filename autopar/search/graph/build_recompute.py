@@ -25,7 +25,7 @@ from autopar.blocks import block_of
 from autopar.placement import Layout
 from autopar.redistribution import Step
 from autopar.search.costs.pricing import total
-from autopar.search.costs.program import Op, Tensor
+from autopar.search.costs.program import Op, Program, Tensor
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.copies_held import copies_held
@@ -38,22 +38,28 @@ FORWARD, KEPT, AGAIN, BACKWARD, SAVED = range(5)
 """Layers F, K, R, B; what a producer gives that saves it is in forward, and kept for no more."""
 
 
+def _ends(program: Program) -> list[int]:
+    """Where the backward of each op's block begins; of an op in no block, its own."""
+    blocks = [block_of(op.module) for op in program.ops]
+    last = {block: position for position, block in enumerate(blocks)}
+    return [last[block] if block else position for position, block in enumerate(blocks)]
+
+
 class RecomputeBuilder(Builder):
     """For `build.build(..., builder=RecomputeBuilder)`: clusters inside blocks may be recomputed."""
 
     def run(self, limit: float | None) -> Problem:
-        self.ends: dict[str, int] = {}
-        for op in self.program.ops:
-            block = block_of(op.module)
-            if block:
-                self.ends[block] = op.position
+        if "ends of blocks" not in self.program.made:
+            self.program.made["ends of blocks"] = _ends(self.program)
+        self.ends: list[int] = self.program.made["ends of blocks"]
         self.plain: dict[int, int] = {}  # node -> number of options that keep
         return super().run(limit)
 
-    def _end(self, position: int) -> int:
-        """Where the backward of the op's block begins."""
-        block = block_of(self.program.ops[position].module)
-        return self.ends[block] if block else position
+    def _can_be_made_again(self, cluster: Cluster) -> bool:
+        key = ("can be made again", cluster)
+        if key not in self.program.made:
+            self.program.made[key] = self._is_recomputable(cluster)
+        return bool(self.program.made[key])
 
     def _is_recomputable(self, cluster: Cluster) -> bool:
         root = cluster.root
@@ -81,7 +87,7 @@ class RecomputeBuilder(Builder):
         again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
         times = self.paid.of_ops(cluster.instances)
         seconds = np.array([o.paid(times) for o in options])
-        recomputable = self._is_recomputable(cluster)
+        recomputable = self._can_be_made_again(cluster)
         if recomputable:
             kept, replayed = seconds, seconds + again * times[1]
             if self.restriction.recompute is not None:
@@ -93,14 +99,9 @@ class RecomputeBuilder(Builder):
         self.plain[node] = len(options)
         self.problem.num_kept[node] = len(options)
         self.problem.options[node] = [*options, *options] if recomputable else options
-        moments = self.moments
-        keeping, forward, backward, replaying = (moments.nothing() for _ in range(4))
-        for positions in cluster.instances:
-            first = min(positions)
-            moments.keep(keeping, moments.kept(first, first), first)
-            replaying[..., moments.held(first, self._end(first), first)] += moments.at_hand(first)
-            forward[..., [moments.forward(p) for p in positions]] = moments.weight(*positions)
-            backward[..., [moments.backward(p) for p in positions]] = moments.weight(*positions)
+        firsts = [min(positions) for positions in cluster.instances]
+        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.instances)
+        replaying = self.moments.replaying([self.ends[first] for first in firsts], firsts)
         inside = np.array([o.kept for o in options], dtype=np.float64)
         self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:
@@ -246,25 +247,19 @@ class _Layers:
         problem.travels.append((self.names, tuple(layouts), steps))
         group = len(problem.groups) - 1
         problem.replayed_arcs[group] = (numbers >= 0) & (replayed > 0)
-        moments = builder.moments
-        keeping, replaying, own, own_again = (moments.nothing() for _ in range(4))
-        for name in self.names:
-            made = builder.program.tensors[name].producer
-            assert made is not None
-            reading = [p for r in self.readers if r.positions for p in r.positions[name]]
-            last = min(reading, default=made)
-            start = max((builder._end(p) for p in reading), default=made)
-            moments.keep(keeping, moments.kept(made, last), last)
-            replaying[..., moments.held(made, start, last)] += moments.at_hand(last)
-            moments.keep(own, moments.kept(made, made), made)
-            own_again[..., moments.held(made, builder._end(made), made)] += moments.at_hand(made)
+        made = [builder._produced(name) for name in self.names]
+        reading = [[p for r in self.readers if r.positions for p in r.positions[name]] for name in self.names]
+        last = [min(ops, default=maker) for ops, maker in zip(reading, made, strict=True)]
+        start = [max((builder.ends[p] for p in ops), default=maker) for ops, maker in zip(reading, made, strict=True)]
+        keeping, replaying = builder.moments.keeping(made, last), builder.moments.replaying(start, last)
         for nbytes, coefficient in ((kept, keeping), (replayed, replaying)):
             if nbytes.any():
                 builder.arc_memory.append((group, nbytes, coefficient))
         if self.saves_given:
             again = builder._is_again(self.node)
             given = np.array([arcs.sizes[self.lattice.number[g]] for g in self.given])
-            builder._count(self.node, np.where(again, 0.0, given), own)
+            builder._count(self.node, np.where(again, 0.0, given), builder.moments.keeping(made, made))
+            own_again = builder.moments.replaying([builder.ends[p] for p in made], made)
             builder._count(self.node, np.where(again, given, 0.0), own_again)
 
 
@@ -379,9 +374,9 @@ class _ParameterLayers:
                 again_here = [n if (kind, j) == (f"{lifetime} again", i) else 0.0 for kind, n, _, j in held]
                 if not any(again_here) or (lifetime == "keep" and reader.savers):
                     continue
-                coefficient = moments.nothing()
-                for name in self.names:
-                    for p in reader.positions[name]:
-                        again = None if lifetime == "keep" else builder._end(p)
-                        coefficient[..., moments.held(p, again, p)] += moments.at_hand(p)
+                ops = [p for name in self.names for p in reader.positions[name]]
+                if lifetime == "keep":
+                    coefficient = moments.keeping(ops, ops, at_hand=True)
+                else:
+                    coefficient = moments.replaying([builder.ends[p] for p in ops], ops)
                 builder.arc_memory.append((group, np.array(again_here), coefficient))

@@ -7,7 +7,7 @@ On a rank of a pipeline only its ops count. Its moments are those of a few passe
 hand, while others that are in flight have been kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autopar.search.graph.strategy_graph import Floats
 
 Mask = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,13 +64,45 @@ class Moments:
         """1 in each pass on a rank that holds what these ops read."""
         if self.share is None:
             return np.ones(1)
-        return np.where(self.share.ops[:, positions].any(axis=1, keepdims=True), 1.0, 0.0)
+        ops = self.share.ops[:, positions[0], None] if len(positions) == 1 else self.share.ops[:, positions]
+        return np.where(ops.any(axis=1, keepdims=True), 1.0, 0.0)
 
     def at_hand(self, *positions: int) -> Floats:
         """1 in each pass in which what these ops make or read of the micro-batch at hand is held here."""
         if self.share is None:
             return np.ones(1)
+        if len(positions) == 1:
+            return self.share.at_hand[:, positions[0], None]
         return np.asarray(self.share.at_hand[:, positions].max(axis=1, keepdims=True))
+
+    def running(self, instances: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
+        """How often a cluster runs at each moment, forward and back, from the positions of each instance's ops."""
+        ops = np.array(instances)
+        forward, backward = self.nothing(), self.nothing()
+        own = 1.0 if self.share is None else self.share.ops[:, ops].any(axis=2).repeat(ops.shape[1], axis=1)
+        forward[..., ops.ravel()] = own
+        backward[..., 2 * self.num_ops - 1 - ops.ravel()] = own
+        return forward, backward
+
+    def keeping(self, made: Sequence[int], savers: Sequence[int], *, at_hand: bool = False) -> Floats:
+        """How often something is kept at each moment that these ops make, each until the backward of the first op that
+        saves it, and for other micro-batches until the update. at_hand: of the micro-batch at hand alone."""
+        out = self._counted(_ints(made), 2 * self.num_ops - _ints(savers), savers)
+        if self.share is not None and not at_hand:
+            out[:, self.step()] += self.share.beside[:, _ints(savers)].sum(axis=1, keepdims=True)
+        return out
+
+    def replaying(self, again: Sequence[int], last: Sequence[int]) -> Floats:
+        """The same of what is there from the backward of one op to that of another."""
+        return self._counted(2 * self.num_ops - 1 - _ints(again), 2 * self.num_ops - _ints(last), last)
+
+    def _counted(self, begins: Ints, ends: Ints, positions: Sequence[int]) -> Floats:
+        """From each begin to before its end, where what the op makes or reads is at hand."""
+        change = np.zeros((*self.nothing().shape[:-1], self.count + 1))
+        own = np.ones(len(begins)) if self.share is None else self.share.at_hand[:, _ints(positions)]
+        np.add.at(change.T, begins, own.T)
+        np.subtract.at(change.T, np.maximum(begins, ends), own.T)
+        return np.asarray(change.cumsum(axis=-1)[..., :-1])
 
     def peaks(self) -> NDArray[np.int64]:
         """Moments that may be the peak, by number in a flat coefficient."""
@@ -83,11 +116,6 @@ class Moments:
             if "B" in kinds:
                 found.append(moments[self.num_ops : -1][::-1][last])
         return np.sort(np.concatenate(found))
-
-    def keep(self, coefficient: Floats, interval: slice, position: int) -> None:
-        """Count what is kept for the op's backward: in its interval, and until the update for other micro-batches."""
-        coefficient[..., interval] += self.at_hand(position)
-        self._keep_beside(coefficient, [position])
 
     def _keep_beside(self, coefficient: Floats, positions: list[int]) -> None:
         if self.share is not None:
@@ -105,17 +133,6 @@ class Moments:
 
     def backward(self, position: int) -> int:
         return 2 * self.num_ops - 1 - position
-
-    def always(self) -> slice:
-        return slice(0, self.count)
-
-    def kept(self, made: int, first_saver: int) -> slice:
-        """From the forward of the op that makes it to the backward of the first op that saves it."""
-        return slice(made, self.backward(first_saver) + 1)
-
-    def held(self, made: int, again: int | None, last_use: int) -> slice:
-        """From its making, or where it is made again, to the backward of its last use there."""
-        return slice(made if again is None else self.backward(again), self.backward(last_use) + 1)
 
     def count_gradient(self, coefficient: Floats, readers: list[int], end: int) -> None:
         """Count a gradient of a parameter from the backward of its last reader, the first to run, to before `end`."""
@@ -155,3 +172,7 @@ class Moments:
             coefficient[..., interval] += weight
         if lifetime == "keep" and savers:
             self._keep_beside(coefficient, savers)
+
+
+def _ints(positions: Sequence[int]) -> Ints:
+    return np.array(positions, dtype=np.int64)

@@ -32,25 +32,22 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.best_first import Known
-from autopar.search.joint.best_staged import best_staged, way_before_planning
+from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
-from autopar.search.joint.critical_path import Way, way_seconds
-from autopar.search.joint.fullest_rank import fullest_share
+from autopar.search.joint.critical_path import Way
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.known_prices import KnownPrices
+from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Answer, Question, Refined, Refining, Setup, Solved, Solving, Tightening
-from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds, seconds_within
+from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import plan_program
-from autopar.search.staged.stages import even_starts
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
-PLAN_SECONDS = 15.0
-"""Bound on solving one problem, which then gives the best plan found and its true gap."""
 FIRST_SECONDS = 20.0
 """The same while no plan is known: a good one saves more time than it takes."""
 FIRST_PART = 0.6
@@ -83,11 +80,15 @@ class Joint:
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
+    _bounds: MemoryBounds = field(init=False)
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
         self._pricers = Pricers(self.setup.config)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
+        self._bounds = MemoryBounds(
+            program=self.program, pricer=self.pricer, setup=self.setup, step=self._step, prices=self._prices
+        )
         self._ahead = Ahead(
             here=self.answer,
             fresh=self._fresh,
@@ -122,10 +123,12 @@ class Joint:
         if isinstance(question, Refining):
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
-            return Refined(bound=self._within_memory(question.key, question.cutoff), prices=dict(self._prices.of(p)))
+            return Refined(
+                bound=self._bounds.within_memory(question.key, question.cutoff), prices=dict(self._prices.of(p))
+            )
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
-            return self._way_seconds(question.key, question.way, question.cutoff, exact=True)
+            return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
         arrangement, m, times = question
         return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
 
@@ -232,47 +235,6 @@ class Joint:
     def _refining(self, key: Candidate, cutoff: float) -> Refining:
         return Refining(key=key, cutoff=cutoff, prices=dict(self._prices.of(key.arrangement.pipeline)))
 
-    def _within_memory(self, key: Candidate, cutoff: float) -> float:
-        """What a step takes at least within the memory of a rank, worked at as long as it does not reach the cutoff.
-
-        Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
-        """
-        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
-        if key.schedule == INTERLEAVED:
-            return self._way_seconds(key, self._guessed(key), cutoff)
-        share = None
-        if p > 1:
-            begins = even_starts(program, p, key.chunks)
-            share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
-        once, more = self._step.rounds(key, key.microbatches).once, self._step.with_bubble(key, 0.0)
-        found = seconds_within(
-            program,
-            pricer,
-            share,
-            self.setup.fold,
-            cutoff=(cutoff - more) / once * p,
-            seconds=PLAN_SECONDS,
-            prices=self._prices.of(p),
-        )
-        return self._step.with_bubble(key, found / p)
-
-    def _guessed(self, key: Candidate) -> Way:
-        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
-        return way_before_planning(program, pricer, self.setup.cluster, p, key.schedule, key.chunks)
-
-    def _way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
-        """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
-        if that is asked for, `exact`ly."""
-        program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
-        limit = memory_limit(key.arrangement.cluster, self.setup.config)
-        prices = self._prices.of(key.arrangement.pipeline)
-        least = way_seconds(program, pricer, way, fold)
-        for work in (False, True)[: 1 + exact]:
-            if least < cutoff:
-                found = way_seconds(program, pricer, way, fold, limit=limit, cutoff=cutoff, prices=prices, exact=work)
-                least = max(least, found)
-        return least
-
     def _wanted(self, key: Candidate, cutoff: float) -> Asked:
         """The relaxation that comes next for this candidate; of a scout its own. While no plan is known those of its
         divisors by steps that double."""
@@ -339,7 +301,7 @@ class Joint:
         p = key.arrangement.pipeline
         program = self.program(key.microbatches)
         once, bubble = self._step.rounds(key, key.microbatches).once, self._step.with_bubble(key, 0.0)
-        if cutoff < math.inf and not asked.is_refined and (least := self._within_memory(key, cutoff)) >= cutoff:
+        if cutoff < math.inf and not asked.is_refined and (least := self._bounds.within_memory(key, cutoff)) >= cutoff:
             if least == math.inf:
                 raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
             raise CutoffError(least)
@@ -396,5 +358,5 @@ class Joint:
         self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
 
     def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
-        way, prices = self._ways.get(key) or self._guessed(key), dict(self._prices.of(key.arrangement.pipeline))
+        way, prices = self._ways.get(key) or self._bounds.guessed(key), dict(self._prices.of(key.arrangement.pipeline))
         return Tightening(key=key, way=way, cutoff=cutoff, prices=prices)

@@ -49,20 +49,15 @@ def make_ledger(neighbours: Neighbours) -> Ledger:
     moments = Moments(num_ops=len(program.ops), several=program.microbatches > 1)
     rows: dict[Key, Floats] = {}
 
-    def row(kind: str, number: int) -> Floats:
-        return rows.setdefault((kind, number), moments.nothing())
-
     for number, cluster in enumerate(neighbours.clusters):
-        keeping, forward, backward = row("kept", number), row("forward", number), row("backward", number)
-        for positions in cluster.instances:
-            keeping[moments.kept(min(positions), min(positions))] += 1
-            forward[[moments.forward(p) for p in positions]] = 1
-            backward[[moments.backward(p) for p in positions]] = 1
+        firsts = [min(positions) for positions in cluster.instances]
+        rows["kept", number] = moments.keeping(firsts, firsts)
+        rows["forward", number], rows["backward", number] = moments.running(cluster.instances)
     for travel in neighbours.travels:
         if travel.tensor.kind == "op":
-            _saved(row("saved", travel.number), travel, neighbours, moments)
+            rows["saved", travel.number] = _saved(travel, neighbours, moments)
         else:
-            row("stored", travel.number)[moments.always()] += len(travel.names)
+            rows["stored", travel.number] = moments.nothing() + len(travel.names)
         if travel.is_parameter:
             _parameter(rows, travel, neighbours, moments)
     whole = Layout((REPLICATE,) * neighbours.pricer.mesh.num_axes)
@@ -78,14 +73,18 @@ def make_ledger(neighbours: Neighbours) -> Ledger:
     )
 
 
-def _saved(row: Floats, travel: Travel, neighbours: Neighbours, moments: Moments) -> None:
+def _saved(travel: Travel, neighbours: Neighbours, moments: Moments) -> Floats:
+    every: list[int] = []
+    first: list[int] = []
     for i, name in enumerate(travel.names):
         made = neighbours.program.tensors[name].producer
         assert made is not None
         savers = [p for use in travel.uses if use.savers for p in use.positions[i]]
         savers += [made] if travel.keeps_given else []
         if savers:
-            row[moments.kept(made, min(savers))] += 1
+            every.append(made)
+            first.append(min(savers))
+    return moments.keeping(every, first)
 
 
 def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, moments: Moments) -> None:

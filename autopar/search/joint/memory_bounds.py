@@ -1,0 +1,93 @@
+"""What does a candidate's step take at least within the memory of a rank? Bounds that a linear program or two give."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program
+from autopar.search.joint.best_staged import way_before_planning
+from autopar.search.joint.candidates import INTERLEAVED, Candidate
+from autopar.search.joint.critical_path import Way, way_seconds
+from autopar.search.joint.fullest_rank import fullest_share
+from autopar.search.joint.known_prices import KnownPrices
+from autopar.search.joint.questions import Setup
+from autopar.search.joint.relaxing import seconds_within
+from autopar.search.joint.step_bounds import StepBounds
+from autopar.search.joint.uneven import uneven_seconds
+from autopar.search.known.baselines import memory_limit
+from autopar.search.staged.stages import even_starts
+
+PLAN_SECONDS = 15.0
+"""Bound on solving one problem, which then gives the best plan found and its true gap."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryBounds:
+    """program, pricer: of a number of micro-batches, and of a candidate."""
+
+    program: Callable[[int], Program]
+    pricer: Callable[[Candidate], Pricer]
+    setup: Setup
+    step: StepBounds
+    prices: KnownPrices
+    _binds: set[int] = field(default_factory=set)
+    """Numbers of pipeline ranks of which the last candidate was not excluded with memory aside."""
+
+    def within_memory(self, key: Candidate, cutoff: float) -> float:
+        """What a step takes at least within the memory of a rank, worked at as long as it does not reach the cutoff.
+
+        Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
+        """
+        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        if key.schedule == INTERLEAVED:
+            return self.way_seconds(key, self.guessed(key), cutoff)
+        share = None
+        if p > 1:
+            if (least := self._uneven_seconds(key, cutoff)) >= cutoff:
+                return least
+            begins = even_starts(program, p, key.chunks)
+            share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
+        once, more = self.step.rounds(key, key.microbatches).once, self.step.with_bubble(key, 0.0)
+        found = seconds_within(
+            program,
+            pricer,
+            share,
+            self.setup.fold,
+            cutoff=(cutoff - more) / once * p,
+            seconds=PLAN_SECONDS,
+            prices=self.prices.of(p),
+        )
+        return self.step.with_bubble(key, found / p)
+
+    def _uneven_seconds(self, key: Candidate, cutoff: float) -> float:
+        """Memory aside, of stages however they are cut; 0 where that is below the cutoff, or as much as if they were
+        even."""
+        m, p = key.microbatches, key.arrangement.pipeline
+        if not self.setup.fold or self.step.uneven(key, m) <= 1.0:
+            return 0.0
+        return uneven_seconds(self.program(m), self.pricer(key), key.schedule, p, m, cutoff)
+
+    def guessed(self, key: Candidate) -> Way:
+        """The way through a step that is longest where each stage takes what its work takes."""
+        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        return way_before_planning(program, pricer, self.setup.cluster, p, key.schedule, key.chunks)
+
+    def way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
+        """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
+        if that is asked for, `exact`ly. Where memory was what bound the last of as many ranks, not without it."""
+        program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
+        limit, p = memory_limit(key.arrangement.cluster, self.setup.config), key.arrangement.pipeline
+        prices, works = self.prices.of(p), [None, False, True][: 2 + exact]
+        if p in self._binds:
+            works = [*works[1:], None]
+        least = 0.0
+        for work in works:
+            if least >= cutoff:
+                return least
+            if work is None:
+                found = way_seconds(program, pricer, way, fold)
+            else:
+                self._binds.add(p)
+                found = way_seconds(program, pricer, way, fold, limit=limit, cutoff=cutoff, prices=prices, exact=work)
+            least = max(least, found)
+        return least
