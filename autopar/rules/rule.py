@@ -58,6 +58,11 @@ class Choice:
     results: tuple[Placement, ...]
 
 
+def splits(choice: str) -> bool:
+    """Whether a choice of this name splits the work."""
+    return not choice.startswith(("replicate", "invariant", "partial"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """An op on one rank: what its choices make of it, for rules that rewrite arguments or have a body."""
@@ -79,8 +84,7 @@ class Local:
 
     def parts(self) -> int:
         """Into how many parts the work is split."""
-        whole = ("replicate", "invariant", "partial")
-        return math.prod(n for n, c in zip(self.mesh.shape, self.choices, strict=True) if not c.name.startswith(whole))
+        return math.prod(n for n, c in zip(self.mesh.shape, self.choices, strict=True) if splits(c.name))
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -187,9 +191,14 @@ def is_splittable(rule: Rule, chosen: tuple[Choice, ...], mesh: Mesh) -> bool:
     for axis, choice in enumerate(chosen):
         if choice.name in rule.factors:
             parts[choice.name] = parts.get(choice.name, 1) * mesh.shape[axis]
+    return is_divisible(rule, parts)
+
+
+def is_divisible(rule: Rule, parts: Mapping[str, int]) -> bool:
+    """Whether each factor of these divides into so many parts (or may be padded, no rank left without work)."""
     for name, n in parts.items():
-        factor = rule.factors[name]
-        if factor.size % n == 0:
+        factor = rule.factors.get(name)
+        if factor is None or factor.size % n == 0:
             continue
         if factor.even or chunk_size(factor.size, n) * (n - 1) >= factor.size:
             return False

@@ -23,7 +23,8 @@ from autopar.mesh import Mesh
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
 from autopar.redistribution import Message, Step, levels_of, messages
-from autopar.rules.rule import Local, is_splittable, layouts, localized
+from autopar.rules.rule import Local, is_divisible, layouts, localized, splits
+from autopar.search.costs.op_work import Layouts, OnAnyMesh, OpWork, Split, backward_seconds, forward_seconds
 from autopar.search.costs.program import Op, Tensor
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
@@ -58,13 +59,15 @@ class Pricer:
     start_share: what part of the start of a parameter's collective counts; less than 1 where several may share one. At
     0 a parameter costs what its bytes take by the algorithm, and the levels, that take least a byte: no bucket costs
     its parameters less.
-    made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it.
+    made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
+    ops: what is known of the program's ops on any mesh of such devices.
     """
 
     mesh: Mesh
     cluster: Cluster
     config: TrainConfig
     start_share: float = 1.0
+    ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     made: dict[object, Any] = field(default_factory=dict, init=False)
     parameters: dict[object, Any] = field(default_factory=dict, init=False)
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
@@ -73,15 +76,18 @@ class Pricer:
     _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
     _wholes: dict[tuple[Step, tuple[int, ...], int], tuple[int, int]] = field(default_factory=dict)
+    _splits: dict[tuple[str, ...], Split] = field(default_factory=dict)
     _towards: dict[tuple[int, tuple[str, ...], frozenset[int]], float] = field(default_factory=dict)
 
-    def for_another(self) -> "Pricer":
-        """The same mesh for another program; what links take is known already."""
+    def for_another(self, ops: OnAnyMesh | None = None) -> "Pricer":
+        """The same mesh for another program, of whose ops so much is known; what links take is known already."""
         other = Pricer(
             mesh=self.mesh,
             cluster=self.cluster,
             config=self.config,
             start_share=self.start_share,
+            ops=ops or OnAnyMesh(),
+            _splits=self._splits,
             _steps=self._steps,
             _forms=self._forms,
             _sent=self._sent,
@@ -179,7 +185,12 @@ class Pricer:
         return self.local_nbytes(tensor, layout) if tensor.stored_size != tensor.element_size else 0
 
     def is_allowed(self, op: Op, names: tuple[str, ...]) -> bool:
-        return is_splittable(op.rule, tuple(op.choices[n] for n in names), self.mesh)
+        """Whether the sizes of the op can be split so."""
+        key = op.signature, self._split(names)
+        found = self.ops.allowed.get(key)
+        if found is None:
+            found = self.ops.allowed[key] = is_divisible(op.rule, dict(key[1]))
+        return found
 
     def op(self, op: Op, names: tuple[str, ...]) -> OpPrice:
         """The price of `op` under the choices called `names`, one a mesh axis."""
@@ -191,22 +202,56 @@ class Pricer:
 
     def _price(self, op: Op, names: tuple[str, ...]) -> OpPrice:
         rule = op.rule
-        wanted, given, local = self._local(op, names)
-        sizes, results = self._sizes(op, wanted, given)
-        parts = local.parts()
-        forward = backward = 0.0
+        wanted, given = self._layouts(op, names)
         forward_sent: Timed = ()
         backward_sent: Timed = ()
         early: Timed = ()
-        if rule.alias is None:
-            forward = _forward_seconds(op, sizes, results, local, self.rates)
-            if op.has_backward:
-                backward = _backward_seconds(op, op.operand_grads, sizes, results, local, self.rates)
         if rule.messages is not None:
-            sent = rule.messages(local)
+            sent = rule.messages(self._local(op, names, wanted, given))
             forward_sent = self.timed(sent[0])
             backward_sent = self.timed(sent[1]) if op.has_backward else ()
             early = self.timed(tuple(message for message in sent[0] if message.early))
+        key = op.signature, self._split(names)
+        work = self.ops.works.get(key)
+        if work is None:
+            work = self.ops.works[key] = self._work(op, names, wanted, given)
+        return OpPrice(
+            operands=wanted,
+            results=given,
+            forward_sent=forward_sent,
+            backward_sent=backward_sent,
+            early=early,
+            seconds=work.forward + work.backward + total(forward_sent) + total(backward_sent),
+            **work._asdict(),
+        )
+
+    def _split(self, names: tuple[str, ...]) -> Split:
+        """By what splits the work, into how many parts: all that sizes on a rank depend on."""
+        if names not in self._splits:
+            parts: dict[str, int] = {}
+            for name, size in zip(names, self.mesh.shape, strict=True):
+                if splits(name):
+                    parts[name] = parts.get(name, 1) * size
+            self._splits[names] = tuple(sorted(parts.items()))
+        return self._splits[names]
+
+    def _layouts(self, op: Op, names: tuple[str, ...]) -> Layouts:
+        key = op.signature, names
+        found = self.ops.layouts.get(key)
+        if found is None:
+            chosen = tuple(op.choices[n] for n in names)
+            found = self.ops.layouts[key] = layouts(chosen, op.operand_grads, op.result_grads)
+        return found
+
+    def _work(self, op: Op, names: tuple[str, ...], wanted: tuple[Layout, ...], given: tuple[Layout, ...]) -> OpWork:
+        rule, local = op.rule, self._local(op, names, wanted, given)
+        sizes, results = self._sizes(op, wanted, given)
+        parts = local.parts()
+        forward = backward = 0.0
+        if rule.alias is None:
+            forward = forward_seconds(op, sizes, results, local, self.rates)
+            if op.has_backward:
+                backward = backward_seconds(op, op.operand_grads, sizes, results, local, self.rates)
         saves, saves_results = self.saves(op) if op.has_backward else ((), ())
         unsaved = [n for i, n in enumerate(sizes) if i not in saves and i not in op.parameters]
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
@@ -218,15 +263,9 @@ class Pricer:
             weights = -(-rule.products_nbytes // parts)  # scores and their softmax; the gradients of both
             kept, ahead, back = sum(sizes[:3]) + weights, ahead + weights, back + 2 * weights
         is_view = rule.alias is not None
-        return OpPrice(
-            operands=wanted,
-            results=given,
+        return OpWork(
             forward=forward,
             backward=backward,
-            forward_sent=forward_sent,
-            backward_sent=backward_sent,
-            early=early,
-            seconds=forward + backward + total(forward_sent) + total(backward_sent),
             working_forward=0 if is_view else sum(unsaved) + ahead,
             working_backward=0 if is_view or not op.has_backward else sum(gradients) + back,
             spare_forward=ahead,
@@ -252,17 +291,16 @@ class Pricer:
         key = (op.signature, names, slots)
         if key not in self._towards:
             grads = tuple(g and i in slots for i, g in enumerate(op.operand_grads))
-            wanted, given, local = self._local(op, names)
+            wanted, given = self._layouts(op, names)
             sizes, results = self._sizes(op, wanted, given)
-            self._towards[key] = _backward_seconds(op, grads, sizes, results, local, self.rates)
+            local = self._local(op, names, wanted, given)
+            self._towards[key] = backward_seconds(op, grads, sizes, results, local, self.rates)
         return self._towards[key]
 
-    def _local(self, op: Op, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...], Local]:
-        """Layouts of an op's operands and results under its choices, and what a rank has of it."""
+    def _local(self, op: Op, names: tuple[str, ...], wanted: tuple[Layout, ...], given: tuple[Layout, ...]) -> Local:
+        """What a rank has of an op under its choices."""
         chosen = tuple(op.choices[n] for n in names)
-        wanted, given = layouts(chosen, op.operand_grads, op.result_grads)
-        local = localized(op.node, chosen, self.mesh, wanted, given, op.operand_shapes, op.result_shapes)
-        return wanted, given, local
+        return localized(op.node, chosen, self.mesh, wanted, given, op.operand_shapes, op.result_shapes)
 
     def _sizes(self, op: Op, wanted: Sequence[Layout], given: Sequence[Layout]) -> tuple[list[int], list[int]]:
         """Bytes of a rank's operands and results."""
@@ -282,55 +320,6 @@ class Pricer:
         """Optimizer state of the rank's shard."""
         elements = self.local_nbytes(tensor, storage) // tensor.element_size
         return elements * optimizer_state_nbytes(self.config.optimizer, tensor.stored_size)
-
-
-def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:
-    """Bytes that forward and backward move: `kept` are those that autograd keeps beside operands and results."""
-    read = _read_nbytes(op, sizes, results) + (kept if op.has_backward else 0.0)
-    return read, _back_nbytes(op, op.operand_grads, sizes, results, kept)
-
-
-def _read_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float]) -> float:
-    """Operands read and results written."""
-    rule, written = op.rule, sum(results)
-    read = sum(min(n, written) if i in rule.looked_up else n for i, n in enumerate(sizes))
-    return rule.reads * read + written
-
-
-def _back_nbytes(
-    op: Op, grads: tuple[bool, ...], sizes: Sequence[float], results: Sequence[float], kept: float
-) -> float:
-    """What backward reads, and writes of operands with `grads`."""
-    saved = sum(sizes[i] for i in op.rule.saves) + sum(results[i] for i in op.rule.saves_results)
-    return saved + kept + sum(n for n, g in zip((*sizes, *results), grads + op.result_grads, strict=True) if g)
-
-
-def _forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, rates: Rates) -> float:
-    """Of one rank."""
-    rule, parts = op.rule, local.parts()
-    if rule.product is not None:
-        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
-        return rates.products([rule.product.sizes(local.operand_shapes, local.result_shapes)], nbytes, op.dtype)
-    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
-    price = rates.attention if rule.is_attention else rates.other
-    return price(rule.flops / parts, moved, op.dtype)
-
-
-def _backward_seconds(
-    op: Op, grads: tuple[bool, ...], sizes: list[int], results: list[int], local: Local, rates: Rates
-) -> float:
-    """Of one rank, towards operands with `grads`."""
-    rule, parts = op.rule, local.parts()
-    if rule.product is not None:
-        batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
-        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
-        gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
-        return rates.products([sizes for operand, sizes in gradients.items() if grads[operand]], nbytes, op.dtype)
-    moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
-    flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
-    if rule.is_attention:
-        return rates.attention(flops, moved, op.dtype, backward=True)
-    return rates.other(flops, moved, op.dtype)
 
 
 def total(timed: Timed) -> float:

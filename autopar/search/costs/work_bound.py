@@ -14,7 +14,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.costs.pricing import Pricer, moved_nbytes
+from autopar.search.costs.op_work import moved_nbytes
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Op, Program
 
 

@@ -4,6 +4,7 @@ and several within memory."""
 from dataclasses import dataclass, field, replace
 
 from autopar.plan import TrainConfig
+from autopar.search.costs.op_work import OnAnyMesh
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.exact.limited_bound import least_within
@@ -51,17 +52,19 @@ def seconds_within(
 @dataclass(slots=True)
 class Pricers:
     """Prices by mesh and number of micro-batches; what ops and strategy graphs take space for is known of the `RECENT`
-    last alone, links and parameters of each mesh."""
+    last alone, links and parameters of each mesh, ops of each number on any mesh."""
 
     config: TrainConfig
     _links: dict[Arrangement, Pricer] = field(default_factory=dict)
     _recent: dict[tuple[Arrangement, int], Pricer] = field(default_factory=dict)
+    _ops: dict[int, OnAnyMesh] = field(default_factory=dict)
 
     def of(self, arrangement: Arrangement, microbatches: int) -> Pricer:
         if arrangement not in self._links:
             self._links[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
         key = (arrangement, microbatches)
-        found = self._recent.pop(key, None) or self._links[arrangement].for_another()
+        ops = self._ops.setdefault(microbatches, OnAnyMesh())
+        found = self._recent.pop(key, None) or self._links[arrangement].for_another(ops)
         self._recent[key] = found
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]

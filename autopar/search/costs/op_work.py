@@ -1,0 +1,90 @@
+"""What has one rank to do of an op? Seconds and bytes, which depend on nothing but into how many parts it is split.
+
+So equal ops are worked out once for all meshes of the same devices, and for all choices that split them so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.cost_models.compute import Rates
+from autopar.placement import Layout
+from autopar.rules.rule import Local
+from autopar.search.costs.program import Op
+
+Split = tuple[tuple[str, int], ...]
+"""Names of factors, each with the number of parts that mesh axes split it into."""
+
+
+class OpWork(NamedTuple):
+    """What one rank has to do, however the rest of the cluster is arranged; see `OpPrice`."""
+
+    forward: float
+    backward: float
+    working_forward: int
+    working_backward: int
+    spare_forward: int
+    spare_backward: int
+    kept: int
+
+
+Layouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+"""Of operands and of results."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnAnyMesh:
+    """What is known of the ops of a program, by signature, on any mesh of devices of one kind."""
+
+    works: dict[tuple[int, Split], OpWork] = field(default_factory=dict)
+    allowed: dict[tuple[int, Split], bool] = field(default_factory=dict)
+    layouts: dict[tuple[int, tuple[str, ...]], Layouts] = field(default_factory=dict)
+
+
+def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:
+    """Bytes that forward and backward move: `kept` are those that autograd keeps beside operands and results."""
+    read = _read_nbytes(op, sizes, results) + (kept if op.has_backward else 0.0)
+    return read, _back_nbytes(op, op.operand_grads, sizes, results, kept)
+
+
+def _read_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float]) -> float:
+    """Operands read and results written."""
+    rule, written = op.rule, sum(results)
+    read = sum(min(n, written) if i in rule.looked_up else n for i, n in enumerate(sizes))
+    return rule.reads * read + written
+
+
+def _back_nbytes(
+    op: Op, grads: tuple[bool, ...], sizes: Sequence[float], results: Sequence[float], kept: float
+) -> float:
+    """What backward reads, and writes of operands with `grads`."""
+    saved = sum(sizes[i] for i in op.rule.saves) + sum(results[i] for i in op.rule.saves_results)
+    return saved + kept + sum(n for n, g in zip((*sizes, *results), grads + op.result_grads, strict=True) if g)
+
+
+def forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, rates: Rates) -> float:
+    """Of one rank."""
+    rule, parts = op.rule, local.parts()
+    if rule.product is not None:
+        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
+        return rates.products([rule.product.sizes(local.operand_shapes, local.result_shapes)], nbytes, op.dtype)
+    moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
+    price = rates.attention if rule.is_attention else rates.other
+    return price(rule.flops / parts, moved, op.dtype)
+
+
+def backward_seconds(
+    op: Op, grads: tuple[bool, ...], sizes: list[int], results: list[int], local: Local, rates: Rates
+) -> float:
+    """Of one rank, towards operands with `grads`."""
+    rule, parts = op.rule, local.parts()
+    if rule.product is not None:
+        batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
+        nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
+        gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
+        return rates.products([sizes for operand, sizes in gradients.items() if grads[operand]], nbytes, op.dtype)
+    moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
+    flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
+    if rule.is_attention:
+        return rates.attention(flops, moved, op.dtype, backward=True)
+    return rates.other(flops, moved, op.dtype)
