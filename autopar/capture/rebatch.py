@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.forked import Forked
 from autopar.graph import CapturedModel, target_name
+from autopar.serialize import dump, load
 
 
 class NotLinearError(Exception):
@@ -32,6 +34,7 @@ class Batches:
     batch: int
     lines: list[tuple[int, int]] = field(init=False)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
+    _beside: dict[int, Forked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lines = [(few, self.batch) for few in (1, 2) if few + 1 < self.batch]
@@ -52,8 +55,21 @@ class Batches:
     def captured(self, size: int) -> CapturedModel:
         """The graph of `size` samples as it is captured."""
         if size not in self._captured:
-            self._captured[size] = self.capture(size)
+            came = self._beside.pop(size).answer() if size in self._beside else None
+            self._captured[size] = self.capture(size) if came is None else load(came)
         return self._captured[size]
+
+    def begin(self) -> None:
+        """Capture beside this process what, with the whole batch, gives all others."""
+        if self.lines:
+            few = self.lines[0][0]
+            self._beside[few] = Forked(lambda: dump(self.capture(few)))
+
+    def close(self) -> None:
+        """Begin nothing more, and end what was not asked for."""
+        for one in self._beside.values():
+            one.close()
+        self._beside.clear()
 
     def distrust(self) -> None:
         """The first line does not give the graphs of other sizes."""

@@ -118,12 +118,16 @@ def search_microbatches(
     def part(count: int) -> CapturedModel:
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
 
-    while True:
-        found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
-        count = found.microbatches
-        if not batches.lines or _part(capture, batch, count).fingerprint == graph.fingerprint:
-            return found
-        batches.distrust()
+    try:
+        batches.begin()
+        while True:
+            found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
+            count = found.microbatches
+            if not batches.lines or _part(capture, batch, count).fingerprint == graph.fingerprint:
+                return found
+            batches.distrust()
+    finally:
+        batches.close()
 
 
 def _part(capture: Callable[[int], CapturedModel], batch: int, count: int) -> CapturedModel:

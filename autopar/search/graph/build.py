@@ -250,7 +250,6 @@ class Builder:
         self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
 
     def _produced(self, name: str) -> int:
-        """Where the tensor is made."""
         made = self.program.tensors[name].producer
         assert made is not None
         return made

@@ -1,8 +1,8 @@
 """Which plan is best over all meshes of a cluster, all numbers of micro-batches and of stages? The search as a whole.
 
-Graphs of all numbers of micro-batches come from two captures (`capture.rebatch`), the problems are those of
-`search.joint`, the order in which they are solved that of `search.best_first`. Here they are put together, and the
-certificate is written.
+Graphs of all numbers of micro-batches come from two captures (`capture.rebatch`), one of them in another process; the
+problems are those of `search.joint`, the order in which they are solved that of `search.best_first`. Here they are put
+together, and the certificate is written.
 """
 
 import gc
@@ -93,6 +93,9 @@ def search_meshes(
     setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
     with ExitStack() as held:
         held.enter_context(_uncollected())
+        if batch is not None and counts != (1,):  # else there is one size
+            held.callback(batches.close)
+            batches.begin()
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
