@@ -19,6 +19,8 @@ from autopar.search.staged.stages import even_starts
 
 PLAN_SECONDS = 15.0
 """Bound on solving one problem, which then gives the best plan found and its true gap."""
+SURELY_BINDS = 2
+"""Candidates one after another that memory alone excludes, after which it comes first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +32,8 @@ class MemoryBounds:
     setup: Setup
     step: StepBounds
     prices: KnownPrices
-    _binds: set[int] = field(default_factory=set)
-    """Numbers of pipeline ranks of which the last candidate was not excluded with memory aside."""
+    _binding: dict[int, int] = field(default_factory=dict)
+    """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
     def within_memory(self, key: Candidate, cutoff: float) -> float:
         """What a step takes at least within the memory of a rank, worked at as long as it does not reach the cutoff.
@@ -74,11 +76,11 @@ class MemoryBounds:
 
     def way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
         """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
-        if that is asked for, `exact`ly. Where memory was what bound the last of as many ranks, not without it."""
+        if that is asked for, `exact`ly. Where memory was what excluded the last of as many ranks it comes first."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
         limit, p = memory_limit(key.arrangement.cluster, self.setup.config), key.arrangement.pipeline
         prices, works = self.prices.of(p), [None, False, True][: 2 + exact]
-        if p in self._binds:
+        if self._binding.get(p, 0) >= SURELY_BINDS:
             works = [*works[1:], None]
         least = 0.0
         for work in works:
@@ -86,8 +88,8 @@ class MemoryBounds:
                 return least
             if work is None:
                 found = way_seconds(program, pricer, way, fold)
+                self._binding[p] = 0 if found >= cutoff else self._binding.get(p, 0) + 1
             else:
-                self._binds.add(p)
                 found = way_seconds(program, pricer, way, fold, limit=limit, cutoff=cutoff, prices=prices, exact=work)
             least = max(least, found)
         return least
