@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # itself and from those before it.
 SEARCH_ORDER = (
     *("compiled", "costs", "graph", "exact", "pairwise", "warm", "recursion", "fitting", "meshes", "pipeline_parts"),
+    "alike_meshes",
     *("graph_file", "solve"),
     *(
         "staged",

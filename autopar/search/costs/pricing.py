@@ -59,6 +59,7 @@ class Pricer:
     start_share: what part of the start of a parameter's collective counts; less than 1 where several may share one. At
     0 a parameter costs what its bytes take by the algorithm, and the levels, that take least a byte: no bucket costs
     its parameters less.
+    loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
     """
@@ -67,6 +68,7 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     start_share: float = 1.0
+    loose: tuple[tuple[int, ...], ...] = ()
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     made: dict[object, Any] = field(default_factory=dict, init=False)
     parameters: dict[object, Any] = field(default_factory=dict, init=False)
@@ -86,6 +88,7 @@ class Pricer:
             cluster=self.cluster,
             config=self.config,
             start_share=self.start_share,
+            loose=self.loose,
             ops=ops or OnAnyMesh(),
             _splits=self._splits,
             _steps=self._steps,

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -67,7 +68,7 @@ class Lattices:
         self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool
     ) -> Lattice:
         wide = tuple(n > 1 for n in self.pricer.mesh.shape)
-        found = _steps(axes, len(shape), grad, wide, parameter)
+        found = _steps(axes, len(shape), grad, wide, parameter, () if parameter else self.pricer.loose)
         if parameter and self.pricer.start_share < 1:  # an all-reduce may go in levels
             possible = np.array([is_possible(s, shape, self.pricer.mesh) for s in found.steps], dtype=bool)
             prices = [self.pricer.step(s, shape, element_size, parameter) for s in found.steps]
@@ -86,15 +87,39 @@ class Lattices:
 
 
 @lru_cache(maxsize=512)
-def _steps(axes: Placements, rank: int, grad: bool, wide: tuple[bool, ...], nested: bool) -> Steps:
-    """Between all layouts that there are on a mesh whose axes are `wide`, or of one rank."""
+def _steps(
+    axes: Placements, rank: int, grad: bool, wide: tuple[bool, ...], nested: bool, loose: tuple[tuple[int, ...], ...]
+) -> Steps:
+    """Between all layouts that there are on a mesh whose axes are `wide`, or of one rank.
+
+    loose: with the steps of meshes that have its axes in these orders; a layout stands for those of all orders.
+    """
     whole: frozenset[Placement] = frozenset({REPLICATE, INVARIANT} if grad else {REPLICATE})
     sets: list[list[Placement]] = [sorted(a | whole if w else a, key=str) for a, w in zip(axes, wide, strict=True)]
     layouts: dict[Layout, None] = {}
     for placements in itertools.product(*sets):
         layouts.update(dict.fromkeys(orders(placements) if nested else (Layout(placements),)))
     steps = [s for layout in layouts for s in steps_from(layout, rank, grad) if s.target in layouts]
+    if loose:
+        steps = list(
+            dict.fromkeys(_in_order(step, order) for order in loose for step in _ordered(layouts, order, rank, grad))
+        )
     return make_steps(tuple(layouts), steps)
+
+
+def _ordered(layouts: dict[Layout, None], order: tuple[int, ...], rank: int, grad: bool) -> Iterator[Step]:
+    """Steps on the mesh that has the axes in this order, which names them by their places there."""
+    there = dict.fromkeys(Layout(tuple(layout.axes[axis] for axis in order)) for layout in layouts)
+    return (step for layout in there for step in steps_from(layout, rank, grad) if step.target in there)
+
+
+def _in_order(step: Step, order: tuple[int, ...]) -> Step:
+    """The step with the names that axes have here."""
+    places = {axis: place for place, axis in enumerate(order)}
+    source, target = (
+        Layout(tuple(layout.axes[places[axis]] for axis in range(len(order)))) for layout in (step.source, step.target)
+    )
+    return replace(step, source=source, target=target, axes=tuple(sorted(order[axis] for axis in step.axes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

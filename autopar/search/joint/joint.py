@@ -26,6 +26,7 @@ from typing import Any
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan
+from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.exact.ilp import CutoffError
@@ -87,7 +88,7 @@ class Joint:
         self._pricers = Pricers(self.setup.config)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
         self._bounds = MemoryBounds(
-            program=self.program, pricer=self.pricer, setup=self.setup, step=self._step, prices=self._prices
+            program=self.program, pricers=self._pricers, setup=self.setup, step=self._step, prices=self._prices
         )
         self._ahead = Ahead(
             here=self.answer,
@@ -123,14 +124,14 @@ class Joint:
         if isinstance(question, Refining):
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
-            return Refined(
-                bound=self._bounds.within_memory(question.key, question.cutoff), prices=dict(self._prices.of(p))
-            )
+            bound = self._bounds.within_memory(question.key, question.cutoff)
+            alike = self._bounds.alike.get(_alike(question.key), 0.0)
+            return Refined(bound=bound, alike=alike, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
         arrangement, m, times = question
-        return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m), times, self.setup.fold)
+        return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m, loose=True), times, self.setup.fold)
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -155,8 +156,10 @@ class Joint:
 
     def _found(self, key: Candidate) -> float:
         """What solving something showed; of stages that share the work evenly."""
-        least = [self._least.get((key.arrangement, n), 0.0) for n in divisors(key.microbatches)]
-        return max(self._own.get(key, 0.0), self._step.with_bubble(key, max(least)))
+        first = first_alike(key.arrangement)
+        least = [self._least.get((first, n), 0.0) for n in divisors(key.microbatches)]
+        own = max(self._own.get(key, 0.0), self._bounds.alike.get(_alike(key), 0.0))
+        return max(own, self._step.with_bubble(key, max(least)))
 
     def expected(self, key: Candidate) -> float:
         """Bounds of stages know neither messages nor that stages of whole blocks are uneven, but those along a way do;
@@ -229,6 +232,7 @@ class Joint:
         if came.bound == math.inf:
             raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
         self._own[key] = max(self._own.get(key, 0.0), came.bound)
+        self._bounds.alike[_alike(key)] = came.alike
         self._prices.remember(key.arrangement.pipeline, came.prices)
         self._refined.add(key)
 
@@ -244,21 +248,23 @@ class Joint:
         shared = [n for n in divisors(key.microbatches) if n in self.setup.counts and not is_scout]
         first = next((n for n in shared if self._step.work_bound(key, n) < cutoff), key.microbatches)
         shared = [n for n in shared if n >= first]
-        known = [i for i, n in enumerate(shared) if (key.arrangement, n) in self._least]
+        alike = first_alike(key.arrangement)
+        known = [i for i, n in enumerate(shared) if (alike, n) in self._least]
         following = max(known) + 2 ** (len(known) - 1) if known else 0
         if shared and (not known or following < len(shared) - 1):
-            return key.arrangement, shared[following], shared[following]
-        return key.arrangement, key.microbatches, self._step.times(key)
+            return alike, shared[following], shared[following]
+        return alike, key.microbatches, self._step.times(key)
 
     def _first_open(self, key: Candidate, cutoff: float) -> Asked:
         """That of the fewest micro-batches which may be below the cutoff themselves, by all that is known: theirs has
         to be found in any case, in the rounds that they take, and bounds their multiples. Last the candidate's own."""
+        alike = first_alike(key.arrangement)
         for n in divisors(key.microbatches)[:-1]:
             fewer = replace(key, microbatches=n)
-            is_open = n in self.setup.counts and (key.arrangement, n) not in self._least
+            is_open = n in self.setup.counts and (alike, n) not in self._least
             if is_open and self.bound(fewer) < cutoff:
-                return key.arrangement, n, self._step.times(fewer) if key.chunks == 1 else n
-        return key.arrangement, key.microbatches, self._step.times(key)
+                return alike, n, self._step.times(fewer) if key.chunks == 1 else n
+        return alike, key.microbatches, self._step.times(key)
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
@@ -360,3 +366,8 @@ class Joint:
     def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
         way, prices = self._ways.get(key) or self._bounds.guessed(key), dict(self._prices.of(key.arrangement.pipeline))
         return Tightening(key=key, way=way, cutoff=cutoff, prices=prices)
+
+
+def _alike(key: Candidate) -> tuple[Arrangement, str, int]:
+    """What has one bound however uneven its stages are."""
+    return first_alike(key.arrangement), key.schedule, key.microbatches

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.joint.best_staged import way_before_planning
@@ -11,10 +12,11 @@ from autopar.search.joint.critical_path import Way, way_seconds
 from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Setup
-from autopar.search.joint.relaxing import seconds_within
+from autopar.search.joint.relaxing import Pricers, seconds_within
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.joint.uneven import uneven_seconds
 from autopar.search.known.baselines import memory_limit
+from autopar.search.meshes import Arrangement
 from autopar.search.staged.stages import even_starts
 
 PLAN_SECONDS = 15.0
@@ -25,13 +27,15 @@ SURELY_BINDS = 2
 
 @dataclass(slots=True, kw_only=True)
 class MemoryBounds:
-    """program, pricer: of a number of micro-batches, and of a candidate."""
+    """program: of a number of micro-batches. alike: seconds that no candidate takes less than with this schedule and
+    number on any mesh like the first one."""
 
     program: Callable[[int], Program]
-    pricer: Callable[[Candidate], Pricer]
+    pricers: Pricers
     setup: Setup
     step: StepBounds
     prices: KnownPrices
+    alike: dict[tuple[Arrangement, str, int], float] = field(default_factory=dict)
     _binding: dict[int, int] = field(default_factory=dict)
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
@@ -67,7 +71,16 @@ class MemoryBounds:
         m, p = key.microbatches, key.arrangement.pipeline
         if not self.setup.fold or self.step.uneven(key, m) <= 1.0:
             return 0.0
-        return uneven_seconds(self.program(m), self.pricer(key), key.schedule, p, m, cutoff)
+        first = first_alike(key.arrangement)
+        known = first, key.schedule, m
+        if known not in self.alike:
+            pricer = self.pricers.of(first, m, loose=True)
+            self.alike[known] = uneven_seconds(self.program(m), pricer, key.schedule, p, m, cutoff)
+        return self.alike[known]
+
+    def pricer(self, key: Candidate) -> Pricer:
+        """Prices of the candidate's program."""
+        return self.pricers.of(key.arrangement, key.microbatches)
 
     def guessed(self, key: Candidate) -> Way:
         """The way through a step that is longest where each stage takes what its work takes."""

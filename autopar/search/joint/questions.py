@@ -39,9 +39,11 @@ class Refining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
+    """bound: seconds of a step, infinite where nothing fits. alike: of every mesh like the candidate's, 0 for none.
+    prices: of memory, where it binds."""
 
     bound: float
+    alike: float
     prices: dict[int, float]
 
 

@@ -4,6 +4,7 @@ and several within memory."""
 from dataclasses import dataclass, field, replace
 
 from autopar.plan import TrainConfig
+from autopar.search.alike_meshes import loose_orders
 from autopar.search.costs.op_work import OnAnyMesh
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -17,7 +18,7 @@ from autopar.search.meshes import Arrangement
 
 RECENT = 8
 Asked = tuple[Arrangement, int, int]
-"""Mesh, number of micro-batches, and how many of them are paid for."""
+"""Mesh, the first of those alike; number of micro-batches, and how many of them are paid for."""
 
 
 def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) -> float:
@@ -55,16 +56,21 @@ class Pricers:
     last alone, links and parameters of each mesh, ops of each number on any mesh."""
 
     config: TrainConfig
-    _links: dict[Arrangement, Pricer] = field(default_factory=dict)
-    _recent: dict[tuple[Arrangement, int], Pricer] = field(default_factory=dict)
+    _links: dict[tuple[Arrangement, bool], Pricer] = field(default_factory=dict)
+    _recent: dict[tuple[Arrangement, int, bool], Pricer] = field(default_factory=dict)
     _ops: dict[int, OnAnyMesh] = field(default_factory=dict)
 
-    def of(self, arrangement: Arrangement, microbatches: int) -> Pricer:
-        if arrangement not in self._links:
-            self._links[arrangement] = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config)
-        key = (arrangement, microbatches)
+    def of(self, arrangement: Arrangement, microbatches: int, *, loose: bool = False) -> Pricer:
+        """loose: of bounds that hold for all meshes like it."""
+        orders = loose_orders(arrangement) if loose else ()
+        kind = (arrangement, bool(orders))
+        if kind not in self._links:
+            self._links[kind] = Pricer(
+                mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config, loose=orders
+            )
+        key = (arrangement, microbatches, bool(orders))
         ops = self._ops.setdefault(microbatches, OnAnyMesh())
-        found = self._recent.pop(key, None) or self._links[arrangement].for_another(ops)
+        found = self._recent.pop(key, None) or self._links[kind].for_another(ops)
         self._recent[key] = found
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
