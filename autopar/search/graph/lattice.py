@@ -88,7 +88,12 @@ class Lattices:
 
 @lru_cache(maxsize=512)
 def _steps(
-    axes: Placements, rank: int, grad: bool, wide: tuple[bool, ...], nested: bool, loose: tuple[tuple[int, ...], ...]
+    axes: Placements,
+    rank: int,
+    grad: bool,
+    wide: tuple[bool, ...],
+    nested: bool,
+    loose: tuple[tuple[int, ...], ...] = (),
 ) -> Steps:
     """Between all layouts that there are on a mesh whose axes are `wide`, or of one rank.
 
