@@ -156,6 +156,20 @@ def plan(
         bare[:] = [seen.bare]
         return part
 
+    def bucketed(found: Plan | StagedPlan, captured: CapturedModel) -> Plan | StagedPlan:
+        if not buckets:
+            return found
+        from autopar.search.in_buckets import best_in_buckets
+        from autopar.search.timeline.staged_buckets import in_buckets
+
+        if isinstance(found, StagedPlan) or baseline is not None:
+            tell("choosing buckets")
+            return in_buckets(found, captured, machine, flatten=flatten)
+        return best_in_buckets(
+            found, captured, machine, flatten=flatten, with_baselines=with_baselines, tell=tell, seconds=seconds,
+            spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
+        )  # fmt: skip
+
     found: Plan | StagedPlan
     if searched or (num_pipeline > 1 and baseline is None):
         from autopar.search.joint.mesh_search import search_meshes
@@ -168,9 +182,8 @@ def plan(
             microbatches=None if microbatches == "auto" else microbatches,
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
             mesh=None if searched else own_mesh,
-            schedule=schedule,
-            relative_gap=relative_gap, seconds=seconds, fold=fold,
-            with_baselines=with_baselines and not buckets, tell=tell,
+            schedule=schedule, relative_gap=relative_gap, seconds=seconds, fold=fold,
+            with_baselines=with_baselines and not buckets, tell=tell, finish=bucketed,
         )  # fmt: skip
         call = replace(call, bare=bare[0])
     elif microbatches == "auto":
@@ -187,25 +200,12 @@ def plan(
             tell,
         )
         captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
+        found = bucketed(found, captured)
     else:
         captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
-        found = planned(captured)
+        found = bucketed(planned(captured), captured)
     from autopar.staged_model_plan import staged_model_plan
 
-    if buckets:
-        from autopar.search.in_buckets import best_in_buckets
-        from autopar.search.timeline.staged_buckets import in_buckets
-
-        if isinstance(found, StagedPlan) or baseline is not None:
-            tell("choosing buckets")
-            found = in_buckets(found, captured, machine, flatten=flatten)
-        else:
-            found = best_in_buckets(
-                found, captured, machine,
-                flatten=flatten, with_baselines=with_baselines, tell=tell,
-                seconds=seconds, spent=time.process_time() - began,
-                relative_gap=relative_gap, fold=fold, solver=solver,
-            )  # fmt: skip
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven
 

@@ -101,7 +101,7 @@ def test_graphs_captured_beside_are_those_captured_here(fails: bool) -> None:
         return zoo_graph("llama", size)
 
     plain, beside = (Batches(capture=capture, batch=8) for _ in range(2))
-    beside.begin()
+    beside.begin_line()
     wanted = {size: plain.at(size).fingerprint for size in (8, 4, 2, 1)}
     sizes.clear()
     assert {size: beside.at(size).fingerprint for size in (8, 4, 2, 1)} == wanted

@@ -59,11 +59,15 @@ class Batches:
             self._captured[size] = self.capture(size) if came is None else load(came)
         return self._captured[size]
 
-    def begin(self) -> None:
+    def begin_line(self) -> None:
         """Capture beside this process what, with the whole batch, gives all others."""
         if self.lines:
-            few = self.lines[0][0]
-            self._beside[few] = Forked(lambda: dump(self.capture(few)))
+            self.begin(self.lines[0][0])
+
+    def begin(self, size: int) -> None:
+        """Capture the graph of so many samples beside this process, if it is not there."""
+        if size not in self._captured and size not in self._beside:
+            self._beside[size] = Forked(lambda: dump(self.capture(size)))
 
     def close(self) -> None:
         """Begin nothing more, and end what was not asked for."""

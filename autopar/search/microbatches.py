@@ -119,7 +119,7 @@ def search_microbatches(
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
 
     try:
-        batches.begin()
+        batches.begin_line()
         while True:
             found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
             count = found.microbatches

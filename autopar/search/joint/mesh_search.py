@@ -52,11 +52,13 @@ def search_meshes(
     fold: bool = True,
     with_baselines: bool = True,
     tell: Callable[[str], None] = lambda _: None,
+    finish: Callable[[Answer, CapturedModel], Answer] = lambda answer, _: answer,
 ) -> tuple[Answer, CapturedModel]:
     """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
     `microbatches` is given, all divisors of `batch`, with the graph that it is for.
 
-    capture: the graph of so many samples, of the whole batch for None. The plan's `estimate.solver["search"]` says
+    capture: the graph of so many samples, of the whole batch for None. finish: what is still done to the plan found,
+    while its graph is captured in another process. The plan's `estimate.solver["search"]` says
     what was searched and which alternatives were near.
 
     Raises:
@@ -95,7 +97,7 @@ def search_meshes(
         held.enter_context(_uncollected())
         if batch is not None and counts != (1,):  # else there is one size
             held.callback(batches.close)
-            batches.begin()
+            batches.begin_line()
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
@@ -108,11 +110,14 @@ def search_meshes(
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome)
             count = outcome.key.microbatches
+            if batch is not None:
+                batches.begin(batch // count)
+            found = _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh)
+            found = finish(found, joint.captured(count))
             own = graph(count) if batch is None else _captured(batches, batch, count)
-            if own.fingerprint == outcome.answer.fingerprint:
-                break
+            if own.fingerprint == found.fingerprint:
+                return found, own
             batches.distrust()
-    return _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh), own
 
 
 def _helpers(held: ExitStack) -> Helpers | None:
