@@ -134,7 +134,7 @@ class _Split:
         return buffer in self.written and self.stage.get(self.written[buffer]) == number
 
     def _needed(self, number: int, stage: CapturedModel) -> set[str]:
-        """Placeholders and calls of a stage, what it receives left out; the first has parameters that none reads."""
+        """Placeholders and calls of a stage, what it receives left out; the first has what none reads."""
         needed = self._unread() if number == 0 else set[str]()
         results = [*stage.ends, *stage.results]
         waiting = [node for node, own in self.stage.items() if own == number]
@@ -147,8 +147,8 @@ class _Split:
         return needed
 
     def _unread(self) -> set[str]:
-        names = [p.placeholder for p in self.captured.parameters] + [b.placeholder for b in self.captured.buffers]
-        return {name for name in names if not self.captured.nodes[name].users}
+        given = (*self.captured.parameters, *self.captured.buffers, *self.captured.inputs)
+        return {one.placeholder for one in given if not self.captured.nodes[one.placeholder].users}
 
     def _check_buffers(self, number: int, needed: set[str]) -> None:
         for buffer in self.captured.buffers:
