@@ -147,8 +147,9 @@ class _Split:
         return needed
 
     def _unread(self) -> set[str]:
-        given = (*self.captured.parameters, *self.captured.buffers, *self.captured.inputs)
-        return {one.placeholder for one in given if not self.captured.nodes[one.placeholder].users}
+        names = [p.placeholder for p in self.captured.parameters] + [b.placeholder for b in self.captured.buffers]
+        names += [i.placeholder for i in self.captured.inputs]
+        return {name for name in names if not self.captured.nodes[name].users}
 
     def _check_buffers(self, number: int, needed: set[str]) -> None:
         for buffer in self.captured.buffers:

@@ -167,7 +167,7 @@ def shared_stack() -> Stack:
         (Stack([Layer() for _ in range(9)], collect=True), [4]),
         (Stack([Layer() for _ in range(9)], indexed=True), []),
         (Stack([Layer()] * 9), []),
-        (shared_stack(), [3]),
+        (shared_stack(), [4]),
     ],
     ids=["plain", "one differs", "period 3", "head", "collected", "by index", "one module", "shared weight"],
 )

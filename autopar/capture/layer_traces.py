@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Origin = tuple[str, Any]
+DEVICE = torch.ops.prim.device.default
 FEW = 6
 """Stacks of fewer layers are not worth looking at."""
 
@@ -68,6 +69,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: list[Tensor] = []  # kept, so that no id is given twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # asked of fake tensors at every turn, and nothing is computed
+            return func(*args)
         origins: list[Origin] = []
         words = f"{func} {self._words(args, origins)} {self._words(kwargs or {}, origins)}"
         result = func(*args, **(kwargs or {}))

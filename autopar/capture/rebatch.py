@@ -95,9 +95,9 @@ def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: 
     for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True):
         if (one.op, one.name, target_name(one.target)) != (other.op, other.name, target_name(other.target)):
             raise NotLinearError(f"{one.name} and {other.name}")
-        copy = graph.node_copy(one, env.__getitem__)
-        args, kwargs = line.between((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
-        copy.args, copy.kwargs = fx.node.map_arg((args, kwargs), env.__getitem__)
+        moved = line.between((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
+        args, kwargs = fx.node.map_arg(moved, env.__getitem__)
+        copy = graph.create_node(one.op, one.target, args, kwargs, one.name, one.type)
         copy.meta = dict(one.meta)
         if "val" in one.meta:
             copy.meta["val"] = line.value(one.meta["val"], other.meta["val"])
