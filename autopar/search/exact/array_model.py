@@ -121,19 +121,24 @@ class ArrayModel:
         cutoff: float | None = None,
         on_message: Callable[[Sequence[str]], None] | None = None,
         solver: mathopt.SolverType = mathopt.SolverType.HIGHS,
+        perturbs: bool = True,
     ) -> Answer:
         """Solve the linear relaxation (with reduced costs) or the mixed program; `hint` is a value for every column.
 
         A program with no solution at most at the `cutoff` is infeasible (MathOpt's own cutoff is refused for HiGHS).
         HiGHS is by far the quickest on costs but may overrun its time limit; its presolve can hang and stays off.
+        perturbs: costs in the dual simplex, which frees most programs that stall, and makes some wander.
         """
         limit = None if seconds is None else datetime.timedelta(seconds=max(seconds, 0.01))
+        options = {} if cutoff is None else {"objective_bound": cutoff}
+        if not perturbs:
+            options["dual_simplex_cost_perturbation_multiplier"] = 0.0
         parameters = mathopt.SolveParameters(
             time_limit=limit,
             relative_gap_tolerance=None if relaxed else relative_gap,
             absolute_gap_tolerance=None if relaxed else 0.0,
             presolve=mathopt.Emphasis.OFF if solver == mathopt.SolverType.HIGHS else None,
-            highs=highs_pb2.HighsOptionsProto(double_options={} if cutoff is None else {"objective_bound": cutoff}),
+            highs=highs_pb2.HighsOptionsProto(double_options=options),
         )
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True
