@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch.distributed.tensor", "autopar.runtime", "pytest", "tests.search_cases", "tests.zoo"]
+"""Imported once for all ranks: what their functions need takes each of them two seconds, were it to import it."""
+
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to answer once one has failed: they may wait for it in a collective."""
 
@@ -33,7 +36,7 @@ class RankFailure(AssertionError):
 @cache
 def _context() -> Any:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "autopar.runtime", "process_group"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
