@@ -7,6 +7,7 @@ call starts a new one. Warnings are errors on the ranks too.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -130,6 +131,7 @@ def _stop_all() -> None:
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     """A rank's loop."""
+    gc.freeze()  # what it shares with the others is not looked through for cycles
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
