@@ -285,7 +285,7 @@ def test_brute_force_refuses_what_is_too_large() -> None:
 def test_arcs_that_fit_are_found_where_the_cheapest_do_not() -> None:
     """For the choice of the best solution, at prices of memory that make bytes dear: never below the best."""
     seen = 0
-    for seed in range(GRAPHS):
+    for seed in range(400):
         graph = random_graph(seed)
         if graph.memory is None:
             continue

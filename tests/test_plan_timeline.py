@@ -40,8 +40,7 @@ OVERLAPS = (EACH, Overlap(bucket_nbytes=3e4, ahead=1), Overlap(ahead=0))
 @cache
 def part_of(family: str, count: int, rows: int = 1) -> CapturedModel:
     batch = rows * count
-    part = zoo_graph(family, rows, batch=batch, seq=8)
-    return accumulate_gradients(part, count, lambda: zoo_graph(family, batch=batch, seq=8))
+    return accumulate_gradients(zoo_graph(family, rows), count, lambda: zoo_graph(family, batch=batch))
 
 
 def drawn(captured: CapturedModel, seed: int) -> Plan:
