@@ -50,6 +50,13 @@ def pricer_of(mesh: tuple[int, ...], *, bandwidth: float = 5e9, config: TrainCon
 @lru_cache
 def small_llama(layers: int, seq: int, microbatches: int = 1) -> CapturedModel:
     """A Llama of so many equal layers, one of its micro-batches of two samples."""
+    return accumulate_gradients(
+        _llama_batch(layers, seq, 2), microbatches, lambda: _llama_batch(layers, seq, 2 * microbatches)
+    )
+
+
+@lru_cache
+def _llama_batch(layers: int, seq: int, batch: int) -> CapturedModel:
     config = hf.LlamaConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -59,7 +66,5 @@ def small_llama(layers: int, seq: int, microbatches: int = 1) -> CapturedModel:
         vocab_size=64,
     )
     model = hf.LlamaForCausalLM(config).train()
-    ids = np.random.default_rng(0).integers(3, 64, (2 * microbatches, seq))
-    kwargs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(ids), "use_cache": False}
-    part = {k: v[:2] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-    return accumulate_gradients(capture(model, (), part), microbatches, lambda: capture(model, (), kwargs))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 64, (batch, seq)))
+    return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})

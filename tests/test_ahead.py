@@ -61,10 +61,9 @@ def bounds() -> list[Asked]:
     return [(key.arrangement, 1, 1) for key in keys()]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_who_finds_a_bound_does_not_matter(count: int) -> None:
+def test_who_finds_a_bound_does_not_matter() -> None:
     asked, here = bounds(), alone()
-    with helped(count) as (_, ahead, helpers):
+    with helped(2) as (_, ahead, helpers):
         ahead.foresee([*asked[1:], *asked[1:]])
         assert helpers._threads._work_queue.qsize() <= len(asked) - 1  # each once
         there = {one: future.result() for one, future in ahead._asked.items()}

@@ -36,12 +36,13 @@ TIED = ("gpt2", "bert", "t5", "whisper")
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"), [("gpt2", (4,)), ("resnet", (2, 2)), ("t5", (2, 2, 2)), ("mixtral", (2, 3)), ("vit", (2, 2))]
+    ("family", "shape"), [("gpt2", (2, 2, 2)), ("resnet", (2, 2)), ("t5", (4,)), ("mixtral", (2, 3)), ("vit", (2, 2))]
 )
 def test_plans_equal_one_process(family: str, shape: tuple[int, ...]) -> None:
     """Loss, gradients on every rank, and every byte."""
-    model, kwargs = zoo(family, dtype=torch.float64, batch=12)
-    captured = promote_casts(zoo_graph(family, dtype=torch.float64, batch=12))
+    batch = 12 if 3 in shape else 8
+    model, kwargs = zoo(family, dtype=torch.float64, batch=batch)
+    captured = promote_casts(zoo_graph(family, dtype=torch.float64, batch=batch))
     reference = one_process(captured, model, kwargs)
     mesh = make_mesh(shape)
     config = TrainConfig(precision="fp64")

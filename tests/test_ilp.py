@@ -27,7 +27,7 @@ from autopar.search.graph.strategy_graph import (
 from tests.llama_like import llama_like
 from tests.strategy_graphs import random_graph
 
-BLOCK = 20
+BLOCK, GRAPHS = 20, 200
 
 
 def solved(solver, graph: StrategyGraph, **options) -> Solution | InfeasibleError:
@@ -37,7 +37,7 @@ def solved(solver, graph: StrategyGraph, **options) -> Solution | InfeasibleErro
         return error
 
 
-@pytest.mark.parametrize("first", range(0, 400, BLOCK))
+@pytest.mark.parametrize("first", range(0, GRAPHS, BLOCK))
 def test_equals_brute_force_on_random_graphs(first: int) -> None:
     for seed in range(first, first + BLOCK):
         graph = random_graph(seed)
@@ -65,7 +65,7 @@ def assert_honest(graph: StrategyGraph, solution: Solution) -> None:
 def test_random_graphs_are_of_every_kind() -> None:
     """The oracle test is worth what its graphs are: each outcome, with shared arcs and binding limits among them."""
     kinds = {"no limit": 0, "slack": 0, "binding": 0, "too little": 0, "incompatible": 0, "shared": 0}
-    for seed in range(400):
+    for seed in range(GRAPHS):
         graph = random_graph(seed)
         found = solved(brute_force.solve, graph)
         if isinstance(found, InfeasibleError):
@@ -79,7 +79,7 @@ def test_random_graphs_are_of_every_kind() -> None:
         else:
             free = brute_force.solve(replace(graph, memory=None))
             kinds["binding" if free.seconds < found.seconds else "slack"] += 1
-    assert min(kinds.values()) >= 20, kinds
+    assert min(kinds.values()) >= 10, kinds
 
 
 @pytest.mark.parametrize("first", range(0, 60, BLOCK))

@@ -32,12 +32,10 @@ from tests.zoo_graphs import zoo_graph
 @lru_cache
 def captured_of(family: str, count: int, rows: int = 2) -> CapturedModel:
     """A micro-batch of `rows` samples, one of `count`."""
-    batch = rows * count
-    return accumulate_gradients(zoo_graph(family, rows, batch=batch), count, lambda: zoo_graph(family, batch=batch))
+    return accumulate_gradients(zoo_graph(family, rows), count, lambda: zoo_graph(family, rows * count))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "resnet"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 2), ("llama", 4), ("t5", 2), ("resnet", 4)])
 def test_collectives_cost_what_the_step_sends(family: str, count: int) -> None:
     captured = captured_of(family, count)
     for seed, shape in enumerate([(4,), (2, 2)]):
@@ -54,8 +52,7 @@ def problem_of(family: str, count: int, limit: float | None) -> tuple[Program, P
     return program, pricer, build(program, pricer, limit=limit)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
-@pytest.mark.parametrize("squeeze", [None, 0.9])
+@pytest.mark.parametrize(("family", "squeeze"), [("llama", None), ("llama", 0.9), ("bert", 0.9), ("vit", 0.9)])
 def test_the_search_prices_what_is_evaluated(family: str, squeeze: float | None) -> None:
     """The solution's seconds are the plan's, its memory no less than the plan's, under binding limits too."""
     program, pricer, problem = problem_of(family, 4, None)

@@ -25,7 +25,7 @@ def random_choices(problem: Pairwise, num: int) -> list[np.ndarray]:
 
 def test_no_choice_that_fits_costs_less_than_the_bound_and_the_bound_never_falls() -> None:
     tight = 0
-    for seed in range(3000):
+    for seed in range(1000):
         problem = random_pairwise(seed)
         best = optimum(problem)
         dual, last = DualBound(problem, upper=best + 1.0 if seed % 3 else np.inf), -np.inf
@@ -35,7 +35,7 @@ def test_no_choice_that_fits_costs_less_than_the_bound_and_the_bound_never_falls
         assert last <= best
         tight += last == best
     # Most of these graphs are small enough for the relaxation to be tight.
-    assert tight > 1500
+    assert tight > 500
 
 
 def test_without_memory_the_bound_of_a_forest_is_its_optimum() -> None:

@@ -17,7 +17,7 @@ def climb(dual: DualBound, _: float) -> None:
 
 def test_the_best_choice_below_a_known_cost_is_among_those_left() -> None:
     left = refuted = decided = 0
-    for seed in range(1500):
+    for seed in range(600):
         problem = random_pairwise(seed)
         best = brute_force(problem)
         if best is None:
@@ -42,7 +42,7 @@ def test_the_best_choice_below_a_known_cost_is_among_those_left() -> None:
             choice = last.lift(smaller[1])
             assert smaller[0] + last.offset == evaluate(problem, choice) == best[0] and fits(problem, choice)
             left += 1
-    assert left > 50 and refuted > 100 and decided > 100
+    assert left > 20 and refuted > 40 and decided > 40
 
 
 def test_what_messages_suggest_is_the_best_choice_of_a_forest() -> None:

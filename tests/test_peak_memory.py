@@ -163,16 +163,14 @@ def test_random_plans_of_every_family_hold_what_is_predicted(family: str) -> Non
     check(family, random_plan(case(family)[0], make_mesh((2,)), random.Random(0)))
 
 
-@pytest.mark.parametrize("share", [0.4, 1.0])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize(("family", "share"), [("llama", 0.4), ("bert", 1.0)])
 def test_recomputed_plans(family: str, share: float) -> None:
     captured = case(family)[0]
     plan = random_plan(captured, make_mesh((2,)), random.Random(1))
     check(family, random_recompute(plan, captured, random.Random(1), share=share))
 
 
-@pytest.mark.parametrize("lifetime", ["step", "microbatch", "use"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("lifetime", "microbatches"), [("use", 1), ("step", 2), ("microbatch", 2), ("use", 2)])
 def test_every_lifetime(lifetime: str, microbatches: int) -> None:
     captured = case("gpt2", microbatches)[0]
     plan = make_baseline("fsdp", captured, machine(2), make_mesh((2,)), TrainConfig())

@@ -16,12 +16,14 @@ from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((4,), (2, 2), (2, 2, 2))
-NUM_PLANS = {0.0: 5, 0.1: 3}
-"""By the rate of dropout: every mesh twice, and once. `benchmarks/verify_families.py` draws more."""
+NUM_PLANS = {0.0: 3, 0.1: 2}
+"""By the rate of dropout: every mesh once, and those of four ranks. `benchmarks/verify_families.py` draws more."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    [*((family, 0.0) for family in FAMILIES), *((family, 0.1) for family in FAMILIES if family != "resnet")],
+)
 def test_random_plans_equal_one_process(family: str, dropout: float) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
     captured = exact_of(family, dropout)

@@ -1,6 +1,7 @@
 """What is priced once and used again is what it would be if priced afresh: stages alike, and graphs of one program."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from autopar.search.staged.stages import block_starts, price_stage, staged
 from tests.search_cases import machine
 
 
+@cache
 def captured_llama(layers: int, batch: int = 4) -> CapturedModel:
     config = hf.LlamaConfig(
         hidden_size=32,

@@ -16,6 +16,7 @@ from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh, make_mesh
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.split_stages import local_stage, split_stages
 from autopar.plan import TrainConfig
@@ -72,10 +73,15 @@ def test_a_configuration_in_stages_computes_what_one_process_computes(
 
 
 @lru_cache
-def llama(count: int, layers: int = 4) -> CapturedModel:
-    model, kwargs = zoo("llama", batch=4 * count)
-    model.config.num_hidden_layers = layers
-    return captured_model(type(model)(model.config), Call(kwargs=kwargs), "fp32", microbatches=count)[0]
+def llama_batch(batch: int) -> CapturedModel:
+    model, kwargs = zoo("llama", batch=batch)
+    model.config.num_hidden_layers = 4
+    return captured_model(type(model)(model.config), Call(kwargs=kwargs), "fp32")[0]
+
+
+@lru_cache
+def llama(count: int) -> CapturedModel:
+    return accumulate_gradients(llama_batch(4), count, lambda: llama_batch(4 * count))
 
 
 def test_keys_are_what_the_plan_has() -> None:

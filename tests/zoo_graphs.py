@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from autopar.capture import capture
 from autopar.graph import CapturedModel
@@ -27,15 +26,14 @@ def zoo_graph(
     seq: int = 16,
 ) -> CapturedModel:
     """The graph of `zoo(family, ...)`, or of the first `rows` of its batch; not to be changed."""
-    if rows == batch:
-        return zoo_graph(family, dropout=dropout, dtype=dtype, batch=batch, seq=seq)
+    if rows is not None:  # no graph knows of which batch its rows are
+        return zoo_graph(family, dropout=dropout, dtype=dtype, batch=rows, seq=seq)
     folder = os.environ.get(SHARED)
-    file = Path(folder) / f"{family}-{rows}-{dropout}-{dtype}-{batch}-{seq}" if folder else None
+    file = Path(folder) / f"{family}-{dropout}-{dtype}-{batch}-{seq}" if folder else None
     if file is not None and file.exists():
         return load(file.read_bytes())
     model, kwargs = zoo(family, dropout=dropout, dtype=dtype, batch=batch, seq=seq)
-    part = {k: v[:rows] if isinstance(v, Tensor) and v.dim() else v for k, v in kwargs.items()}
-    captured = capture(model, (), part)
+    captured = capture(model, (), kwargs)
     if file is not None:
         half = file.with_name(f"{file.name}-{os.getpid()}")  # a file that is there is whole
         half.write_bytes(dump(captured))
