@@ -15,7 +15,7 @@ from autopar.search.costs.pricing import Pricer, total
 from autopar.search.graph.lattice import Lattices, _steps
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_each_step_takes_what_it_takes_alone(seed: int) -> None:
     draw = random.Random(seed)
     shape = draw.choice([(32,), (4, 8), (2, 16), (2, 4, 4), (8, 1, 4), (1, 32)])
