@@ -28,9 +28,9 @@ def _gone(child: int) -> bool:
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, 5_000_000])
 def test_what_the_copy_made_comes_back_whole(size: int) -> None:
     made = Forked(lambda: os.getpid().to_bytes(8, "big") + bytes(size))
-    found = made.answer()
+    found = made.answer(60.0)
     assert found is not None and len(found) == 8 + size and int.from_bytes(found[:8], "big") != os.getpid()
-    assert made.answer() is None  # once
+    assert made.answer(60.0) is None  # once
     assert _gone(made._child)
 
 
@@ -49,20 +49,19 @@ def _leave() -> bytes:
 
 @pytest.mark.parametrize("work", [_raise, _die, _leave])
 def test_a_copy_that_fails_gives_no_answer(work: Callable[[], bytes], capfd: pytest.CaptureFixture[str]) -> None:
-    assert Forked(work).answer() is None
+    assert Forked(work).answer(60.0) is None
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_copy_that_sleeps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_sleeps_is_not_waited_for() -> None:
     def sleep() -> bytes:
         time.sleep(600)
         return b""
 
-    monkeypatch.setattr(forked, "LEAST_SECONDS", 0.2)
     asleep, unasked = Forked(sleep), Forked(sleep)
-    assert asleep.answer() is None and _gone(asleep._child)
+    assert asleep.answer(0.2) is None and _gone(asleep._child)
     unasked.close()
-    assert unasked.answer() is None and _gone(unasked._child)
+    assert unasked.answer(60.0) is None and _gone(unasked._child)
 
 
 def test_half_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,19 +73,19 @@ def test_half_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         os._exit(0)
 
     monkeypatch.setattr(os, "write", half)
-    assert Forked(lambda: bytes(1000)).answer() is None
+    assert Forked(lambda: bytes(1000)).answer(60.0) is None
 
 
 def test_where_nothing_can_be_forked_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "can_fork", lambda: False)
-    assert Forked(lambda: b"x").answer() is None
+    assert Forked(lambda: b"x").answer(60.0) is None
 
     def refuse() -> int:
         raise OSError("no memory")
 
     monkeypatch.undo()
     monkeypatch.setattr(os, "fork", refuse)
-    assert Forked(lambda: b"x").answer() is None
+    assert Forked(lambda: b"x").answer(60.0) is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

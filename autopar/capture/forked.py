@@ -18,17 +18,14 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-PATIENCE, LEAST_SECONDS = 3.0, 10.0
-"""How many times as long as the caller has been at other work it waits for the copy, and how long at least."""
 SIZE = 8
 """Bytes of the length of an answer."""
 
 
 class Forked:
-    """`work()` in a copy of this process, begun at once; `answer()` waits for its bytes."""
+    """`work()` in a copy of this process, begun at once; `answer` waits for its bytes."""
 
     def __init__(self, work: Callable[[], bytes]) -> None:
-        self._began = time.monotonic()
         self._child, self._pipe = 0, -1
         if not can_fork():
             return
@@ -46,16 +43,14 @@ class Forked:
             _run(work, end)
         os.close(end)
 
-    def answer(self) -> bytes | None:
-        """What came, None where nothing did."""
+    def answer(self, seconds: float) -> bytes | None:
+        """What came, None where nothing did in so many seconds from now on."""
         if self._pipe < 0:
             return None
-        patience = max(PATIENCE * (time.monotonic() - self._began), LEAST_SECONDS)
         try:
-            found = _read(self._pipe, time.monotonic() + patience)
+            return _read(self._pipe, time.monotonic() + seconds)
         finally:
             self.close()
-        return found
 
     def close(self) -> None:
         """End it, done or not."""
@@ -102,7 +97,10 @@ def _read(pipe: int, deadline: float) -> bytes | None:
             if not part:
                 whole = b"".join(parts)
                 size, found = int.from_bytes(whole[:SIZE], "big"), whole[SIZE:]
-                return found if whole and len(found) == size else None
+                if whole and len(found) == size:
+                    return found
+                logger.info("a capture in another process failed; it is done here")
+                return None
             parts.append(part)
-    logger.info("a capture in another process took too long")
+    logger.info("a capture in another process took too long; it is done here")
     return None

@@ -7,6 +7,7 @@ and then two samples take its place. Where that is no line either, the model is 
 that a number is on a line: who plans with such a graph compares it with the captured one in the end.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,9 @@ from torch import fx
 from autopar.capture.forked import Forked
 from autopar.graph import CapturedModel, target_name
 from autopar.serialize import dump, load
+
+PATIENCE, LEAST_SECONDS = 3.0, 10.0
+"""How many times as long as a capture took here one beside is waited for, and how long at least."""
 
 
 class NotLinearError(Exception):
@@ -35,6 +39,7 @@ class Batches:
     lines: list[tuple[int, int]] = field(init=False)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
     _beside: dict[int, Forked] = field(default_factory=dict)
+    _longest: float = 0.0
 
     def __post_init__(self) -> None:
         self.lines = [(few, self.batch) for few in (1, 2) if few + 1 < self.batch]
@@ -55,8 +60,11 @@ class Batches:
     def captured(self, size: int) -> CapturedModel:
         """The graph of `size` samples as it is captured."""
         if size not in self._captured:
-            came = self._beside.pop(size).answer() if size in self._beside else None
+            patience = max(PATIENCE * self._longest, LEAST_SECONDS)
+            came = self._beside.pop(size).answer(patience) if size in self._beside else None
+            began = time.monotonic()
             self._captured[size] = self.capture(size) if came is None else load(came)
+            self._longest = max(self._longest, time.monotonic() - began)
         return self._captured[size]
 
     def begin_line(self) -> None:

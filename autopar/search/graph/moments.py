@@ -64,15 +64,12 @@ class Moments:
         """1 in each pass on a rank that holds what these ops read."""
         if self.share is None:
             return np.ones(1)
-        ops = self.share.ops[:, positions[0], None] if len(positions) == 1 else self.share.ops[:, positions]
-        return np.where(ops.any(axis=1, keepdims=True), 1.0, 0.0)
+        return np.where(self.share.ops[:, positions].any(axis=1, keepdims=True), 1.0, 0.0)
 
     def at_hand(self, *positions: int) -> Floats:
         """1 in each pass in which what these ops make or read of the micro-batch at hand is held here."""
         if self.share is None:
             return np.ones(1)
-        if len(positions) == 1:
-            return self.share.at_hand[:, positions[0], None]
         return np.asarray(self.share.at_hand[:, positions].max(axis=1, keepdims=True))
 
     def running(self, instances: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:

@@ -232,7 +232,7 @@ class Joint:
         if came.bound == math.inf:
             raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
         self._own[key] = max(self._own.get(key, 0.0), came.bound)
-        self._bounds.alike[_alike(key)] = came.alike
+        self._bounds.alike[_alike(key)] = max(self._bounds.alike.get(_alike(key), 0.0), came.alike)
         self._prices.remember(key.arrangement.pipeline, came.prices)
         self._refined.add(key)
 
