@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from autopar.calls import Call, call_of
+from autopar.captures import Captures, captured_model
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, MeshError, PlanMismatchError
@@ -18,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.model_plan import ModelPlan, model_plan
 from autopar.models.overrides import near
 from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, computed_twin, has_dtype, precision_of, with_storage
+from autopar.precision import PRECISIONS, precision_of
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
@@ -148,13 +149,7 @@ def plan(
                 raise
             raise InfeasibleError(str(error)) from error  # a schedule may not run so many; others are tried
 
-    bare = [False]
-
-    def captured_at(size: int | None) -> CapturedModel:
-        own = call if size is None else call.with_batch(size)
-        part, seen = captured_model(model, own, config.precision, loss_fn)
-        bare[:] = [seen.bare]
-        return part
+    captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn)
 
     def bucketed(found: Plan | StagedPlan, captured: CapturedModel) -> Plan | StagedPlan:
         if not buckets:
@@ -176,7 +171,7 @@ def plan(
 
         found, captured = search_meshes(
             call.batch(),
-            captured_at,
+            captures.at,
             machine,
             config,
             microbatches=None if microbatches == "auto" else microbatches,
@@ -184,8 +179,9 @@ def plan(
             mesh=None if searched else own_mesh,
             schedule=schedule, relative_gap=relative_gap, seconds=seconds, fold=fold,
             with_baselines=with_baselines and not buckets, tell=tell, finish=bucketed,
+            shared=captures.sharing,
         )  # fmt: skip
-        call = replace(call, bare=bare[0])
+        call = replace(call, bare=captures.bare)
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
         from autopar.search.pipeline_parts import part_of
@@ -193,11 +189,12 @@ def plan(
         part = part_of(machine, num_pipeline)
         found = search_microbatches(
             call.batch(),
-            captured_at,
+            captures.at,
             planned,
             lambda graph: unlimited_bound(graph, part, own_mesh, config, relative_gap, solver) / num_pipeline,
             relative_gap,
             tell,
+            captures.sharing,
         )
         captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
         found = bucketed(found, captured)
@@ -225,7 +222,7 @@ def plan(
         others, is_open = 0 if baseline is not None else RANKED, microbatches == "auto"
         found, captured = best_overlapped(
             found, captured, machine, overlap, others,
-            batch=call.batch() if is_open else None, capture=captured_at, is_asked=is_asked, seconds=seconds, tell=tell,
+            batch=call.batch() if is_open else None, capture=captures.at, is_asked=is_asked, seconds=seconds, tell=tell,
         )  # fmt: skip
     about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model))
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
@@ -333,34 +330,6 @@ def captured_for(
             f"this plan was made for {plan.model} called with {shapes}; the model at hand does not run so: {error}; "
             "plan again for this model"
         ) from error
-
-
-def captured_model(
-    model: nn.Module,
-    call: Call,
-    precision: str,
-    loss_fn: Callable[..., Any] | None = None,
-    microbatches: int = 1,
-) -> tuple[CapturedModel, Call]:
-    """The graph of a micro-batch in a precision, and the call (of the global batch) with what it was seen to return."""
-    from autopar.capture import capture
-    from autopar.passes.accumulate_gradients import accumulate_gradients
-
-    dtypes = PRECISIONS[precision]
-    whole_call = call
-    if not has_dtype(model, dtypes.compute):
-        model, whole_call = computed_twin(model, dtypes), call.in_dtype(dtypes.compute)
-    captured_call = whole_call.microbatch(microbatches)
-    bare = [loss_fn is not None]
-    watch = model.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
-    try:
-        captured = capture(model, captured_call.args, captured_call.kwargs, loss_fn=loss_fn)
-    finally:
-        watch.remove()
-    captured = accumulate_gradients(
-        captured, microbatches, lambda: capture(model, whole_call.args, whole_call.kwargs, loss_fn=loss_fn)
-    )
-    return with_storage(captured, dtypes), replace(call, bare=bare[-1])
 
 
 def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:

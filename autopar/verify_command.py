@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autopar.api import bind, captured_model, check_choice, search_plan, values_of
+from autopar.api import bind, check_choice, search_plan, values_of
 from autopar.calls import Call
+from autopar.captures import captured_model
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel

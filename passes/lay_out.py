@@ -48,7 +48,8 @@ def results_of(node: fx.Node, lying: Mapping[str, Tensor]) -> Any:
     """A call's results without values, of operands as they lie if not as the graph says. A view may copy."""
     given: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: lying.get(n.name, n.meta["val"]))
     args, kwargs = given
-    return run_without_values(aten.reshape.default if node.target in VIEWS else node.target, args, kwargs)
+    target = aten.reshape.default if node.target in VIEWS else node.target
+    return run_without_values(target, args, kwargs, known=node.meta["val"])
 
 
 def is_known(node: fx.Node) -> bool:

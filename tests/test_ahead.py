@@ -19,8 +19,8 @@ from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.mesh_search import HELPER
-from autopar.search.joint.questions import Setup, Solved, Solving
-from autopar.search.joint.relaxing import Asked, relaxed_seconds
+from autopar.search.joint.questions import Relaxing, Setup, Solved, Solving
+from autopar.search.joint.relaxing import relaxed_seconds
 from tests.search_cases import program_of
 
 CLUSTER = load_cluster("8xh100")
@@ -57,8 +57,8 @@ def keys() -> list[Candidate]:
     return [k for k in candidates(CLUSTER, (1,), (1,), "auto", 2) if k.arrangement.mesh.num_axes < 3]
 
 
-def bounds() -> list[Asked]:
-    return [(key.arrangement, 1, 1) for key in keys()]
+def bounds() -> list[Relaxing]:
+    return [Relaxing(arrangement=key.arrangement, microbatches=1, times=1) for key in keys()]
 
 
 def test_who_finds_a_bound_does_not_matter() -> None:
@@ -72,8 +72,7 @@ def test_who_finds_a_bound_does_not_matter() -> None:
         found = [ahead.of(one) for one in asked]
         assert found[1:] == [there[one] for one in asked[1:]]
     assert found == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
-    arrangement, _, times = asked[0]
-    own = relaxed_seconds(program_of("gpt2"), here._pricers.of(arrangement, 1), times, True)
+    own = relaxed_seconds(program_of("gpt2"), here._pricers.of(asked[0].arrangement, 1), asked[0].times, True)
     assert found[0] == pytest.approx(own, rel=1e-12)
 
 

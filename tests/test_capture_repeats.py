@@ -38,7 +38,8 @@ def meaning(captured: CapturedModel) -> tuple[Counter[int], int, set[Any]]:
     held = {(spec.names, spec.shape, spec.dtype, spec.trainable) for spec in captured.parameters} | {
         (spec.names, spec.shape, spec.persistent, by_name.get(spec.mutated_by or "")) for spec in captured.buffers
     }
-    return Counter(words.values()), by_name[captured.loss], held
+    every = Counter(word for node, word in words.items() if node.name not in captured.constants)  # copies share one
+    return every, by_name[captured.loss], held
 
 
 def both(
@@ -75,6 +76,11 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=9, n_embd=16, n_head=2, vocab_size=32, **drops)), TEXT
 
 
+def caching_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """Each layer makes an empty cache of its own, as it does by default."""
+    return gpt2()[0], {name: value for name, value in TEXT.items() if name != "use_cache"}
+
+
 def scaled_gpt2() -> tuple[nn.Module, dict[str, Any]]:
     """Attention scaled by 1 / (layer + 1): no two layers alike."""
     config = hf.GPT2Config(n_layer=8, n_embd=16, n_head=2, vocab_size=32, scale_attn_by_inverse_layer_idx=True)
@@ -107,6 +113,7 @@ def t5() -> tuple[nn.Module, dict[str, Any]]:
     ("build", "copies"),
     [
         (gpt2, [4]),
+        (caching_gpt2, [4]),
         (scaled_gpt2, []),
         (resnet, [3]),
         (t5, [3, 4]),
@@ -138,10 +145,14 @@ class Stack(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, *, strange: bool = False, shared: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, *, strange: bool = False, shared: nn.Parameter | None = None, scale: list[float] | None = None
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.strange = strange
+        if scale is not None:
+            self.scale = torch.tensor(scale)
         if shared is not None:
             self.shared = shared
 
@@ -149,6 +160,8 @@ class Layer(nn.Module):
         y = self.linear(x)
         if hasattr(self, "shared"):
             y = y * self.shared
+        if hasattr(self, "scale"):
+            y = y * self.scale
         return x + (y.sin() if self.strange else y)
 
 
@@ -168,8 +181,21 @@ def shared_stack() -> Stack:
         (Stack([Layer() for _ in range(9)], indexed=True), []),
         (Stack([Layer()] * 9), []),
         (shared_stack(), [4]),
+        (Stack([Layer(scale=[0.5, 1.0, 2.0, 4.0]) for _ in range(9)]), [4]),
+        (Stack([Layer(scale=[0.5, 1.0, 2.0, 4.0 + (i == 4)]) for i in range(9)]), []),
     ],
-    ids=["plain", "one differs", "period 3", "head", "collected", "by index", "one module", "shared weight"],
+    ids=[
+        "plain",
+        "one differs",
+        "period 3",
+        "head",
+        "collected",
+        "by index",
+        "one module",
+        "shared weight",
+        "constant",
+        "one constant differs",
+    ],
 )
 def test_whatever_is_done_to_layers_the_graph_is_right(
     model: Stack, copies: list[int], monkeypatch: pytest.MonkeyPatch

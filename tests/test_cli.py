@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from autopar import verify_command
-from autopar.api import captured_model
 from autopar.calls import Call
+from autopar.captures import captured_model
 from autopar.cli import main
 from autopar.mesh import make_mesh
 from autopar.models import load_model

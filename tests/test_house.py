@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "api",
             "calls",
+            "captures",
             "model_plan",
             "staged_model_plan",
             "decorator",

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers as hf
 
-from autopar.api import captured_model
 from autopar.calls import Call
+from autopar.captures import captured_model
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import target_name

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 import autopar
-from autopar.api import captured_model
 from autopar.calls import Call
+from autopar.captures import captured_model
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh

@@ -1,8 +1,16 @@
 """The graph of a batch size made from two others is the graph that is captured at that size."""
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+import transformers
+
+import autopar.capture as capturing
+from autopar.calls import Call
 from autopar.capture.rebatch import Batches, NotLinearError, rebatched
+from autopar.captures import Captures
 from autopar.graph import CapturedModel
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
@@ -31,7 +39,7 @@ def test_a_rebatched_graph_is_the_captured_one(family: str) -> None:
         for got, want in zip(*values, strict=True):
             assert got is None or (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride()), one
         assert one.meta.get("requires_grad") == other.meta.get("requires_grad")
-    assert asked == ([1, 8] if family in LIKE_ONE else [1, 8, 2] if family != "mixtral" else [1, 8, 2, 4])
+    assert asked == ([8, 1] if family in LIKE_ONE else [8, 1, 2] if family != "mixtral" else [8, 1, 2, 4])
 
 
 def test_a_line_that_proved_wrong_gives_way_to_the_next_and_then_to_captures() -> None:
@@ -42,10 +50,62 @@ def test_a_line_that_proved_wrong_gives_way_to_the_next_and_then_to_captures() -
         return zoo_graph("gpt2", size)
 
     batches = Batches(capture=captured, batch=8)
-    for expected in ([1, 8], [1, 8, 2], [1, 8, 2, 4], [1, 8, 2, 4]):
+    for expected in ([8, 1], [8, 1, 2], [8, 1, 2, 4], [8, 1, 2, 4]):
         assert batches.at(4).fingerprint == zoo_graph("gpt2", 4).fingerprint
         assert asked == expected
         batches.distrust()
+
+
+def test_what_sizes_share_is_taken_for_granted_at_the_ends_of_lines_alone() -> None:
+    """And found once, when the first end is asked for; what is asked for as captured is captured anew."""
+    asked, shared = list[int](), list[int]()
+
+    def captured(size: int) -> CapturedModel:
+        asked.append(size)
+        return zoo_graph("gpt2", size)
+
+    def sharing() -> Callable[[int], CapturedModel]:
+        def capture(size: int) -> CapturedModel:
+            shared.append(size)
+            return zoo_graph("gpt2", size)
+
+        return capture
+
+    batches = Batches(capture=captured, batch=8, shared=sharing)
+    for size in (4, 2, 1, 8, 4):
+        assert batches.at(size).fingerprint == zoo_graph("gpt2", size).fingerprint
+    assert (asked, shared) == ([8], [1])
+    assert batches.captured(1).fingerprint == zoo_graph("gpt2", 1).fingerprint
+    assert (asked, shared) == ([8, 1], [1])
+    batches.distrust()
+    assert batches.at(4).fingerprint == zoo_graph("gpt2", 4).fingerprint
+    assert (asked, shared) == ([8, 1], [1, 2])
+
+
+def test_layers_that_are_alike_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole batch, whatever is captured beside; the graphs are those of captures that look for themselves."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=9, n_head=4, vocab_size=101, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    call = Call(kwargs={"input_ids": torch.zeros(8, 16, dtype=torch.long), "labels": torch.zeros(8, 16).long()})
+    finder, found = capturing.find_repeats, []
+
+    def noted(*args: Any) -> Any:
+        found.append(finder(*args))
+        return found[-1]
+
+    monkeypatch.setattr(capturing, "find_repeats", noted)
+    alone, sharing = (Captures(model=model, call=call, precision="fp32") for _ in range(2))
+    expected = {size: alone.at(size).fingerprint for size in (8, 4, 1)}
+    assert len(found) == 3 and found[0] and found[0] == found[1] == found[2]
+    for begun in (False, True):
+        sharing = Captures(model=model, call=call, precision="fp32")
+        batches = Batches(capture=sharing.at, batch=8, shared=sharing.sharing)
+        found.clear()
+        if begun:
+            batches.begin_line()
+        assert {size: batches.at(size).fingerprint for size in (8, 4, 1)} == expected
+        assert len(found) == (1 if begun else 2)  # the first capture looks for itself where nothing was begun
+        batches.close()
 
 
 def test_graphs_that_differ_in_more_than_sizes_are_not_taken_for_a_line() -> None:

@@ -10,8 +10,8 @@ from process_group import ranks
 from torch import nn
 
 from autopar import api
-from autopar.api import captured_model
 from autopar.calls import Call
+from autopar.captures import captured_model
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel

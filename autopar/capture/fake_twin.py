@@ -57,3 +57,8 @@ def new_inputs(mode: FakeTensorMode, tensors: Sequence[tuple[str, Tensor]]) -> t
 def has_value(tensor: Tensor) -> bool:
     """Is there data behind a tensor, neither fake nor meta?"""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def device_of(tensor: Tensor) -> torch.device | None:
+    """Where a fake tensor pretends to live, without a dispatch; None for others."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else None

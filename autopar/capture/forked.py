@@ -18,14 +18,15 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+NICE = 10
 SIZE = 8
 """Bytes of the length of an answer."""
 
 
 class Forked:
-    """`work()` in a copy of this process, begun at once; `answer` waits for its bytes."""
+    """`work()` in a copy of this process, begun at once; `answer` waits for its bytes. nice: others come first."""
 
-    def __init__(self, work: Callable[[], bytes]) -> None:
+    def __init__(self, work: Callable[[], bytes], *, nice: bool = False) -> None:
         self._child, self._pipe = 0, -1
         if not can_fork():
             return
@@ -40,7 +41,7 @@ class Forked:
             self._pipe = _closed(self._pipe)
             return
         if self._child == 0:
-            _run(work, end)
+            _run(work, end, NICE if nice else 0)
         os.close(end)
 
     def answer(self, seconds: float) -> bytes | None:
@@ -72,9 +73,10 @@ def _closed(pipe: int) -> int:
     return -1
 
 
-def _run(work: Callable[[], bytes], end: int) -> None:
+def _run(work: Callable[[], bytes], end: int, nice: int) -> None:
     """In the copy: nothing of what is open here is written to or closed."""
     try:
+        os.nice(nice)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)

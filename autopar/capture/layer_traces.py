@@ -1,8 +1,9 @@
 """Which layers of a stack compute the same? One run on fake tensors, every op noted with where its operands come from.
 
 A layer's trace is the list of its ops: target, constants, shapes, and for each tensor its origin: the layer's own op or
-parameter, an op of the layer before, or one fixed thing outside. Layers with equal traces compute the same function of
-the same things, whatever Python did to get there (`if self.layer_idx % 2`, lists in the config, ...).
+parameter, an op of the layer before, a small constant (by its values), or one fixed thing outside. Layers with equal
+traces compute the same function of the same things, whatever Python did to get there (`if self.layer_idx % 2`, lists in
+the config, ...).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autopar.capture.fake_twin import device_of, has_value
 
 Origin = tuple[str, Any]
 DEVICE = torch.ops.prim.device.default
+SMALL = 256
+"""Bytes of a constant that counts by its values: `torch.tensor([])` is another tensor in every layer."""
 FEW = 6
 """Stacks of fewer layers are not worth looking at."""
 
@@ -70,7 +75,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:  # asked of fake tensors at every turn, and nothing is computed
-            return func(*args)
+            return device_of(args[0]) or func(*args)
         origins: list[Origin] = []
         words = f"{func} {self._words(args, origins)} {self._words(kwargs or {}, origins)}"
         result = func(*args, **(kwargs or {}))
@@ -96,8 +101,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "state", self.names[id(tensor)]
         if id(tensor) in self.made:
             return "op", self.made[id(tensor)]
+        if has_value(tensor) and tensor.numel() * tensor.element_size() <= SMALL:
+            return "value", _value(tensor)
         self.alive.append(tensor)
         return "tensor", id(tensor)
+
+
+def _value(tensor: Tensor) -> str:
+    """What a constant holds; fake modes would read garbage."""
+    with _disable_current_modes():
+        return repr(tensor.tolist())
 
 
 @contextmanager

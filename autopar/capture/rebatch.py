@@ -31,14 +31,19 @@ class NotLinearError(Exception):
 class Batches:
     """The graphs of a model by batch size up to `batch`, the whole one; `capture` is asked for few of them.
 
-    lines: pairs of sizes of which the first, as far as is known, gives all others; without one each is captured.
+    shared: finds what captures of all sizes have in common, and gives one that takes it for granted; it serves the ends
+    of lines. lines: pairs of sizes of which the first, as far as is known, gives all others; without one each is
+    captured.
     """
 
     capture: Callable[[int], CapturedModel]
     batch: int
+    shared: Callable[[], Callable[[int], CapturedModel]] | None = None
     lines: list[tuple[int, int]] = field(init=False)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
+    _ends: dict[int, CapturedModel] = field(default_factory=dict)
     _beside: dict[int, Forked] = field(default_factory=dict)
+    _ends_beside: dict[int, Forked] = field(default_factory=dict)
     _longest: float = 0.0
 
     def __post_init__(self) -> None:
@@ -46,42 +51,65 @@ class Batches:
 
     def at(self, size: int) -> CapturedModel:
         """The graph of `size` samples."""
-        while self.lines and size > 1 and size not in self._captured and size not in self.lines[0]:
-            sizes = self.lines[0]
+        while self.lines and size not in self._captured and size != self.batch:
+            few, whole = self.lines[0]
+            if size < few:
+                break
             try:
-                small, large = (self.captured(n) for n in sizes)
-                return rebatched(small, large, sizes, size)
+                large = self.captured(whole)  # first: the other may come from beside meanwhile
+                small = self._end(few)
+                return small if size == few else rebatched(small, large, (few, whole), size)
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
-                if not isinstance(error, (NotLinearError, ValueError)):
+                if size == few or not isinstance(error, (NotLinearError, ValueError)):
                     raise
                 self.distrust()
         return self.captured(size)
 
     def captured(self, size: int) -> CapturedModel:
-        """The graph of `size` samples as it is captured."""
+        """The graph of `size` samples as it is captured, with nothing taken for granted."""
         if size not in self._captured:
-            patience = max(PATIENCE * self._longest, LEAST_SECONDS)
-            came = self._beside.pop(size).answer(patience) if size in self._beside else None
-            began = time.monotonic()
-            self._captured[size] = self.capture(size) if came is None else load(came)
-            self._longest = max(self._longest, time.monotonic() - began)
+            self._captured[size] = self._made(size, self._beside, self.capture)
         return self._captured[size]
+
+    def _end(self, size: int) -> CapturedModel:
+        """The same at the end of a line."""
+        if size in self._captured:
+            return self._captured[size]
+        if size not in self._ends:
+            capture = self.capture if self.shared is None else self.shared()
+            self._ends[size] = self._made(size, self._ends_beside, capture)
+            if self.shared is None:
+                self._captured[size] = self._ends[size]
+        return self._ends[size]
+
+    def _made(self, size: int, beside: dict[int, Forked], capture: Callable[[int], CapturedModel]) -> CapturedModel:
+        patience = max(PATIENCE * self._longest, LEAST_SECONDS)
+        came = beside.pop(size).answer(patience) if size in beside else None
+        began = time.monotonic()
+        made = capture(size) if came is None else load(came)
+        self._longest = max(self._longest, time.monotonic() - began)
+        return made
 
     def begin_line(self) -> None:
         """Capture beside this process what, with the whole batch, gives all others."""
-        if self.lines:
-            self.begin(self.lines[0][0])
+        if not self.lines:
+            return
+        end, capture = self.lines[0][0], self.capture if self.shared is None else self.shared()
+        self._ends_beside[end] = Forked(lambda: dump(capture(end)))
 
     def begin(self, size: int) -> None:
-        """Capture the graph of so many samples beside this process, if it is not there."""
+        """Capture the graph of so many samples beside this process, if it is not there; of no other size then."""
+        for other in self._beside.keys() - {size}:
+            self._beside.pop(other).close()
         if size not in self._captured and size not in self._beside:
-            self._beside[size] = Forked(lambda: dump(self.capture(size)))
+            self._beside[size] = Forked(lambda: dump(self.capture(size)), nice=True)
 
     def close(self) -> None:
         """Begin nothing more, and end what was not asked for."""
-        for one in self._beside.values():
+        for one in (*self._beside.values(), *self._ends_beside.values()):
             one.close()
         self._beside.clear()
+        self._ends_beside.clear()
 
     def distrust(self) -> None:
         """The first line does not give the graphs of other sizes."""

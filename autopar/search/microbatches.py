@@ -102,8 +102,11 @@ def search_microbatches(
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
     tell: Callable[[str], None],
+    shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
 ) -> Answer:
     """`choose_microbatches` among all divisors of `batch`; `capture` gives the graph of so many samples.
+
+    shared: see `Batches`.
 
     Raises:
         BatchError: if the inputs have no batch in common (None).
@@ -113,7 +116,7 @@ def search_microbatches(
             "the best number of micro-batches was asked, but the inputs have no batch in common; give microbatches=1, "
             "or inputs with the batch first in every tensor"
         )
-    batches = Batches(capture=capture, batch=batch)
+    batches = Batches(capture=capture, batch=batch, shared=shared)
 
     def part(count: int) -> CapturedModel:
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))

@@ -102,7 +102,8 @@ def plan_program(
     """`make_plan` for a program and prices at hand.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
-    share: of a pipeline rank, whose memory is limited instead of the whole model's. prices: of memory, see `ilp.solve`.
+    share: of a pipeline rank, whose memory is limited instead of the whole model's; its plan is not priced. prices: of
+    memory, see `ilp.solve`.
     is_below: the relaxation within the limit is known to be below the cutoff. mixes: of a rank's plan, told a slow one
     that fits and a fast one that does not, if a mixture may be near the bound; then nothing better was looked for.
 
@@ -136,9 +137,13 @@ def plan_program(
                 if plan.estimate.step_seconds * (1 - relative_gap) <= bound:
                     facts["status"] = "optimal"
         bounds.append(bound)
-        return plan if plan.estimate.seconds else _evaluated(plan, program, pricer), bound, facts
+        is_priced = share is not None or plan.estimate.seconds  # of a rank stages are priced, not the whole
+        return plan if is_priced else _evaluated(plan, program, pricer), bound, facts
 
-    plan, _, facts = search(limit) if share is not None else fitting(search, _peak_nbytes, limit)
+    if share is not None:
+        plan, bound, facts = search(limit)
+        return plan.with_estimate(replace(plan.estimate, bound=bound, solver=facts))
+    plan, _, facts = fitting(search, _peak_nbytes, limit)
     bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
     if not fold and "build_seconds" in facts:
         folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)

@@ -34,15 +34,24 @@ def least_within(
     memory = graph.memory
     assert memory is not None
     if math.isinf(memory.limit):
-        return least_seconds(replace(graph, memory=None))
+        return least_seconds(replace(graph, memory=None), cutoff)
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    reached = cutoff * (1 + GAP)
 
     def solved(cheap: StrategyGraph, at: Floats) -> tuple[Plane | None, float]:
         small = reduce(cheap)
         linear = formulate(small.graph)
-        answer = linear.model.solve(relaxed=True, seconds=max(deadline - time.monotonic(), 0.0) if seconds else None)
+        enough = None if math.isinf(cutoff) else linear.scale * (reached - float(at @ (memory.base - memory.limit)))
+        answer = linear.model.solve(
+            relaxed=True,
+            seconds=max(deadline - time.monotonic(), 0.0) if seconds else None,
+            cutoff=enough,
+            perturbs=enough is None,
+        )
         if answer.infeasible:
             raise incompatible()
+        if enough is not None and answer.bound >= enough:
+            return None, answer.bound / linear.scale  # how much more does not matter
         if answer.values is None or not answer.optimal:
             return None, -math.inf
         least = answer.bound / linear.scale
@@ -56,7 +65,7 @@ def least_within(
         lambda: math.inf,
         planes=[],
         relative_gap=GAP,
-        cutoff=cutoff * (1 + GAP),
+        cutoff=reached,
         over=lambda: time.monotonic() >= deadline,
         start=remembered(prices, memory.moments),
         only=True,

@@ -100,7 +100,8 @@ def way_seconds(
         once=np.where(ranks == way.rank, 1.0, 0.0),
     )
     if limit is None:
-        return least_seconds(build(program, pricer, limit=None, fold=fold, paid=paid).graph) + way.sent
+        graph = build(program, pricer, limit=None, fold=fold, paid=paid).graph
+        return least_seconds(graph, cutoff - way.sent) + way.sent
     known = {} if prices is None else prices
     graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid).graph
     if not exact:

@@ -39,8 +39,18 @@ from autopar.search.joint.critical_path import Way
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
-from autopar.search.joint.questions import Answer, Question, Refined, Refining, Setup, Solved, Solving, Tightening
-from autopar.search.joint.relaxing import Asked, Pricers, relaxed_seconds
+from autopar.search.joint.questions import (
+    Answer,
+    Question,
+    Refined,
+    Refining,
+    Relaxing,
+    Setup,
+    Solved,
+    Solving,
+    Tightening,
+)
+from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.known.baselines import memory_limit
@@ -63,6 +73,7 @@ MESSAGES = 1.1
 class Joint:
     """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
 
+    improved: told the number of a plan that is better than the best before it, which was not the first.
     helpers: run `joint.helper` and answer beside this process.
     """
 
@@ -70,11 +81,13 @@ class Joint:
     setup: Setup
     tell: Callable[[str], None] = lambda _: None
     helpers: Helpers | None = None
+    improved: Callable[[int], None] = lambda _: None
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
     _programs: dict[int, Program] = field(default_factory=dict)
     _own: dict[Candidate, float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
     _best: float = math.inf
+    _told: float = math.inf
     _prices: KnownPrices = field(default_factory=KnownPrices)
     _refined: set[Candidate] = field(default_factory=set)
     _scouts: set[Candidate] = field(default_factory=set)
@@ -109,11 +122,11 @@ class Joint:
         """The numbers of micro-batches whose graphs a question is about."""
         if isinstance(question, Refining | Solving | Tightening):
             return {question.key.microbatches, min(self.setup.counts)}
-        return {question[1]}
+        return {question.microbatches}
 
     def _fresh(self, question: Question) -> Question:
         """A plan that was found since lowers the cutoff."""
-        if isinstance(question, Refining | Solving):
+        if isinstance(question, Relaxing | Refining | Solving):
             return replace(question, cutoff=min(question.cutoff, self._best * (1 - self.setup.relative_gap)))
         return question
 
@@ -130,8 +143,8 @@ class Joint:
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
-        arrangement, m, times = question
-        return relaxed_seconds(self.program(m), self._pricers.of(arrangement, m, loose=True), times, self.setup.fold)
+        m, pricer = question.microbatches, self._pricers.of(question.arrangement, question.microbatches, loose=True)
+        return relaxed_seconds(self.program(m), pricer, question.times, self.setup.fold, question.enough())
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -211,7 +224,8 @@ class Joint:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
         more, and last its own rounds: many candidates share these steps. (With few samples at a time the batch splits
         no more; from there on all are far above.)"""
-        arrangement, m, times = wanted = self._wanted(key, cutoff)
+        wanted = self._wanted(key, cutoff)
+        arrangement, m, times = wanted.arrangement, wanted.microbatches, wanted.times
         own = self._step.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
         found = self._ahead.of(wanted) / arrangement.pipeline
@@ -239,7 +253,7 @@ class Joint:
     def _refining(self, key: Candidate, cutoff: float) -> Refining:
         return Refining(key=key, cutoff=cutoff, prices=dict(self._prices.of(key.arrangement.pipeline)))
 
-    def _wanted(self, key: Candidate, cutoff: float) -> Asked:
+    def _wanted(self, key: Candidate, cutoff: float) -> Relaxing:
         """The relaxation that comes next for this candidate; of a scout its own. While no plan is known those of its
         divisors by steps that double."""
         is_scout = key in self._scouts
@@ -252,10 +266,14 @@ class Joint:
         known = [i for i, n in enumerate(shared) if (alike, n) in self._least]
         following = max(known) + 2 ** (len(known) - 1) if known else 0
         if shared and (not known or following < len(shared) - 1):
-            return alike, shared[following], shared[following]
-        return alike, key.microbatches, self._step.times(key)
+            return self._relaxing(key, shared[following], shared[following])
+        return self._relaxing(key, key.microbatches, self._step.times(key))
 
-    def _first_open(self, key: Candidate, cutoff: float) -> Asked:
+    def _relaxing(self, key: Candidate, microbatches: int, times: int) -> Relaxing:
+        cutoff = self._best * (1 - self.setup.relative_gap)
+        return Relaxing(arrangement=first_alike(key.arrangement), microbatches=microbatches, times=times, cutoff=cutoff)
+
+    def _first_open(self, key: Candidate, cutoff: float) -> Relaxing:
         """That of the fewest micro-batches which may be below the cutoff themselves, by all that is known: theirs has
         to be found in any case, in the rounds that they take, and bounds their multiples. Last the candidate's own."""
         alike = first_alike(key.arrangement)
@@ -263,8 +281,8 @@ class Joint:
             fewer = replace(key, microbatches=n)
             is_open = n in self.setup.counts and (alike, n) not in self._least
             if is_open and self.bound(fewer) < cutoff:
-                return alike, n, self._step.times(fewer) if key.chunks == 1 else n
-        return alike, key.microbatches, self._step.times(key)
+                return self._relaxing(key, n, self._step.times(fewer) if key.chunks == 1 else n)
+        return self._relaxing(key, key.microbatches, self._step.times(key))
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
         came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
@@ -273,6 +291,9 @@ class Joint:
         self._prices.remember(key.arrangement.pipeline, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
+        if came.found[1] < self._told < math.inf:
+            self.improved(key.microbatches)
+        self._told = min(self._told, came.found[1])
         self._best = min(self._best, came.found[1])
         return came.found
 

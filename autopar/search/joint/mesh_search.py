@@ -53,12 +53,13 @@ def search_meshes(
     with_baselines: bool = True,
     tell: Callable[[str], None] = lambda _: None,
     finish: Callable[[Answer, CapturedModel], Answer] = lambda answer, _: answer,
+    shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
 ) -> tuple[Answer, CapturedModel]:
     """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
     `microbatches` is given, all divisors of `batch`, with the graph that it is for.
 
-    capture: the graph of so many samples, of the whole batch for None. finish: what is still done to the plan found,
-    while its graph is captured in another process. The plan's `estimate.solver["search"]` says
+    capture: the graph of so many samples, of the whole batch for None; shared: see `Batches`. finish: what is still
+    done to the plan found, while its graph is captured in another process. The plan's `estimate.solver["search"]` says
     what was searched and which alternatives were near.
 
     Raises:
@@ -66,13 +67,17 @@ def search_meshes(
         InfeasibleError: if no plan fits.
     """
     began = time.monotonic()
-    batches = Batches(capture=capture, batch=batch or 1)
+    batches = Batches(capture=capture, batch=batch or 1, shared=shared)
     counts = (microbatches,) if microbatches is not None else (1,) if batch is None else divisors(batch)
 
     def graph(count: int) -> CapturedModel:
         if batch is None:
             return accumulate_gradients(capture(batch), count, lambda: capture(batch))
         return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
+
+    def begin(count: int) -> None:
+        if batch is not None:
+            batches.begin(batch // count)
 
     def keys(num_blocks: int) -> list[Candidate]:
         possible = tuple(n for n in parts(cluster) if n <= num_blocks)
@@ -97,21 +102,21 @@ def search_meshes(
         held.enter_context(_uncollected())
         if batch is not None and counts != (1,):  # else there is one size
             held.callback(batches.close)
-            batches.begin_line()
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
+        if batch is not None and counts != (1,):
+            batches.begin_line()
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
             whole = graph(min(counts))
             asked = keys(len(block_starts(whole)) + 1)
             if helpers is None and len(asked) >= MANY:
                 helpers = _helpers(held)
-            joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers)
+            joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers, improved=begin)
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome)
             count = outcome.key.microbatches
-            if batch is not None:
-                batches.begin(batch // count)
+            begin(count)
             found = _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh)
             found = finish(found, joint.captured(count))
             own = graph(count) if batch is None else _captured(batches, batch, count)

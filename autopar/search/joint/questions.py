@@ -1,5 +1,6 @@
 """What do the processes of a joint search ask each other, and what comes back?"""
 
+import math
 from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
@@ -8,7 +9,7 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import Way
-from autopar.search.joint.relaxing import Asked
+from autopar.search.meshes import Arrangement
 from autopar.staged_plan import StagedPlan
 
 Answer = Plan | StagedPlan
@@ -23,6 +24,24 @@ class Setup:
     config: TrainConfig
     relative_gap: float
     fold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxing:
+    """The question what `times` micro-batches, and what is paid once, take at least with memory aside, whatever the
+    cutoff, on the first of the meshes that are alike.
+
+    cutoff: of a step's seconds.
+    """
+
+    arrangement: Arrangement
+    microbatches: int
+    times: int
+    cutoff: float = field(compare=False, default=math.inf)
+
+    def enough(self) -> float:
+        """Seconds that show a step of this number, or of any multiple of it, to take no less than the cutoff."""
+        return self.cutoff * self.arrangement.pipeline * max(self.times / self.microbatches, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +106,4 @@ class Tightening:
     prices: dict[int, float] = field(compare=False)
 
 
-Question = Asked | Refining | Solving | Tightening
+Question = Relaxing | Refining | Solving | Tightening

@@ -1,6 +1,7 @@
 """What does a mesh take at least, memory aside and within it? The joint search's bounds, a second each on three axes
 and several within memory."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from autopar.plan import TrainConfig
@@ -17,12 +18,11 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
 
 RECENT = 8
-Asked = tuple[Arrangement, int, int]
-"""Mesh, the first of those alike; number of micro-batches, and how many of them are paid for."""
 
 
-def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) -> float:
-    """The least that `times` micro-batches and what is paid once take on the pricer's mesh, memory aside (a bound)."""
+def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool, cutoff: float = math.inf) -> float:
+    """The least that `times` micro-batches and what is paid once take on the pricer's mesh, memory aside (a bound); no
+    better than the cutoff."""
     accumulation, known = program.captured.accumulation, program.made
     if accumulation is not None and times != accumulation.microbatches:
         again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
@@ -30,7 +30,7 @@ def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool) ->
         program.made.update(known)
     graph = build(program, pricer, limit=None, fold=fold).graph
     known.update(program.made)
-    return least_seconds(graph)
+    return least_seconds(graph, cutoff)
 
 
 def seconds_within(

@@ -42,7 +42,7 @@ def uneven_seconds(program: Program, pricer: Pricer, schedule: str, p: int, m: i
     least = np.inf
     for among in grouped(around, work, np.array(fold_program(program).class_of)):
         paid = Fewest(tuple(among))
-        least = min(least, least_seconds(build(program, pricer, limit=None, paid=paid).graph))
+        least = min(least, least_seconds(build(program, pricer, limit=None, paid=paid).graph, cutoff))
         if least < cutoff:
             return 0.0
     return least if least < np.inf else 0.0

@@ -1,0 +1,81 @@
+"""What does a call of a model compute in a precision? Its graph at the batch sizes that a search asks for.
+
+With every size the same layers are alike, which is found once where another capture can do without.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.calls import Call
+from autopar.capture import alike_layers, capture
+from autopar.capture.repeats import Repeat
+from autopar.graph import CapturedModel
+from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
+
+
+@dataclass(slots=True, kw_only=True)
+class Captures:
+    """The graphs of a model by batch size. bare: what the model was last seen to return, see `Call`."""
+
+    model: nn.Module
+    call: Call
+    precision: str
+    loss_fn: Callable[..., Any] | None = None
+    bare: bool = False
+    _layers: tuple[Repeat, ...] | None = None
+
+    def at(self, size: int | None) -> CapturedModel:
+        """The graph of so many samples, None for those of the call, whatever was found before at another size."""
+        own = self.call if size is None else self.call.with_batch(size)
+        captured, seen = self._captured(own, self._layers if own is self.call else None)
+        self.bare = seen.bare
+        return captured
+
+    def sharing(self) -> Callable[[int], CapturedModel]:
+        """`at`, but for the layers that are alike: those that are in the call's own batch, which is found now."""
+        if self._layers is None:
+            model, call = _computed(self.model, self.call, PRECISIONS[self.precision])
+            self._layers = alike_layers(model, call.args, call.kwargs, loss_fn=self.loss_fn)
+        return lambda size: self._captured(self.call.with_batch(size), self._layers)[0]
+
+    def _captured(self, call: Call, layers: tuple[Repeat, ...] | None) -> tuple[CapturedModel, Call]:
+        return captured_model(self.model, call, self.precision, self.loss_fn, layers=layers)
+
+
+def captured_model(
+    model: nn.Module,
+    call: Call,
+    precision: str,
+    loss_fn: Callable[..., Any] | None = None,
+    microbatches: int = 1,
+    *,
+    layers: tuple[Repeat, ...] | None = None,
+) -> tuple[CapturedModel, Call]:
+    """The graph of a micro-batch in a precision, and the call (of the global batch) with what it was seen to return.
+
+    layers: of the model, known to be alike.
+    """
+    dtypes = PRECISIONS[precision]
+    computed, whole = _computed(model, call, dtypes)
+    part = whole.microbatch(microbatches)
+    bare = [loss_fn is not None]
+    watch = computed.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
+    try:
+        captured = capture(computed, part.args, part.kwargs, loss_fn=loss_fn, repeats=layers)
+    finally:
+        watch.remove()
+    captured = accumulate_gradients(
+        captured, microbatches, lambda: capture(computed, whole.args, whole.kwargs, loss_fn=loss_fn)
+    )
+    return with_storage(captured, dtypes), replace(call, bare=bare[-1])
+
+
+def _computed(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Module, Call]:
+    """Model and call in the dtype that is computed in."""
+    if has_dtype(model, dtypes.compute):
+        return model, call
+    return computed_twin(model, dtypes), call.in_dtype(dtypes.compute)
