@@ -133,9 +133,11 @@ def test_linear_programs_at_prices_find_what_the_one_with_rows_for_moments_does(
         free = least_within(replace(graph, memory=replace(graph.memory, limit=math.inf)), prices={})
         assert free <= relaxed * (1 + 1e-6) + 1e-9, seed
         assert relaxed * (1 - 2e-3) - 1e-9 <= found <= relaxed * (1 + 1e-6) + 1e-9, seed
-        for cutoff in (0.9 * relaxed, 1.1 * relaxed):
+        for cutoff in (0.5 * relaxed, 0.9 * relaxed, 1.1 * relaxed):
             prices = {7: 1e-10} if seed % 2 else {}
-            assert (least_within(graph, cutoff=cutoff, prices=prices) >= cutoff) == (cutoff < relaxed), seed
+            bound = least_within(graph, cutoff=cutoff, prices=prices)
+            assert (bound >= cutoff) == (cutoff < relaxed), seed
+            assert bound <= relaxed * (1 + 1e-6) + 1e-9, seed
         seen += 1
     assert seen > 3
 

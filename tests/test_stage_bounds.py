@@ -287,7 +287,9 @@ def test_the_relaxation_is_below_every_choice(first: int) -> None:
             with pytest.raises(InfeasibleError):
                 solve(drawn)
             continue
-        assert least_seconds(drawn) <= best * (1 + 1e-6) + 1e-9
+        assert (least := least_seconds(drawn)) <= best * (1 + 1e-6) + 1e-9
+        for cutoff in (0.0, 0.3 * least, 0.9 * least, 1.1 * least):  # it ends earlier, and bounds as well
+            assert min(cutoff, least) * (1 - 1e-9) <= least_seconds(drawn, cutoff) <= best * (1 + 1e-6) + 1e-9
 
 
 def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_less() -> None:
