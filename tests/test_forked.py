@@ -106,3 +106,18 @@ def test_graphs_captured_beside_are_those_captured_here(fails: bool) -> None:
     assert {size: beside.at(size).fingerprint for size in (8, 4, 2, 1)} == wanted
     assert sizes == ([8, 1] if fails else [8]) or sizes == ([1, 8] if fails else [8])
     beside.close()
+
+
+def test_of_what_is_captured_beside_only_the_last_that_was_begun_goes_on() -> None:
+    """A better plan was found: the graph of the one before is of no use."""
+    batches = Batches(capture=lambda size: zoo_graph("llama", size), batch=8)
+    batches.begin(4)
+    first = batches._beside[4]
+    batches.begin(4)
+    assert batches._beside == {4: first}
+    batches.begin(2)
+    assert list(batches._beside) == [2] and first.answer(1.0) is None
+    assert batches.captured(2).fingerprint == zoo_graph("llama", 2).fingerprint
+    batches.begin(2)
+    assert not batches._beside  # it is there
+    batches.close()
