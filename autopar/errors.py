@@ -45,7 +45,11 @@ class InfeasibleError(AutoparError):
 
 
 class SearchTimeoutError(AutoparError):
-    """The time given ended before any solution was found."""
+    """The time given ended before any solution was found. `bound`: seconds that every solution is proved to take."""
+
+    def __init__(self, message: str, *, bound: float = 0.0) -> None:
+        super().__init__(message)
+        self.bound = bound
 
 
 class ContestFileError(AutoparError):

@@ -65,7 +65,7 @@ class Drawn:
     def scouts(self, keys: Sequence[int]) -> Sequence[int]:
         return keys[::7]
 
-    def tighten(self, key: int, cutoff: float) -> None:
+    def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
         """Half way to the cost, if there is one."""
         if not math.isinf(self.costs[key]):
             self.second[key] = (self.second[key] + self.costs[key]) / 2
@@ -147,7 +147,7 @@ def test_an_interrupt_before_any_answer_is_an_interrupt() -> None:
 
 def test_an_interrupt_while_bounds_are_tightened_keeps_the_answer() -> None:
     class Stopped(Drawn):
-        def tighten(self, key: int, cutoff: float) -> None:
+        def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
             raise KeyboardInterrupt
 
     statuses = set()
@@ -161,7 +161,7 @@ def test_an_interrupt_while_bounds_are_tightened_keeps_the_answer() -> None:
 
 def test_a_bound_that_cannot_be_bettered_does_not_keep_the_others_low() -> None:
     class Stuck(Drawn):
-        def tighten(self, key: int, cutoff: float) -> None:
+        def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
             if key % 3 and not math.isinf(self.costs[key]):
                 self.second[key] = self.costs[key]
                 self.sharp.add(key)
@@ -175,6 +175,30 @@ def test_a_bound_that_cannot_be_bettered_does_not_keep_the_others_low() -> None:
         assert outcome.bound == min([outcome.cost, *stuck]) <= min(problems.costs)
         seen += len(stuck)
     assert seen
+
+
+def test_an_answer_met_while_bounds_are_tightened_is_taken() -> None:
+    """Of problems that were given up for their time; what is proved then holds for it."""
+
+    class Slow(Drawn):
+        def solve(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float]:
+            if key % 2:
+                raise SearchTimeoutError("no time")
+            return super().solve(key, cutoff, seconds)
+
+        def tighten(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float] | None:
+            self.second[key] = self.costs[key]
+            self.sharp.add(key)
+            return None if math.isinf(self.costs[key]) else (f"answer {key}", self.costs[key], self.costs[key])
+
+    taken = 0
+    for seed in range(20):
+        problems = Slow(seed)
+        outcome = best_first(problems, range(30), relative_gap=0.0)
+        assert outcome.key is not None and outcome.cost == problems.costs[outcome.key] == min(problems.costs)
+        assert outcome.answer == f"answer {outcome.key}" and outcome.bound == outcome.cost
+        taken += outcome.key % 2
+    assert 0 < taken < 20
 
 
 def graph_of(batch: int) -> CapturedModel:

@@ -79,7 +79,12 @@ def find_exactly(
         problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None, below: float = cutoff
     ) -> Solution:
         mixing = mixes and problem is not plain
-        return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices, mixing)
+        try:
+            return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices, mixing)
+        except SearchTimeoutError as error:
+            if problem is not plain:
+                raise
+            raise SearchTimeoutError(str(error)) from error  # of plans that run nothing again
 
     tell("building the strategy graph")
     if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see

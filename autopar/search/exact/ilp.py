@@ -57,8 +57,7 @@ def solve(
     from which prices of memory start; replaced by those found. `mixes`: a mixture of two choices that promises to be
     near enough will do as well, and no program is solved for a better single one.
 
-    `hint` is a choice (one option a node) to start from; it never changes what is optimal. `on_progress` is called with
-    the incumbent and the bound as they improve.
+    `hint`: a choice (one option a node) to start from. `on_progress` is told incumbent and bound as they improve.
 
     Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`),
     SearchTimeoutError when `seconds` end before anything is found, and CutoffError where the cutoff is reached.
@@ -92,7 +91,8 @@ def solve(
     if found.infeasible:
         raise incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
     raise SearchTimeoutError(
-        f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint"
+        f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint",
+        bound=found.bound,
     )
 
 

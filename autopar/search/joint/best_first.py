@@ -77,8 +77,9 @@ class Problems(Protocol[Asked, Given]):
     def refine(self, key: Asked, cutoff: float) -> None:
         """Work harder for a better bound of one that is sharpened; once, and before it is solved."""
 
-    def tighten(self, key: Asked, cutoff: float) -> None:
-        """Work for a better bound, no better than the cutoff, of one that `solve` answered, or gave up."""
+    def tighten(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float] | None:
+        """Work for a better bound, no better than the cutoff, of one that `solve` answered, or gave up; where a better
+        answer is met on the way, that."""
 
     def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
         """These are tightened next."""
@@ -181,7 +182,7 @@ def best_first(
     if outcome.status == PROVED:
         try:
             deadline = None if seconds is None else began + seconds
-            _tighten(problems, outcome, outcome.cost * (1 - relative_gap), deadline, tell)
+            _tighten(problems, outcome, relative_gap, deadline, tell)
         except KeyboardInterrupt:  # the answer stands, with the bounds known so far
             outcome.status = INTERRUPTED
     outcome.bound = min([outcome.cost, *outcome.bounds.values(), *outcome.excluded.values()])
@@ -282,12 +283,13 @@ class _Open(Generic[Key, Answer]):
 def _tighten(
     problems: Problems[Key, Answer],
     outcome: Outcome[Key, Answer],
-    cutoff: float,
+    relative_gap: float,
     deadline: float | None,
     tell: Callable[[str], None],
 ) -> None:
     """Better bounds for those that were worked at and are not proved, the least first. One that cannot be brought to
     the cutoff says how far the others are worth while."""
+    cutoff = outcome.cost * (1 - relative_gap)
     owners = {key: known for known in (outcome.excluded, outcome.bounds) for key in known}
     left = sorted((key for key in owners if owners[key][key] < cutoff), key=lambda key: owners[key][key])
     while left:
@@ -298,8 +300,12 @@ def _tighten(
             continue
         problems.foresee_tightening(left, cutoff)
         tell(f"tightening the bound of {key}")
-        problems.tighten(key, cutoff)
+        found = problems.tighten(key, cutoff, None if deadline is None else deadline - time.monotonic())
         owners[key][key] = max(owners[key][key], problems.bound(key))
+        if found is not None and found[1] < outcome.cost:
+            outcome.key, outcome.answer, outcome.cost = key, found[0], found[1]
+            outcome.solved[key] = found[1]
+            cutoff = min(cutoff, outcome.cost * (1 - relative_gap))
         cutoff = min(cutoff, owners[key][key])
 
 

@@ -25,20 +25,17 @@ from typing import Any
 
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
-from autopar.plan import Plan
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.graph.moments import Share
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.best_first import Known
-from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.known_prices import KnownPrices
-from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
+from autopar.search.joint.memory_bounds import MemoryBounds
 from autopar.search.joint.questions import (
     Answer,
     Question,
@@ -52,19 +49,12 @@ from autopar.search.joint.questions import (
 )
 from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
+from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
-from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
-from autopar.search.planner import plan_program
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
-FIRST_SECONDS = 20.0
-"""The same while no plan is known: a good one saves more time than it takes."""
-FIRST_PART = 0.6
-"""Part of that for interleaved stages as they are first planned: most do not fit yet."""
-AGAIN_SECONDS, LEAST_SECONDS = 10.0, 0.1
-"""Given at least to planning it again, within less memory; and when the time of all problems is over."""
 MESSAGES = 1.1
 """What a step in stages took beside its bound for uneven stages (Llama 70B, 1f1b of 8 to 64 stages: 1.08 to 1.12)."""
 
@@ -95,6 +85,7 @@ class Joint:
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
     _bounds: MemoryBounds = field(init=False)
+    _solver: Solver = field(init=False)
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +94,7 @@ class Joint:
         self._bounds = MemoryBounds(
             program=self.program, pricers=self._pricers, setup=self.setup, step=self._step, prices=self._prices
         )
+        self._solver = Solver(bounds=self._bounds, tell=self.tell)
         self._ahead = Ahead(
             here=self.answer,
             fresh=self._fresh,
@@ -285,7 +277,9 @@ class Joint:
         return self._relaxing(key, key.microbatches, self._step.times(key))
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
-        came: Solved = self._ahead.of(self._solving(key, cutoff, seconds))
+        return self._taken(key, self._ahead.of(self._solving(key, cutoff, seconds)))
+
+    def _taken(self, key: Candidate, came: Solved) -> tuple[Answer, float, float]:
         self._own[key] = max(self._own.get(key, 0.0), came.own)
         self._ways[key] = came.way or self._ways.get(key)
         self._prices.remember(key.arrangement.pipeline, came.prices)
@@ -310,76 +304,26 @@ class Joint:
     def _solved(self, asked: Solving) -> Solved:
         key = asked.key
         self._prices.remember(key.arrangement.pipeline, asked.prices)
-        found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
-        try:
-            found = self._solve(asked)
-            self._best = min(self._best, found[1])
-        except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
-            found = error
-        return Solved(
-            found=found,
-            own=self._own.get(key, 0.0),
-            way=self._ways.get(key),
-            prices=dict(self._prices.of(key.arrangement.pipeline)),
-        )
+        came = self._solver.solved(asked)
+        if not isinstance(came.found, Exception):
+            self._best = min(self._best, came.found[1])
+        return came
 
-    def _solve(self, asked: Solving) -> tuple[Answer, float, float]:
-        key, cutoff = asked.key, asked.cutoff
-        p = key.arrangement.pipeline
-        program = self.program(key.microbatches)
-        once, bubble = self._step.rounds(key, key.microbatches).once, self._step.with_bubble(key, 0.0)
-        if cutoff < math.inf and not asked.is_refined and (least := self._bounds.within_memory(key, cutoff)) >= cutoff:
-            if least == math.inf:
-                raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
-            raise CutoffError(least)
-        room = memory_limit(key.arrangement.cluster, self.setup.config)
-        began, most = time.monotonic(), PLAN_SECONDS if cutoff < math.inf else FIRST_SECONDS
-
-        def whole(
-            pricer: Pricer, share: Share | None = None, mixes: Callable[[Plan, Plan], None] | None = None
-        ) -> Plan:
-            left = most - (time.monotonic() - began)
-            if left < 0.0:
-                raise SearchTimeoutError(f"{key}: no plan was found that fits in {most:g} s")
-            if key.schedule == INTERLEAVED:
-                left = min(left, FIRST_PART * most)
-            left = max(left, AGAIN_SECONDS)
-            if asked.deadline is not None:
-                left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
-            return plan_program(
-                program,
-                pricer,
-                relative_gap=self.setup.relative_gap / 4,  # a better plan leaves fewer bounds to be found
-                seconds=left,
-                with_baselines=False,
-                fold=self.setup.fold,
-                progress=lambda text: self.tell(f"{key}: {text}"),
-                cutoff=(cutoff - bubble) / once * p,
-                say_least=False,
-                share=share,
-                prices=self._prices.of(p),
-                is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
-                mixes=mixes,
-            )
-
-        if p == 1:
-            plan = whole(self.pricer(key))
-            return plan, plan.estimate.step_seconds, plan.estimate.bound
-        try:
-            pricer, cluster = self.pricer(key), self.setup.cluster
-            found = best_staged(program, pricer, cluster, p, key.schedule, key.chunks, whole, cutoff)
-        except CutoffError as error:
-            raise CutoffError(self._step.with_bubble(key, error.bound / p)) from error
-        self._ways[key] = found.way
-        self._own[key] = max(self._own.get(key, 0.0), self._step.with_bubble(key, found.bound))
-        if found.plan is None:
-            raise SearchTimeoutError(f"{key}: no plan was found that fits, which proves nothing")
-        return found.plan, found.plan.estimate.step_seconds, self._own[key]
-
-    def tighten(self, key: Candidate, cutoff: float) -> None:
-        """By a way through its step; a guessed one without a plan."""
+    def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float] | None:
+        """By a way through its step; a guessed one without a plan. Without stages it is solved with more time."""
         if key.schedule:
             self._own[key] = max(self._own.get(key, 0.0), self._ahead.of(self._tightening(key, cutoff)))
+            return None
+        patient = replace(self._solving(key, cutoff, seconds), patient=True, is_refined=False)
+        try:
+            return self._taken(key, self._ahead.of(patient))
+        except CutoffError as error:
+            self._own[key] = max(self._own.get(key, 0.0), error.bound)
+        except InfeasibleError:
+            self._own[key] = math.inf
+        except SearchTimeoutError:
+            pass  # its bound is kept
+        return None
 
     def foresee_tightening(self, keys: Sequence[Candidate], cutoff: float) -> None:
         self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)

@@ -39,8 +39,9 @@ class MemoryBounds:
     _binding: dict[int, int] = field(default_factory=dict)
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
-    def within_memory(self, key: Candidate, cutoff: float) -> float:
-        """What a step takes at least within the memory of a rank, worked at as long as it does not reach the cutoff.
+    def within_memory(self, key: Candidate, cutoff: float, seconds: float = PLAN_SECONDS) -> float:
+        """What a step takes at least within the memory of a rank, worked at until it reaches the cutoff, and for about
+        so many seconds.
 
         Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
         """
@@ -60,7 +61,7 @@ class MemoryBounds:
             share,
             self.setup.fold,
             cutoff=(cutoff - more) / once * p,
-            seconds=PLAN_SECONDS,
+            seconds=seconds,
             prices=self.prices.of(p),
         )
         return self.step.with_bubble(key, found / p)

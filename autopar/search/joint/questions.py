@@ -71,11 +71,13 @@ class Solving:
     """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
 
     is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
+    patient: so long that it is asked once nothing else is left to do.
     """
 
     key: Candidate
     cutoff: float = field(compare=False)
     deadline: float | None = field(compare=False)
+    patient: bool = False
     is_refined: bool = field(compare=False, default=False)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
