@@ -76,6 +76,7 @@ def main() -> int:
 
     first = planned(loaded, arguments, None)
     limit, least, falls, before = first.estimate.peak_nbytes / 1e9, 0.0, 0, 0.0
+    found = 0.0
     factor = None
     for _ in range(arguments.steps):
         began = time.monotonic()
@@ -90,6 +91,7 @@ def main() -> int:
             break
         estimate = made.estimate
         seconds = estimate.step_seconds
+        found = limit
         falls += seconds < before * (1 - arguments.gap)
         before = max(before, seconds)
         row = [f"{limit:.3g}", f"{estimate.peak_nbytes / 1e9:.3g}", f"{seconds * 1e3:.1f}", f"{estimate.gap:.2%}"]
@@ -98,6 +100,7 @@ def main() -> int:
         limit = min(limit, estimate.peak_nbytes / 1e9) * factor
     console = Console(width=160)
     console.print(table)
+    console.print(f"the last limit under which a plan was found is {found:.4g} GB")
     if least:
         console.print(f"the least that would do is {least:.4g} GB")
     console.print(f"{falls} of the plans under a lower limit are faster than one before, beyond the gap")

@@ -76,6 +76,18 @@ def test_who_finds_a_bound_does_not_matter() -> None:
     assert found[0] == pytest.approx(own, rel=1e-12)
 
 
+def test_a_relaxation_ends_where_it_excludes_all_multiples() -> None:
+    """It is a bound wherever it ends, and no worse than what excludes."""
+    here = alone()
+    for one in bounds():
+        least = here.answer(one)
+        for part in (0.5, 0.9, 0.99, 1.1):
+            asked = replace(one, times=one.times + 1, cutoff=part * least)
+            whole, ended = here.answer(replace(asked, cutoff=math.inf)), here.answer(asked)
+            assert min(asked.enough(), whole) * (1 - 1e-9) <= ended <= whole * (1 + 1e-9)
+            assert asked.enough() == pytest.approx(2 * part * least)
+
+
 def test_who_finds_a_plan_does_not_matter() -> None:
     """The plan and its bound, that none is below a cutoff (which may be an older one), and that none fits."""
     first, second, *_ = keys()

@@ -45,7 +45,7 @@ from autopar.search.timeline.staged_buckets import MARK
 SHARES = (0.0, 0.1)
 """Parts of a start that count; the first proves."""
 COPIES_GAP = 1e-2
-PART, LEAST = 0.1, 5.0
+PART, LEAST = 0.25, 5.0
 """What may be spent, in CPU seconds: so much of what was spent before, and so many in any case."""
 
 
