@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-NICE = 10
+NICE = 3
 SIZE = 8
 """Bytes of the length of an answer."""
 
