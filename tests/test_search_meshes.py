@@ -65,11 +65,12 @@ class Drawn:
     def scouts(self, keys: Sequence[int]) -> Sequence[int]:
         return keys[::7]
 
-    def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
+    def tighten(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float] | None:
         """Half way to the cost, if there is one."""
         if not math.isinf(self.costs[key]):
             self.second[key] = (self.second[key] + self.costs[key]) / 2
             self.sharp.add(key)
+        return None
 
     def foresee_tightening(self, keys: Sequence[int], cutoff: float) -> None:
         assert all(self.bound(key) < math.inf for key in keys)
