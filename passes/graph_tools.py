@@ -59,12 +59,14 @@ def infer_meta(node: fx.Node) -> None:
 def run_without_values(target: Any, args: Any, kwargs: Any, *, known: Any = None) -> Any:
     """A call on meta tensors. Attention lays its result as its query lies; its meta kernel says otherwise.
 
-    known: results of the call, but for their strides; attention, whose kernel takes long, is not run then.
+    known: results of the call, but for their strides. Attention, whose kernel takes long, is not run where they do.
     """
-    is_attention = "attention" in str(target)
-    value = known if is_attention and isinstance(known, Tensor) else target(*args, **kwargs)
-    lies_as_query = is_attention and isinstance(value, Tensor) and value.shape == args[0].shape
-    return torch.empty_like(args[0], dtype=value.dtype) if lies_as_query else value
+    value = known if _lies_as_query(target, args, known) else target(*args, **kwargs)
+    return torch.empty_like(args[0]) if _lies_as_query(target, args, value) else value
+
+
+def _lies_as_query(target: Any, args: Any, value: Any) -> bool:
+    return "attention" in str(target) and isinstance(value, Tensor) and value.shape == args[0].shape
 
 
 def needs_grad(node: fx.Node, value: Any) -> bool:

@@ -114,6 +114,17 @@ def test_who_finds_a_plan_does_not_matter() -> None:
                     searching.solve(first, cutoff, None)
 
 
+def test_a_problem_without_stages_is_tightened_by_solving_it_with_more_time() -> None:
+    """Below what it takes the answer comes; else a bound, of what it takes at most."""
+    first, *_ = keys()
+    _, cost, _ = alone().solve(first, math.inf, None)
+    joint = alone()
+    assert joint.tighten(first, cost / 2, None) is None
+    assert cost / 2 <= joint.bound(first) <= cost
+    found = joint.tighten(keys()[1], math.inf, None)
+    assert found is not None and found[1] == alone().solve(keys()[1], math.inf, None)[1]
+
+
 def test_without_the_other_process_answers_are_found_here() -> None:
     asked, here = bounds()[:2], alone()
     with helped(2) as (_, ahead, helpers):

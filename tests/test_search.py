@@ -1,6 +1,8 @@
 """The search: its objective is the evaluated cost of its plan, folding changes nothing, nothing valid is cheaper."""
 
+import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
+from autopar.search import planner
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
-from autopar.search.exact.ilp import solve
+from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
 from autopar.search.graph.extract import extract
 from autopar.search.graph.moments import Moments
@@ -225,3 +228,27 @@ def test_few_moments_keep_every_peak() -> None:
         for _ in range(20):
             nbytes = rng.exponential(size=terms)
             assert (nbytes @ table[:, chosen]).max() == pytest.approx((nbytes @ table).max())
+
+
+@pytest.mark.parametrize("error", [CutoffError(9.0), InfeasibleError("less"), SearchTimeoutError("late", bound=9.0)])
+def test_what_is_proved_within_less_memory_is_none_of_the_limits(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that was found does not fit, call by call, and with less memory there is none: the first bound stands."""
+    find, bounds = planner.find_exactly, list[float]()
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        if bounds:
+            raise error
+        first = find(*args, **kwargs)
+        bounds.append(first.bound)
+        return first
+
+    monkeypatch.setattr(planner, "find_exactly", found)
+    monkeypatch.setattr(planner, "_peak_nbytes", lambda _: math.inf)
+    pricer, program = pricer_of((4,)), program_of("gpt2")
+    with pytest.raises(SearchTimeoutError, match="proves nothing") as refused:
+        planner.plan_program(
+            program, pricer, relative_gap=0.01, seconds=None, with_baselines=False, fold=True, say_least=False
+        )
+    assert refused.value.bound == bounds[0] < 9.0

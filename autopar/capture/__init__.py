@@ -73,7 +73,7 @@ def alike_layers(
     *,
     loss_fn: Callable[..., Any] | None = None,
 ) -> tuple[Repeat, ...]:
-    """The layers of a model, called as for `capture`, that need no tracing. It takes half as long as a capture."""
+    """The layers of a model, called as for `capture`, that need no tracing. Half of a deep model's capture or less."""
     module, tensors = _call(model, args, kwargs, loss_fn)
     return _repeats(model, module, tensors)
 

@@ -137,13 +137,19 @@ def plan_program(
                 if plan.estimate.step_seconds * (1 - relative_gap) <= bound:
                     facts["status"] = "optimal"
         bounds.append(bound)
-        is_priced = share is not None or plan.estimate.seconds  # of a rank stages are priced, not the whole
-        return plan if is_priced else _evaluated(plan, program, pricer), bound, facts
+        as_found = plan.estimate.seconds or is_rank
+        return plan if as_found else _evaluated(plan, program, pricer), bound, facts
 
-    if share is not None:
+    is_rank = share is not None and fold  # then its stages are priced, by who asked
+    if is_rank:
         plan, bound, facts = search(limit)
         return plan.with_estimate(replace(plan.estimate, bound=bound, solver=facts))
-    plan, _, facts = fitting(search, _peak_nbytes, limit)
+    try:
+        plan, _, facts = search(limit) if share is not None else fitting(search, _peak_nbytes, limit)
+    except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
+        if not bounds or (say_least and isinstance(error, InfeasibleError)):
+            raise
+        raise SearchTimeoutError(f"of plans found none fits, which proves nothing: {error}", bound=bounds[0]) from error
     bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
     if not fold and "build_seconds" in facts:
         folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)

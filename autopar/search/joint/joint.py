@@ -319,10 +319,8 @@ class Joint:
             return self._taken(key, self._ahead.of(patient))
         except CutoffError as error:
             self._own[key] = max(self._own.get(key, 0.0), error.bound)
-        except InfeasibleError:
-            self._own[key] = math.inf
-        except SearchTimeoutError:
-            pass  # its bound is kept
+        except (InfeasibleError, SearchTimeoutError):
+            pass  # what was proved by then is kept
         return None
 
     def foresee_tightening(self, keys: Sequence[Candidate], cutoff: float) -> None:

@@ -100,10 +100,9 @@ def search_meshes(
     setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
     with ExitStack() as held:
         held.enter_context(_uncollected())
-        if batch is not None and counts != (1,):  # else there is one size
-            held.callback(batches.close)
+        held.callback(batches.close)
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
-        if batch is not None and counts != (1,):
+        if batch is not None and counts != (1,):  # else there is one size
             batches.begin_line()
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
