@@ -198,6 +198,7 @@ def divides(shape: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> boo
     return shape[dim] % math.prod(mesh.shape[axis] for axis in layout.axes_of(dim)) == 0
 
 
+@lru_cache(maxsize=1 << 12)
 def local_ranges(
     shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:

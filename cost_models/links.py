@@ -9,6 +9,7 @@ only, whichever groups they belong to. A group that is alone shares with its own
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -92,8 +93,7 @@ def axis_links(
     if groups.shape[1] == 1:
         return Links(size=1, crossings=(), regular=True, library=cluster.library)
     counts = [_level_counts(groups, cluster, depth) for depth in range(len(cluster.levels))]
-    # hops, then fewest lanes, slowest level first
-    worst = max(range(len(groups)), key=lambda g: [(int(c["hops"][g]), -int(c["lanes"][g])) for c in counts])
+    worst = _worst(counts)
     crossings = tuple(
         Crossing(
             level=level,
@@ -140,10 +140,22 @@ def _level_counts(groups: npt.NDArray[np.int64], cluster: Cluster, depth: int) -
     }
 
 
+def _worst(counts: Sequence[Mapping[str, npt.NDArray[np.int64]]]) -> int:
+    """The first group with most hops, then fewest lanes, slowest level first."""
+    left = np.arange(len(counts[0]["hops"]))
+    for count in counts:
+        for values in (count["hops"], -count["lanes"]):
+            left = left[values[left] == values[left].max()]
+    return int(left[0])
+
+
 def _companions(unit: npt.NDArray[np.int64], weight: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.int64]:
-    """For each rank of each group, how many of its group are in the same unit (or the weight of these)."""
-    key = np.arange(len(unit))[:, None] * (int(unit.max()) + 1) + unit
-    weights = None if weight is None else weight.ravel()
-    counts: npt.NDArray[np.int64] = np.bincount(key.ravel(), weights=weights).astype(np.int64)
-    result: npt.NDArray[np.int64] = counts[key]
-    return result
+    """For each rank of each group, how many of its group are in the same unit (or the weight of these).
+
+    unit: a row a group, ascending, as ranks are.
+    """
+    changes = np.diff(unit, axis=1, prepend=-1) != 0
+    first = np.flatnonzero(changes)
+    weights = np.ones(unit.size, np.int64) if weight is None else weight.ravel().astype(np.int64)
+    sums = np.add.reduceat(weights, first)
+    return np.repeat(sums, np.diff(first, append=unit.size)).reshape(unit.shape)

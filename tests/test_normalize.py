@@ -14,7 +14,7 @@ from autopar.graph import CapturedModel, shape_of, target_name
 from autopar.inputs import bind_inputs
 from autopar.passes.graph_tools import verify
 from autopar.passes.normalize.attention import mask_kind
-from autopar.passes.normalize.constants import compress
+from autopar.passes.normalize.constants import Compressed, compress, evaluate
 from autopar.reference import buffers_of, parameters_of, run_captured
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph
@@ -143,6 +143,46 @@ def test_compression_is_exact_and_tight(seed: int) -> None:
         small = compress(whole)
         assert small.shape == seedling.shape
         assert torch.equal(small.expand(shape), whole)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_calls_on_compressed_values_give_what_whole_ones_give(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    graph, values, whole = fx.Graph(), dict[str, Compressed](), dict[str, Tensor]()
+
+    def constant(shape: list[int], highest: int = 100) -> fx.Node:
+        """A constant that varies along some of its dims."""
+        node = graph.placeholder(f"c{len(values)}")
+        varying = [n if pick(0, 2) else 1 for n in shape]
+        tensor = torch.randint(highest, varying, generator=generator)
+        whole[node.name] = tensor.expand(shape)
+        values[node.name] = Compressed(tensor=compress(whole[node.name]), shape=tuple(shape))
+        return node
+
+    shape = [pick(1, 5) for _ in range(pick(1, 4))]
+    dim, aten = pick(0, len(shape)), torch.ops.aten
+    x = constant(shape)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.cumsum.default, (x, dim - len(shape)), {}),
+        (aten.diff.default, (x, 1, dim, constant([*shape[:dim], 2, *shape[dim + 1 :]])), {}),
+        (aten.diff.default, (x,), {"dim": dim, "append": constant([*shape[:dim], 1, *shape[dim + 1 :]])}),
+        (aten.flip.default, (x, [dim]), {}),
+    ]
+    places = [pick(1, 4) for _ in range(pick(1, 4))]  # the shape of what is looked up
+    indices = [constant([n if pick(0, 2) else 1 for n in places], size) if pick(0, 3) else None for size in shape]
+    indices[dim] = constant(places, shape[dim])
+    calls.append((aten.index.Tensor, (x, indices), {}))
+    for target, args, kwargs in calls:
+        node = graph.call_function(target, args, kwargs)
+        expected = target(
+            *fx.node.map_arg(args, lambda n: whole[n.name]), **fx.node.map_arg(kwargs, lambda n: whole[n.name])
+        )
+        node.meta["val"] = expected.to("meta")
+        assert torch.equal(evaluate(node, values).whole, expected), (target, shape, places)
 
 
 def test_masks_are_read_exactly() -> None:

@@ -4,8 +4,9 @@ A mask over [batch, 1, sequence, sequence] is constant along the batch: values a
 along each dim where they do not vary, so that nothing is ever as large as the batch it stands for.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +14,9 @@ from torch import Tensor, fx
 from autopar.graph import CapturedModel, shape_of
 from autopar.passes.graph_tools import aten, insert, is_aten, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
+
+ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
+"""Calls that do the same along one dim whatever the others hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +77,56 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
     return replace(captured, constants=constants)
 
 
-def evaluate(node: fx.Node, values: dict[str, Compressed]) -> Compressed:
-    """Run a call on the CPU; elementwise calls on compressed operands, others on stride-0 views of the whole."""
-    elementwise = is_elementwise(node.target)
+def evaluate(node: fx.Node, values: Mapping[str, Compressed]) -> Compressed:
+    """Run a call on the CPU: elementwise calls on compressed operands, calls that work along one dim or look up on what
+    varies along it or is looked up, others on stride-0 views of the whole."""
+    target: Any = node.target
 
     def value(operand: fx.Node) -> Tensor:
         known = values[operand.name]
-        return known.tensor if elementwise else known.whole
+        return known.tensor if is_elementwise(target) else known.whole
 
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    if target in ALONG:
+        args, kwargs = _along(node, values)
+    elif target is aten.index.Tensor:
+        args, kwargs = _looked_up(node, values)
+    else:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     with torch.no_grad():
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = target(*args, **kwargs)
     return Compressed(tensor=compress(result), shape=shape_of(node))
+
+
+def _along(node: fx.Node, values: Mapping[str, Compressed]) -> tuple[Any, Any]:
+    """Arguments of a call of `ALONG`, with size 1 along every other dim along which all operands are constant."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    operands = [values[operand.name] for operand in node.all_input_nodes]
+    dim = int(given.get("dim", -1)) % len(operands[0].shape)
+    sizes = [max(known.tensor.shape[d] for known in operands) for d in range(len(operands[0].shape))]
+
+    def value(operand: fx.Node) -> Tensor:
+        known = values[operand.name]
+        return known.tensor.expand([known.shape[d] if d == dim else n for d, n in enumerate(sizes)])
+
+    found: tuple[Any, Any] = fx.node.map_arg((node.args, node.kwargs), value)
+    return found
+
+
+def _looked_up(node: fx.Node, values: Mapping[str, Compressed]) -> tuple[Any, Any]:
+    """Arguments of `aten.index`: where a tensor is constant along an indexed dim, its first element is what all are."""
+    operand, indices, *_ = cast(tuple[Any, ...], node.args)
+    known = values[operand.name]
+    places = [None if index is None else values[index.name] for index in indices]
+    if any(place is not None and place.tensor.dtype == torch.bool for place in places):  # a mask, of one or more dims
+        return (known.whole, [None if place is None else place.whole for place in places]), {}
+    found: list[Tensor | None] = []
+    for dim, place in enumerate(places):
+        if place is not None and known.tensor.shape[dim] == 1 < known.shape[dim]:
+            found.append(torch.zeros([1] * len(place.shape), dtype=torch.int64))
+        else:
+            found.append(None if place is None else place.tensor)
+    return (known.tensor, found), {}
 
 
 def _foldable(node: fx.Node, values: dict[str, Compressed]) -> bool:

@@ -25,6 +25,7 @@ and blocks that decide alike take alike, so that r is p times the least mean of 
 and what is paid once counts g times, p times the least mean of w[j mod p]. The best weights are a small linear program.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -63,19 +64,22 @@ def least_uneven(blocks: Floats, schedule: str, p: int, m: int) -> float:
     blocks: seconds of each block for one micro-batch, forward and backward. Infinite with fewer blocks than stages.
     """
     sums = np.concatenate([[0.0], np.cumsum(blocks)])
-    whole = float(sums[-1])
-    numbers = np.arange(len(blocks))
-    begin = sums[:-1, None]
-    stage, is_none = sums[None, 1:] - begin, numbers[:, None] > numbers  # [first block, last block]
-    behind = np.append(np.full(len(blocks), np.inf), 0.0)  # the least of all stages from each block on: of none
+    whole, width = float(sums[-1]), len(blocks) - p + 1  # a stage leaves a block to each of the others
+    if width < 1:
+        return math.inf
+    numbers = np.arange(width)
+    is_none = numbers[:, None] > numbers  # [first block, last block], from the k'th block on for stage k
+    behind = np.append(np.full(width - 1, np.inf), 0.0)  # the least of all stages from each block on: of none
     for k in reversed(range(p)):
+        begin = sums[k : k + width, None]
+        stage = sums[None, k + 1 : k + 1 + width] - begin
         if schedule == "gpipe":
             step = whole + (m - 1) * stage
         elif m > p:
             step = whole + (whole - begin) + (m - p + k - 1) * stage
         else:
             step = begin + m * stage
-        behind = np.append(np.where(is_none, np.inf, np.maximum(step, behind[None, 1:])).min(axis=1), np.inf)
+        behind = np.where(is_none, np.inf, np.maximum(step, behind[None, :])).min(axis=1)
     return float(behind[0])
 
 
