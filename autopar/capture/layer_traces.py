@@ -6,8 +6,8 @@ traces compute the same function of the same things, whatever Python did to get 
 the config, ...).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.capture.fake_twin import device_of, has_value
+from autopar.capture.stand_ins import Span, StandIns
 
 Origin = tuple[str, Any]
 DEVICE = torch.ops.prim.device.default
@@ -46,15 +47,31 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def trace_layers(model: nn.Module, call: Callable[[], Any], stacks: Sequence[str]) -> list[Traces]:
-    """Traces of the stacks that `call`, a run of the model on fake tensors, passes through in order, layer by layer."""
+def trace_layers(
+    model: nn.Module, call: Callable[[], Any], stacks: Sequence[str], *, stand_in: bool = True
+) -> list[Traces]:
+    """Traces of the stacks that `call`, a run of the model on fake tensors, passes through in order, layer by layer.
+
+    stand_in: layers that others can stand for are not run, nor are stacks inside them, which have no traces then.
+    """
     names: dict[int, str] = {}
     for path, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), path)
     recorder = _Recorder(names)
-    with _watched(model, stacks, recorder), recorder:
+    replaced: dict[str, StandIns] = {}
+    with ExitStack() as held:
+        for stack in stacks if stand_in else ():
+            replaced[stack] = StandIns(stack, list(model.get_submodule(stack).children()), recorder)
+        for own in replaced.values():
+            held.enter_context(own.standing_in())
+        held.enter_context(_watched(model, stacks, recorder))
+        held.enter_context(recorder)
         call()
-    return [traces for stack in stacks if (traces := _of_stack(recorder, model, stack)) is not None]
+    found = []
+    for stack in stacks:
+        traces = _of_stack(recorder, model, stack, replaced[stack].of if stack in replaced else {})
+        found += [] if traces is None else [traces]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +89,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.end: dict[tuple[str, int], int] = {}
         self.made: dict[int, tuple[int, int]] = {}
         self.alive: list[Tensor] = []  # kept, so that no id is given twice
+        self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:  # asked of fake tensors at every turn, and nothing is computed
             return device_of(args[0]) or func(*args)
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
         origins: list[Origin] = []
         words = f"{func} {self._words(args, origins)} {self._words(kwargs or {}, origins)}"
         result = func(*args, **(kwargs or {}))
@@ -106,6 +126,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.append(tensor)
         return "tensor", id(tensor)
 
+    def name_of(self, tensor: Tensor) -> str:
+        return self.names[id(tensor)]
+
+    def now(self) -> int:
+        return len(self.ops)
+
+    def repeat(self, span: Span) -> None:
+        self.ops += self.ops[span[0] : span[1]]
+
+    def key_of(self, tensor: Tensor, before: Span) -> Hashable:
+        kind, value = self._origin(tensor)
+        if kind == "op" and before[0] <= value[0] < before[1]:
+            return "before", value[0] - before[0], value[1]
+        return kind, value
+
+    def made_in(self, tensor: Tensor, span: Span) -> tuple[int, int] | None:
+        number, index = self.made.get(id(tensor), (-1, 0))
+        return (number - span[0], index) if span[0] <= number < span[1] else None
+
+    def stand_in(self, tensor: Tensor, made: tuple[int, int]) -> Tensor:
+        self.is_paused = True
+        try:
+            other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            if tensor.requires_grad:  # as what was computed is, not as a leaf
+                other += torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+        finally:
+            self.is_paused = False
+        self.made[id(other)] = made
+        self.alive.append(other)
+        return other
+
 
 def _value(tensor: Tensor) -> str:
     """What a constant holds; fake modes would read garbage."""
@@ -134,7 +185,7 @@ def _watched(model: nn.Module, stacks: Sequence[str], recorder: _Recorder) -> It
             hook.remove()
 
 
-def _of_stack(recorder: _Recorder, model: nn.Module, stack: str) -> Traces | None:
+def _of_stack(recorder: _Recorder, model: nn.Module, stack: str, stands_for: Mapping[int, int]) -> Traces | None:
     layers = list(model.get_submodule(stack).children())
     spans = []
     for index in range(len(layers)):
@@ -144,8 +195,12 @@ def _of_stack(recorder: _Recorder, model: nn.Module, stack: str) -> Traces | Non
         spans.append((begins[0], recorder.end[stack, index]))
     if any(left[1] > right[0] for left, right in pairwise(spans)):
         return None
-    whole, own = [], []
+    whole, own = list[str](), list[str]()
     for index, (begin, end) in enumerate(spans):
+        if index in stands_for:
+            whole.append(whole[stands_for[index]])
+            own.append(own[stands_for[index]])
+            continue
         before = spans[index - 1] if index else (0, 0)
         full, local = [_state_words(layers[index])], [_state_words(layers[index])]
         for op in recorder.ops[begin:end]:

@@ -5,7 +5,7 @@ over); the units between are copies of the third. torch.export and the passes af
 on fake tensors (`layer_traces`) takes a hundredth of that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +45,32 @@ class Repeat:
 def find_repeats(model: nn.Module, call: Callable[[], Any]) -> tuple[Repeat, ...]:
     """The repeats of a model, outermost stacks only; `call` runs it on fake tensors."""
     stacks = [path for path, stack in stacks_of(model).items() if len(list(stack.children())) >= FEW]
-    found: list[Repeat] = []
     traces = trace_layers(model, call, stacks) if stacks else []
-    for stack in sorted(traces, key=lambda t: t.stack.count(".")):
-        inside = any(stack.stack.startswith(repeat.stack + ".") for repeat in found)
-        if not inside and (repeat := longest_repeat(stack.stack, stack.whole)) is not None:
-            found.append(repeat)
+    found = _outermost(traces)
+    known = {trace.stack for trace in traces} | {repeat.stack for repeat in found}
+    if any(_inside(stack, known) and not _inside(stack, {r.stack for r in found}) for stack in set(stacks) - known):
+        traces = trace_layers(model, call, stacks, stand_in=False)  # what is inside layers counts too
+        found = _outermost(traces)
     if not found:
         return ()
     with few_layers(model, found):
         short = {traces.stack: traces for traces in trace_layers(model, call, [r.stack for r in found])}
     whole = {t.stack: t for t in traces}
     return tuple(r for r in found if r.stack in short and _traced_alike(r, whole[r.stack], short[r.stack]))
+
+
+def _outermost(traces: Sequence[Traces]) -> list[Repeat]:
+    """Repeats of stacks that are not inside layers of one that repeats."""
+    found: list[Repeat] = []
+    for stack in sorted(traces, key=lambda t: t.stack.count(".")):
+        if not _inside(stack.stack, {repeat.stack for repeat in found}):
+            repeat = longest_repeat(stack.stack, stack.whole)
+            found += [] if repeat is None else [repeat]
+    return found
+
+
+def _inside(stack: str, others: Collection[str]) -> bool:
+    return any(stack.startswith(other + ".") for other in others)
 
 
 def _traced_alike(repeat: Repeat, whole: Traces, short: Traces) -> bool:
