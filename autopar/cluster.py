@@ -61,6 +61,10 @@ class Cluster:
         if not self.levels:
             raise ClusterError(f"cluster {self.name} has no link level; one device is one level of size 1")
 
+    def __hash__(self) -> int:
+        # A search looks clusters up by the hundred thousand; those of one search differ in sizes.
+        return hash((*(level.size for level in self.levels), self.device.memory_bytes))
+
     @property
     def num_devices(self) -> int:
         return math.prod(level.size for level in self.levels)

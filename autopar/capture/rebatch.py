@@ -152,6 +152,7 @@ class _Line:
     a: int
     b: int
     n: int
+    made: dict[object, torch.Tensor] = field(default_factory=dict)
 
     def between(self, x: Any, y: Any) -> Any:
         """`x` with every integer moved; both have the same structure."""
@@ -180,9 +181,14 @@ class _Line:
         return replace(x, shape=self.between(x.shape, y.shape))
 
     def value(self, x: Any, y: Any) -> Any:
-        if isinstance(x, torch.Tensor):
+        """The meta tensor between two; one for all that are alike."""
+        if not isinstance(x, torch.Tensor):
+            return type(x)(self.value(p, q) for p, q in zip(x, y, strict=True))
+        known = (x.shape, x.stride(), x.dtype, y.shape, y.stride())
+        if known not in self.made:
             shape = self.between(tuple(x.shape), tuple(y.shape))
             order = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta").stride() == x.stride()
             made = torch.empty(shape, dtype=x.dtype, device="meta")
-            return made if order else made.as_strided(shape, self.between(tuple(x.stride()), tuple(y.stride())))
-        return type(x)(self.value(p, q) for p, q in zip(x, y, strict=True))
+            strides = () if order else self.between(tuple(x.stride()), tuple(y.stride()))
+            self.made[known] = made if order else made.as_strided(shape, strides)
+        return self.made[known]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor as TorchTensor
 from torch import fx
 
@@ -182,7 +183,7 @@ def _op(
         results[0] = node.name
     parameters = frozenset(i for i, s in enumerate(sources) if kinds.get(s.name) == "parameter")
     inputs = tuple(source.meta["val"] for source in sources)
-    dtypes = [str(v.dtype).removeprefix("torch.") for v in (*values, *inputs) if v.is_floating_point()]
+    dtype = next((v.dtype for v in (*values, *inputs) if v.dtype.is_floating_point), torch.float32)
     grads = tuple(requires_grad(s) for s in sources)
     shapes = tuple(tuple(v.shape) for v in inputs)
     result_shapes = tuple(tuple(v.shape) for v in values)
@@ -218,7 +219,7 @@ def _op(
         result_shapes=result_shapes,
         operand_sizes=tuple(v.element_size() for v in inputs),
         result_sizes=tuple(v.element_size() for v in values),
-        dtype=dtypes[0] if dtypes else "float32",
+        dtype=str(dtype).removeprefix("torch."),
         has_backward=node in reached,
         parameters=parameters,
         handed=handed,
