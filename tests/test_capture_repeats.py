@@ -1,9 +1,11 @@
 """Tracing a few layers and copying the rest gives the graph that tracing all of them gives, or all are traced."""
 
+import random
 import re
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -228,6 +230,10 @@ class Asking(Layer):
             self.seen["x"] = 1
         elif (self.how == "uses" and self.number == 4) or (self.how == "looks for" and getattr(self, "number", 0) == 4):
             y = y.sin()
+        elif (self.how == "draws" and random.random() < 2.0) or (
+            self.how == "draws by NumPy" and np.random.rand() < 2.0
+        ):
+            y = y + 0.5
         elif self.how == "in place":
             return x.mul_(y)
         return y
@@ -274,6 +280,7 @@ def llama() -> nn.Module:
 
 
 X = ((torch.zeros(2, 4),), dict[str, Any]())
+STANDING_FOR_NONE = ("counts", "remembers", "uses", "looks for", "draws", "draws by NumPy")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,7 @@ X = ((torch.zeros(2, 4),), dict[str, Any]())
         (Stack([Asking(i, "nothing") for i in range(9)]), X, 7, 7),
         (Stack([Asking(i, "in place") for i in range(9)]), X, 6, 6),
         (Stack([Layer(), *(Idle() for _ in range(8))]), X, 6, 6),
-        *((Stack([Asking(i, how) for i in range(9)]), X, 0, 0) for how in ("counts", "remembers", "uses", "looks for")),
+        *((Stack([Asking(i, how) for i in range(9)]), X, 0, 0) for how in STANDING_FOR_NONE),
         (tied_in_one(), X, 6, 6),
         (Stack([Layer(scale=[0.5, 1.0, 2.0, 4.0]) for _ in range(9)]), X, 0, 0),
         (Between(), X, 3, 3),

@@ -3,16 +3,18 @@
 What Python does in a layer follows from its class, what its modules hold, and what it is called with. Where these are
 equal, a layer's outputs and ops are those of the layer that was run. Nearly equal layers know their own number
 (`self.layer_idx`): it is hidden while a layer runs, and one that asks for it stands for no other. Neither does one
-that changes what it holds, takes or returns anything but tensors and plain values, or reads tensors elsewhere than
-those do that it would stand for.
+that changes what it holds, draws numbers in Python, takes or returns anything but tensors and plain values, or reads
+tensors elsewhere than those do that it would stand for.
 """
 
+import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,11 +110,11 @@ class StandIns:
                 self._spans[index] = begin, self.recorder.now()
                 return self._answer(known, given, begin)
             layer = self.layers[index]
-            before = self._held(index)  # with hooks of who watches
+            before = self._held(index), _draws()  # with hooks of who watches
             with _hidden(layer, self._numbers) as asked:
                 result = run(*args, **kwargs)
             self._spans[index] = span = begin, self.recorder.now()
-            if key is not None and not asked and self._held(index) == before:
+            if key is not None and not asked and (self._held(index), _draws()) == before:
                 with suppress(_NotPlainError):
                     self._runs[key] = _Run(index, span, self._form(result, span, given))
             return result
@@ -208,6 +210,12 @@ def _numbers(layers: Sequence[nn.Module]) -> frozenset[Place]:
         }
         found = own if found is None else found & own
     return frozenset(found or ())
+
+
+def _draws() -> Hashable:
+    """Where Python's and NumPy's generators stand."""
+    kind, keys, position, *normal = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), position, tuple(normal)
 
 
 def _value_words(value: Any) -> Hashable:
