@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,36 @@ class Asking(Layer):
         return y
 
 
+class Told(Layer):
+    """A layer that looks up in a shared object, or in a list that it is called with, what to do."""
+
+    def __init__(self, told: SimpleNamespace) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: Tensor, seen: list[int] | None = None) -> Tensor:
+        if seen is not None:
+            seen.append(1)
+        y = super().forward(x)
+        return y.sin() if self.told.number == 4 or len(seen or ()) == 5 else y
+
+
+class Telling(nn.Module):
+    """Says in a shared object which layer comes next; or calls layers with one list, to which they append."""
+
+    def __init__(self, *, by_list: bool) -> None:
+        super().__init__()
+        self.told, self.by_list = SimpleNamespace(number=0), by_list
+        self.layers = nn.ModuleList(Told(self.told) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[int] = []
+        for i, layer in enumerate(self.layers):
+            self.told.number = 0 if self.by_list else i
+            x = layer(x, seen) if self.by_list else layer(x)
+        return x.square().mean()
+
+
 class Idle(Layer):
     """Gives what it is given."""
 
@@ -295,6 +326,8 @@ STANDING_FOR_NONE = ("counts", "remembers", "uses", "looks for", "draws", "draws
         (tied_in_one(), X, 6, 6),
         (Stack([Layer(scale=[0.5, 1.0, 2.0, 4.0]) for _ in range(9)]), X, 0, 0),
         (Between(), X, 3, 3),
+        (Telling(by_list=False), X, 0, 0),
+        (Telling(by_list=True), X, 0, 0),
         (llama(), ((), TEXT), 7, 7),
         (sliding(), ((), TEXT), 18, 21),
         (gpt2()[0], ((), TEXT), 7, 7),

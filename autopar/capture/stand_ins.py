@@ -3,8 +3,9 @@
 What Python does in a layer follows from its class, what its modules hold, and what it is called with. Where these are
 equal, a layer's outputs and ops are those of the layer that was run. Nearly equal layers know their own number
 (`self.layer_idx`): it is hidden while a layer runs, and one that asks for it stands for no other. Neither does one
-that changes what it holds, draws numbers in Python, takes or returns anything but tensors and plain values, or reads
-tensors elsewhere than those do that it would stand for.
+that changes what it holds or is called with, draws numbers in Python, takes or returns anything but tensors and plain
+values, or reads tensors elsewhere than those do that it would stand for. Objects that layers share (a config) are
+looked into, one level deep, whenever a layer is called. What a layer keeps in its class or in globals is not seen.
 """
 
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,20 @@ Span = tuple[int, int]
 Place = tuple[str, str]
 """Path of a module in a layer, and a name in it."""
 
+_TOLD: tuple[type, ...] = (
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    partial,
+    type,
+    FunctionType,
+    MethodType,
+    nn.Module,
+    Tensor,
+)
+"""What is not looked into: it is in words already, or does not change."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -98,11 +114,7 @@ class StandIns:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given: list[Tensor] = []
             begin = self.recorder.now()
-            try:
-                words = self._words((args, kwargs), self._spans.get(index - 1, (0, 0)), given)
-                key: Hashable = (self._kinds[index], words, torch.is_grad_enabled())
-            except _NotPlainError:
-                key = None
+            key = self._called(index, args, kwargs, given)
             known = None if key is None else self._runs.get(key)
             if known is not None and index not in self._spans:
                 self.recorder.repeat(known.span)
@@ -114,12 +126,22 @@ class StandIns:
             with _hidden(layer, self._numbers) as asked:
                 result = run(*args, **kwargs)
             self._spans[index] = span = begin, self.recorder.now()
-            if key is not None and not asked and (self._held(index), _draws()) == before:
+            is_same = (self._held(index), _draws()) == before and self._called(index, args, kwargs, []) == key
+            if key is not None and not asked and is_same:
                 with suppress(_NotPlainError):
                     self._runs[key] = _Run(index, span, self._form(result, span, given))
             return result
 
         return forward
+
+    def _called(self, index: int, args: Any, kwargs: Any, given: list[Tensor]) -> Hashable:
+        """All that says what a layer does in a call, None where that cannot be told; `given` gets its tensors."""
+        try:
+            words = self._words((args, kwargs), self._spans.get(index - 1, (0, 0)), given)
+        except _NotPlainError:
+            return None
+        shared = [_inside(value) for module in self.layers[index].modules() for value in vars(module).values()]
+        return self._kinds[index], words, tuple(filter(None, shared)), torch.is_grad_enabled()
 
     def _held(self, index: int) -> Hashable:
         """All that a layer's modules hold, but for its number; what no equality can be told of, by identity."""
@@ -230,6 +252,13 @@ def _value_words(value: Any) -> Hashable:
     if isinstance(value, partial):
         return partial, _value_words(value.func), _value_words(value.args), _value_words(value.keywords)
     return id(value)
+
+
+def _inside(value: Any) -> Hashable:
+    """What an object holds that is neither plain, in words, nor a function, a class or a module; None for others."""
+    if isinstance(value, _TOLD) or not hasattr(value, "__dict__"):
+        return None
+    return id(value), tuple((name, _value_words(held)) for name, held in vars(value).items())
 
 
 @contextmanager
