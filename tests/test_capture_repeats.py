@@ -240,6 +240,22 @@ class Asking(Layer):
         return y
 
 
+def test_stacks_inside_layers_that_are_not_run_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six layers are too few to repeat, but alike, so that others stand for most; the nine in each do repeat."""
+
+    class Nest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*(Layer() for _ in range(9)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            return y
+
+    _, repeats = both(Stack([Nest() for _ in range(6)]), (torch.zeros(2, 4),), {}, monkeypatch)
+    assert [(repeat.stack, repeat.copies) for repeat in repeats] == [(f"layers.{i}.inner", 4) for i in range(6)]
+
+
 class Told(Layer):
     """A layer that looks up in a shared object, or in a list that it is called with, what to do."""
 

@@ -47,8 +47,8 @@ def find_repeats(model: nn.Module, call: Callable[[], Any]) -> tuple[Repeat, ...
     stacks = [path for path, stack in stacks_of(model).items() if len(list(stack.children())) >= FEW]
     traces = trace_layers(model, call, stacks) if stacks else []
     found = _outermost(traces)
-    known = {trace.stack for trace in traces} | {repeat.stack for repeat in found}
-    if any(_inside(stack, known) and not _inside(stack, {r.stack for r in found}) for stack in set(stacks) - known):
+    traced, repeating = {trace.stack for trace in traces}, {repeat.stack for repeat in found}
+    if any(_inside(stack, traced - repeating) and not _inside(stack, repeating) for stack in set(stacks) - traced):
         traces = trace_layers(model, call, stacks, stand_in=False)  # what is inside layers counts too
         found = _outermost(traces)
     if not found:
