@@ -19,7 +19,7 @@ from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.mesh_search import HELPER
-from autopar.search.joint.questions import Relaxing, Setup, Solved, Solving
+from autopar.search.joint.questions import Question, Relaxing, Setup, Solved, Solving
 from autopar.search.joint.relaxing import relaxed_seconds
 from tests.search_cases import program_of
 
@@ -158,3 +158,19 @@ def test_prices_of_memory_go_with_questions_and_answers() -> None:
         assert asked.prices == prices
     twice = joint._prices.of(2)
     assert twice == {moment: pytest.approx(2 * price) for moment, price in prices.items()}
+
+
+def test_what_is_excluded_by_what_came_since_is_not_asked_any_more() -> None:
+    """A bound is worked at in between what is foreseen and when its turn comes."""
+    joint, (first, *_) = alone(), keys()
+    asked: list[Question] = []
+    answer, joint._ahead.here = joint.answer, lambda question: asked.append(question) or answer(question)
+    while not joint.sharpen(first, math.inf):
+        pass
+    count, known = len(asked), joint.bound(first)
+    assert count
+    assert joint.sharpen(first, known)
+    joint.refine(first, known)
+    assert len(asked) == count and first not in joint._refined
+    joint.refine(first, known * 1.5)
+    assert len(asked) == count + 1

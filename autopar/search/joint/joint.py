@@ -216,6 +216,8 @@ class Joint:
         """First what the fewest micro-batches that may be below the cutoff take, which holds for their multiples, then
         more, and last its own rounds: many candidates share these steps. (With few samples at a time the batch splits
         no more; from there on all are far above.)"""
+        if self.bound(key) >= cutoff:  # what was foreseen has been answered since
+            return True
         wanted = self._wanted(key, cutoff)
         arrangement, m, times = wanted.arrangement, wanted.microbatches, wanted.times
         own = self._step.rounds(key, key.microbatches)
@@ -230,7 +232,7 @@ class Joint:
 
     def refine(self, key: Candidate, cutoff: float) -> None:
         """Within memory; while no plan is known only where that surely binds: else the plan is found as fast."""
-        if cutoff < math.inf or self._step.again(key) > 1.0:
+        if self.bound(key) < cutoff and (cutoff < math.inf or self._step.again(key) > 1.0):
             self._refine(self._refining(key, cutoff))
 
     def _refine(self, question: Refining) -> None:
