@@ -115,7 +115,7 @@ def test_who_finds_a_plan_does_not_matter() -> None:
 
 
 def test_a_problem_without_stages_is_tightened_by_solving_it_with_more_time() -> None:
-    """Below what it takes the answer comes; else a bound, of what it takes at most."""
+    """Below what it takes the answer comes; else a bound, of what it takes at most; and that nothing fits."""
     first, *_ = keys()
     _, cost, _ = alone().solve(first, math.inf, None)
     joint = alone()
@@ -123,6 +123,8 @@ def test_a_problem_without_stages_is_tightened_by_solving_it_with_more_time() ->
     assert cost / 2 <= joint.bound(first) <= cost
     found = joint.tighten(keys()[1], math.inf, None)
     assert found is not None and found[1] == alone().solve(keys()[1], math.inf, None)[1]
+    small = alone(replace(SETUP, config=TrainConfig(memory_nbytes=1e3)))
+    assert small.tighten(first, math.inf, None) is None and small.bound(first) == math.inf
 
 
 def test_without_the_other_process_answers_are_found_here() -> None:

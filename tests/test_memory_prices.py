@@ -13,7 +13,7 @@ from autopar.search.exact import brute_force
 from autopar.search.exact.completion import complete
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.limited_bound import least_within
-from autopar.search.exact.memory_prices import Plane, ascend, plane
+from autopar.search.exact.memory_prices import Ascent, Plane, ascend, hopeless, plane, remember, remembered
 from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.steiner import Metric, metric
@@ -71,6 +71,7 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
         def solve(
             cheap: StrategyGraph,
             _prices: Floats,
+            _end: float,
             graph: StrategyGraph = graph,
             metrics: list[Metric] = metrics,
             fitting: list[float] = fitting,
@@ -93,6 +94,7 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
                 cutoff=math.inf,
                 over=lambda: False,
                 start=start,
+                only=seed % 4 > 1,
             )
         except InfeasibleError:  # no choice is compatible, whatever it takes
             continue
@@ -140,6 +142,46 @@ def test_linear_programs_at_prices_find_what_the_one_with_rows_for_moments_does(
             assert bound <= relaxed * (1 + 1e-6) + 1e-9, seed
         seen += 1
     assert seen > 3
+
+
+@pytest.mark.parametrize("first", range(0, 100, BLOCK))
+def test_where_nothing_fitted_before_that_is_looked_at_first_and_believed_of_nothing(first: int) -> None:
+    """A moment at which nothing fitted the last time changes no bound; it is forgotten where something fits, and told
+    where nothing does."""
+    seen = set()
+    for seed, drawn in with_memory(first):
+        assert drawn.memory is not None
+        moments = tuple(range(len(drawn.memory.base)))
+        limit = drawn.memory.limit * (1.0, 0.7, 0.4)[seed % 3]
+        graph = replace(drawn, memory=replace(drawn.memory, moments=moments, limit=limit))
+        known: dict[int, float] = {}
+        told = {int(np.random.default_rng(seed).integers(len(moments))): math.inf}
+        try:
+            found, again = least_within(graph, prices=known), least_within(graph, prices=told)
+        except InfeasibleError:
+            continue
+        assert again == pytest.approx(found, rel=2e-3, abs=1e-9), seed
+        for prices in (known, told):
+            assert (math.inf in prices.values()) == (found == math.inf), seed
+        if found == math.inf:
+            with pytest.raises(InfeasibleError):
+                brute_force.solve(graph)
+            assert least_within(graph, prices=known) == math.inf, seed
+        seen.add(found == math.inf)
+    assert len(seen) == 2  # both were met
+
+
+def test_prices_of_a_search_gone_astray_are_not_remembered() -> None:
+    known = {1: 0.5, 4: math.inf}
+    remember(known, (1, 2), Ascent(prices=np.array([7.0, 0.0]), bound=3.0, astray=True))
+    assert known == {1: 0.5}  # something may fit
+    remember(known, (1, 2), Ascent(prices=np.array([0.0, 2.0]), bound=math.inf))
+    assert known == {1: 0.5, 2: math.inf}
+    start, doubted = remembered(known, (1, 2)), hopeless(known, (1, 2))
+    assert start is not None and start.tolist() == [0.5, 0.0]
+    assert doubted is not None and doubted.tolist() == [0.0, 1.0]
+    remember(known, (1, 2), Ascent(prices=np.array([0.2, 0.1]), bound=3.0))
+    assert known == {1: 0.2, 2: 0.1} and hopeless(known, (1, 2)) is None
 
 
 def test_a_plane_holds_seconds_and_what_is_beyond_the_limit() -> None:

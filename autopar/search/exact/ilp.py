@@ -224,7 +224,7 @@ class _Run:
 
         own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={}, mixes=False)
 
-        def solved(cheap: StrategyGraph, _prices: Floats) -> tuple[Plane | None, float]:
+        def solved(cheap: StrategyGraph, _prices: Floats, _enough: float) -> tuple[Plane | None, float]:
             found = own.optimise(cheap, [], phase="priced")
             if found.best is None:
                 return None, found.bound
@@ -251,7 +251,7 @@ class _Run:
             over=self.over,
             start=remembered(self.prices, graph.memory.moments),
         )
-        remember(self.prices, graph.memory.moments, ascent.prices)
+        remember(self.prices, graph.memory.moments, ascent)
         started = self._passed(phase, "prices", started)
         bound = max(bound, ascent.bound)
         if bound == np.inf:

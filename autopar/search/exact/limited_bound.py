@@ -12,13 +12,15 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.exact.formulation import Formulation, formulate
-from autopar.search.exact.memory_prices import Plane, ascend, remember, remembered
+from autopar.search.exact.memory_prices import Ascent, Plane, ascend, hopeless, never_fits, remember, remembered
 from autopar.search.exact.reduction import Reduction, reduce
 from autopar.search.exact.relaxation import incompatible, least_seconds
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
 
 GAP = 1e-3
 """How near the best prices' bound the climb ends, as a part."""
+DOUBT = 0.25
+"""Part of the time in which is looked whether nothing fits where nothing fitted the last time."""
 
 
 def least_within(
@@ -35,16 +37,19 @@ def least_within(
     assert memory is not None
     if math.isinf(memory.limit):
         return least_seconds(replace(graph, memory=None), cutoff)
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    whole = math.inf if seconds is None else seconds
+    began = time.monotonic()
+    deadline = began + DOUBT * whole
     reached = cutoff * (1 + GAP)
 
-    def solved(cheap: StrategyGraph, at: Floats) -> tuple[Plane | None, float]:
+    def solved(cheap: StrategyGraph, at: Floats, end: float) -> tuple[Plane | None, float]:
         small = reduce(cheap)
         linear = formulate(small.graph)
-        enough = None if math.isinf(cutoff) else linear.scale * (reached - float(at @ (memory.base - memory.limit)))
+        end = min(end, reached)
+        enough = None if math.isinf(end) else linear.scale * (end - float(at @ (memory.base - memory.limit)))
         answer = linear.model.solve(
             relaxed=True,
-            seconds=max(deadline - time.monotonic(), 0.0) if seconds else None,
+            seconds=max(deadline - time.monotonic(), 0.0) if math.isfinite(deadline) else None,
             cutoff=enough,
             perturbs=enough is None,
         )
@@ -59,6 +64,11 @@ def least_within(
         paid = float(at @ (beyond - (memory.base - memory.limit)))
         return (least - paid, beyond / (abs(memory.limit) or 1.0)), least
 
+    moments = hopeless(prices, memory.moments)
+    if moments is not None and never_fits(graph, solved, moments / (abs(memory.limit) or 1.0)):
+        remember(prices, memory.moments, Ascent(prices=moments, bound=math.inf))
+        return math.inf
+    deadline = began + whole
     ascent = ascend(
         graph,
         solved,
@@ -70,7 +80,7 @@ def least_within(
         start=remembered(prices, memory.moments),
         only=True,
     )
-    remember(prices, memory.moments, ascent.prices)
+    remember(prices, memory.moments, ascent)
     return ascent.bound
 
 

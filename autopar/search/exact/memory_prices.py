@@ -23,22 +23,32 @@ FIRST_PRICE = 0.1
 STEEPER = 4.0
 """How much more all prices may sum to after no choice has fitted yet."""
 TINY = 1e-9
+SURE = 1e-6
+"""Part of what the limit costs that is left to a program's tolerances."""
+DOUBTFUL = 0.25
+"""How far beyond the limit, as a part of it, a choice is far from fitting."""
 CLOSE = 0.25
 """Of the gap asked for: how near bound and promise end the ascent."""
 
 Plane = tuple[float, Floats]
 """Seconds of a choice, and at each moment its bytes above the limit, in limits."""
-Solver = Callable[[StrategyGraph, Floats], tuple[Plane | None, float]]
+Solver = Callable[[StrategyGraph, Floats, float], tuple[Plane | None, float]]
 """Solves a graph without a limit, the one `priced` at these: what is cheapest (None where nothing was found in time),
-and a bound on what it costs. Both of all choices, or both of their relaxation."""
+and a bound on what it costs. Both of all choices, or both of their relaxation. It may end, with no choice, where that
+bound, less what the limit costs, comes to the number given."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ascent:
-    """`bound`: proved for every choice within the limit, by `prices`, in seconds a byte. Infinite where none fits."""
+    """`bound`: proved for every choice within the limit, by `prices`, in seconds a byte. Infinite where these prove
+    that none fits.
+
+    astray: prices rose and rose, and nothing that they led to fits: no place for another search to begin.
+    """
 
     prices: Floats
     bound: float = -math.inf
+    astray: bool = False
 
 
 def ascend(
@@ -57,56 +67,76 @@ def ascend(
 
     best: seconds of the best known that fits (inf while none does). planes: of choices known already. start: prices
     that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the gap. only: also as soon as it
-    is known not to reach the cutoff.
+    is known not to reach the cutoff; and without one, what is far from fitting is first asked whether anything fits.
     """
     memory = graph.memory
     assert memory is not None
     unit = abs(memory.limit) or 1.0
     beyond = (memory.base - memory.limit) / unit
     out = Ascent(prices=np.zeros(len(beyond)))
-    most, is_steeper = 0.0, False
+    most = 0.0
     prices = np.zeros(len(beyond))
     for number in range(EVALUATIONS):
         if start is not None and number == 0:
             prices = start * unit
         elif planes:
+            if only and number == 1 and math.isinf(cutoff) and (excess := planes[-1][1]).max() > DOUBTFUL:
+                alone = np.where(np.arange(len(excess)) == excess.argmax(), 1.0, 0.0)
+                if never_fits(graph, solve, alone / unit):
+                    return Ascent(prices=alone / unit, bound=math.inf)
             most = most or max(FIRST_PRICE * max(abs(planes[0][0]), TINY), STEEPER * float(prices.sum()))
             tried = float(prices.sum())
             promise, prices = _most_promising(planes, most)
             if min(tried, float(prices.sum())) >= most * (1 - TINY):
-                if (
-                    is_steeper
-                    and not math.isfinite(best())
-                    and _never_fits(graph, solve, prices / unit, float(prices @ beyond))
-                ):
-                    out.bound = math.inf
-                    return out
-                most, is_steeper = most * STEEPER, True
+                out.astray = not math.isfinite(best()) and all(excess.max() > TINY for _, excess in planes)
+                if out.astray and never_fits(graph, solve, prices / unit):
+                    return Ascent(prices=prices / unit, bound=math.inf)
+                most *= STEEPER
                 promise, prices = _most_promising(planes, most)
             is_highest = float(prices.sum()) < most * (1 - TINY)  # nothing higher promises more
             is_near = promise - out.bound <= CLOSE * relative_gap * abs(promise)
             if is_highest and (is_near or (only and promise < cutoff < math.inf)):
                 return out
-        found, least = solve(priced(graph, prices / unit), prices / unit)
+        found, least = solve(priced(graph, prices / unit), prices / unit, math.inf)
         if (bound := least + float(prices @ beyond)) > out.bound:
             out.bound, out.prices = bound, prices / unit
         if found is None:
             return out
         planes.append(found)
+        out.astray = out.astray and found[1].max() > TINY
         if min(best(), cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
             return out
     return out
 
 
-def remember(known: dict[int, float], moments: Sequence[int], prices: Floats) -> None:
-    """Put these prices in the place of those known, unless all are 0 or moments have no names."""
-    if moments and prices.any():
-        known.clear()
-        known.update(zip(moments, prices.tolist(), strict=True))
+def remember(known: dict[int, float], moments: Sequence[int], ascent: Ascent) -> None:
+    """Put its prices in the place of those known, unless it went astray, all are 0 or moments have no names.
+
+    Where nothing fits a byte at the moment of the highest price is worth infinitely much, beside what was known.
+    """
+    if not moments:
+        return
+    if ascent.bound < math.inf:
+        is_told = ascent.prices.any() and not ascent.astray
+        for moment in [moment for moment, price in known.items() if is_told or math.isinf(price)]:
+            del known[moment]
+        if is_told:
+            known.update(zip(moments, ascent.prices.tolist(), strict=True))
+    elif ascent.prices.any():
+        known[moments[int(ascent.prices.argmax())]] = math.inf
 
 
 def remembered(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
     """Prices of moments, each given to the nearest of these; None where there are none."""
+    return _nearest({moment: price for moment, price in prices.items() if math.isfinite(price)}, moments)
+
+
+def hopeless(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
+    """1 at the moments at which nothing fitted the last time; None where it did."""
+    return _nearest({moment: 1.0 for moment, price in prices.items() if math.isinf(price)}, moments)
+
+
+def _nearest(prices: Mapping[int, float], moments: Sequence[int]) -> Floats | None:
     if not prices or not moments:
         return None
     rows = np.asarray(moments)
@@ -136,13 +166,17 @@ def _most_promising(planes: list[Plane], most: float) -> tuple[float, Floats]:
     return float(-answer.fun), np.maximum(answer.x[1:], 0.0)
 
 
-def _never_fits(graph: StrategyGraph, solve: Solver, prices: Floats, beyond: float) -> bool:
+def never_fits(graph: StrategyGraph, solve: Solver, prices: Floats) -> bool:
     """Whether these prices prove it: even the choice that pays least for bytes alone pays more than the limit costs."""
+    memory = graph.memory
+    assert memory is not None
     nodes = tuple(replace(node, seconds=_free(node.seconds)) for node in graph.nodes)
     groups = tuple(replace(group, arc_seconds=_free(group.arc_seconds)) for group in graph.groups)
     edges = tuple(replace(edge, seconds=_free(edge.seconds)) for edge in graph.edges)
-    _, least = solve(priced(replace(graph, nodes=nodes, groups=groups, edges=edges), prices), prices)
-    return least + beyond > 1e-6 * abs(beyond)
+    free = replace(graph, nodes=nodes, groups=groups, edges=edges)
+    beyond = float(prices @ (memory.base - memory.limit))
+    _, least = solve(priced(free, prices), prices, 2 * SURE * abs(beyond))
+    return least + beyond > SURE * abs(beyond)
 
 
 def _free(seconds: Floats) -> Floats:

@@ -321,7 +321,9 @@ class Joint:
             return self._taken(key, self._ahead.of(patient))
         except CutoffError as error:
             self._own[key] = max(self._own.get(key, 0.0), error.bound)
-        except (InfeasibleError, SearchTimeoutError):
+        except InfeasibleError:
+            self._own[key] = math.inf
+        except SearchTimeoutError:
             pass  # what was proved by then is kept
         return None
 
