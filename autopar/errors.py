@@ -36,7 +36,8 @@ class BatchError(AutoparError):
 class InfeasibleError(AutoparError):
     """No plan meets the memory limit (or a baseline does not apply); says the least that would do.
 
-    `least_nbytes` is that least limit a device, None where memory is not what stands in the way.
+    `least_nbytes` is that least limit a device, or one below which nothing can fit, as the message says; None where it
+    is not known, or memory is not what stands in the way.
     """
 
     def __init__(self, message: str, *, least_nbytes: float | None = None) -> None:

@@ -12,6 +12,8 @@ from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.program import make_program
+from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.best_first import INTERRUPTED, TIMED_OUT, Known, best_first
 from autopar.search.joint.mesh_search import search_meshes
@@ -250,6 +252,10 @@ def test_in_the_api_every_mesh_is_searched() -> None:
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:
+    config = TrainConfig(memory_nbytes=1.01 * states_nbytes(make_program(graph_of(4)), "adamw") / 2)
     with pytest.raises(InfeasibleError, match="nothing fits on any mesh") as caught:
-        search_meshes(4, graph_of, machine(2), TrainConfig(memory_nbytes=1e3), relative_gap=GAP)
-    assert caught.value.least_nbytes is not None
+        search_meshes(4, graph_of, machine(2), config, relative_gap=GAP)
+    least = caught.value.least_nbytes
+    assert least is not None and config.memory_nbytes is not None and least > config.memory_nbytes
+    found, _ = search_meshes(4, graph_of, machine(2), TrainConfig(memory_nbytes=1.001 * least), relative_gap=GAP)
+    assert found.estimate.peak_nbytes <= 1.001 * least

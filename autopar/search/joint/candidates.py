@@ -58,6 +58,11 @@ def candidates(
     return out
 
 
+def num_devices(key: Candidate) -> int:
+    """Of all its pipeline ranks."""
+    return key.arrangement.pipeline * key.arrangement.mesh.size
+
+
 def in_flight(key: Candidate) -> float:
     """Micro-batches of whole stages that the first rank keeps at most."""
     p, m, v = key.arrangement.pipeline, key.microbatches, key.chunks

@@ -20,11 +20,13 @@ from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.states import check_states
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
-from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.candidates import Candidate, candidates, num_devices
 from autopar.search.joint.helpers import Helpers, spare_cores
 from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Answer, Setup
+from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts
@@ -111,6 +113,8 @@ def search_meshes(
             if helpers is None and len(asked) >= MANY:
                 helpers = _helpers(held)
             joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers, improved=begin)
+            limit = memory_limit(cluster, config)
+            check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome)
@@ -188,12 +192,14 @@ def _certified(
 
 
 def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
-    """Says what the candidate of fewest samples at a time and most axes needs."""
+    """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest."""
     if not outcome.failures:
         names = ", ".join(map(str, outcome.excluded))
         return InfeasibleError(f"no plan was found that fits, though none is proved not to: {names}; use more devices")
-    key = max(outcome.failures, key=lambda k: (k.microbatches, k.arrangement.mesh.num_axes))
+    key = max(outcome.failures, key=lambda k: (k.schedule == "", k.microbatches, -k.arrangement.mesh.num_axes))
     said: InfeasibleError = outcome.failures[key]
+    if key.schedule:  # of a rank, which has a part of the model
+        return InfeasibleError(f"nothing fits on any mesh; on {key}: {said}")
     try:
         plan_program(
             joint.program(key.microbatches),
