@@ -166,7 +166,12 @@ def test_what_is_excluded_by_what_came_since_is_not_asked_any_more() -> None:
     """A bound is worked at in between what is foreseen and when its turn comes."""
     joint, (first, *_) = alone(), keys()
     asked: list[Question] = []
-    answer, joint._ahead.here = joint.answer, lambda question: asked.append(question) or answer(question)
+
+    def answer(question: Question) -> object:
+        asked.append(question)
+        return joint.answer(question)
+
+    joint._ahead.here = answer
     while not joint.sharpen(first, math.inf):
         pass
     count, known = len(asked), joint.bound(first)
