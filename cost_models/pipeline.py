@@ -132,11 +132,7 @@ def make_pipeline(
 class _Builder:
     def __init__(self, order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, ...]) -> None:
         self.order, self.stages, self.lanes = order, stages, lanes
-        actions = [(rank, action) for rank, actions in enumerate(order.ranks) for action in actions]
-        self.rank = np.array([rank for rank, _ in actions], dtype=np.int64)
-        self.stage = np.array([a.stage for _, a in actions], dtype=np.int64)
-        self.kind = np.array([KINDS.index(a.kind) for _, a in actions], dtype=np.int64)
-        self.microbatch = np.array([a.microbatch for _, a in actions], dtype=np.int64)
+        self.rank, self.stage, self.kind, self.microbatch = order.table
         self.stream: list[npt.NDArray[np.int64]] = []
         self.seconds: list[npt.NDArray[np.float64]] = []
         self.edges: list[tuple[Ints, Ints]] = []
@@ -292,9 +288,10 @@ def _ranges(starts: Ints, counts: Ints) -> Ints:
 def _check(order: PipelineOrder, stages: Sequence[StageWork], lanes: tuple[str, ...]) -> None:
     if len(stages) != order.num_stages:
         raise ArgumentError(f"the order has {order.num_stages} stages, but work is given for {len(stages)}")
-    for action in (action for actions in order.ranks for action in actions):
-        if not stages[action.stage].actions.get(action.kind):
-            raise ArgumentError(f"stage {action.stage}: the order runs {action}, but its work has no {action.kind}")
+    for place in np.unique(order.table.stage * len(KINDS) + order.table.kind).tolist():
+        stage, kind = divmod(place, len(KINDS))
+        if not stages[stage].actions.get(KINDS[kind]):
+            raise ArgumentError(f"stage {stage}: the order runs its {KINDS[kind]}, but its work has none")
     for stage, work in enumerate(stages):
         passages = [_woven(p) for p in (*work.actions.values(), work.first, work.last) if p is not None]
         used = [segment.lane for p in passages for segment in p.segments] + [segment.lane for segment in work.after]

@@ -17,13 +17,19 @@ rank: stage s is on rank s mod p ("loop") or, for ZBV, back and forth ("v").
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import ArgumentError
 
+Ints = NDArray[np.int64]
 KINDS = ("F", "B", "I", "W")
+NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
@@ -38,16 +44,56 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+def _kind(action: Action) -> int:
+    return NUMBERS.get(action.kind, -1)
+
+
+class ActionTable(NamedTuple):
+    """All actions of an order, rank after rank: [action]; `kind` is a number of `KINDS`."""
+
+    rank: Ints
+    stage: Ints
+    kind: Ints
+    microbatch: Ints
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOrder:
-    """The actions of each rank in the order in which it runs them."""
+    """The actions of each rank in the order in which it runs them, also as a `table`."""
 
     ranks: tuple[tuple[Action, ...], ...]
     num_stages: int
     num_microbatches: int
+    table: ActionTable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Each micro-batch passes each stage once forward and once backward, all of a stage on one rank."""
+        sizes = [len(actions) for actions in self.ranks]
+        numbers = (
+            np.fromiter((number(action) for actions in self.ranks for action in actions), np.int64, sum(sizes))
+            for number in (itemgetter(0), _kind, itemgetter(2))
+        )
+        object.__setattr__(self, "table", ActionTable(np.repeat(np.arange(len(sizes)), sizes), *numbers))
+        if not self._is_complete():
+            self._say_what_is_wrong()
+
+    def _is_complete(self) -> bool:
+        rank, stage, kind, microbatch = self.table
+        shape = (len(KINDS), self.num_stages, self.num_microbatches)
+        if len(stage) < 2 * self.num_stages * self.num_microbatches or min(shape) < 1:
+            return not len(stage) and min(shape) == 0
+        for numbers, count in zip((kind, stage, microbatch), shape, strict=True):
+            if numbers.min() < 0 or numbers.max() >= count:
+                return False
+        seen = np.zeros(shape, dtype=np.bool_)
+        seen[kind, stage, microbatch] = True
+        owner = np.zeros(self.num_stages, dtype=np.int64)
+        owner[stage] = rank
+        forward, whole, inputs, weights = seen
+        once = int(seen.sum()) == len(stage) and bool((owner[stage] == rank).all())
+        return once and bool((forward & (whole ^ inputs) & (inputs == weights)).all())
+
+    def _say_what_is_wrong(self) -> None:
         owner: dict[int, int] = {}
         seen: set[Action] = set()
         for rank, actions in enumerate(self.ranks):
@@ -108,11 +154,11 @@ def parse_order(lines: Iterable[str]) -> PipelineOrder:
     ranks = []
     for rank, line in enumerate(lines):
         actions = []
-        for field in filter(None, (field.strip() for field in line.split(","))):
-            match = _ACTION.fullmatch(field)
+        for text in filter(None, (text.strip() for text in line.split(","))):
+            match = _ACTION.fullmatch(text)
             if match is None:
                 raise ArgumentError(
-                    f"pipeline order, rank {rank}: {field!r} is no action; write stage, kind (F, B, I or W) and "
+                    f"pipeline order, rank {rank}: {text!r} is no action; write stage, kind (F, B, I or W) and "
                     "micro-batch, as in 2F0"
                 )
             actions.append(Action(int(match[1]), match[2], int(match[3])))

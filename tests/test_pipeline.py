@@ -301,9 +301,37 @@ def test_orders_that_cannot_be() -> None:
         simulate(make_pipeline(backwards := parse_order(["0B0,0F0"]), uniform_work(backwards, {"F": 1, "B": 1})).tasks)
 
 
+def test_one_action_more_less_or_elsewhere_makes_no_order() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        name, p, v = rng.choice([("1f1b", 3, 1), ("zb-h1", 2, 1), ("zbv", 2, 2), ("interleaved-1f1b", 2, 2)])
+        order = make_order(name, p, 4, v)
+        ranks = [list(actions) for actions in order.ranks]
+        at, to = rng.choice(ranks), rng.choice(ranks)
+        place = rng.randrange(len(at))
+        change = rng.randrange(4)
+        if change == 0:
+            del at[place]
+        elif change == 1:
+            to.insert(0, at[place])
+        elif change == 2:
+            at[place] = at[place]._replace(kind=rng.choice([kind for kind in "FBIWX" if kind != at[place].kind]))
+        else:
+            field = rng.choice(["stage", "microbatch"])
+            at[place] = at[place]._replace(**{field: rng.choice([-1, 1, 50]) + getattr(at[place], field)})
+        with pytest.raises(ArgumentError, match="pipeline order"):
+            PipelineOrder(ranks=tuple(map(tuple, ranks)), num_stages=order.num_stages, num_microbatches=4)
+        again = PipelineOrder(ranks=order.ranks, num_stages=order.num_stages, num_microbatches=4)
+        assert again == order and hash(again) == hash(order)
+        rank, stage, kind, microbatch = (numbers.tolist() for numbers in again.table)
+        named = [(s, "FBIW"[k], m) for s, k, m in zip(stage, kind, microbatch, strict=True)]
+        assert named == [action for actions in order.ranks for action in actions]
+        assert rank == [number for number, actions in enumerate(order.ranks) for _ in actions]
+
+
 def test_work_that_does_not_fit() -> None:
     order = make_order("zb-h1", 2, 2)
-    with pytest.raises(ArgumentError, match="the order runs 0I0, but its work has no I"):
+    with pytest.raises(ArgumentError, match="stage 0: the order runs its I, but its work has none"):
         make_pipeline(order, uniform_work(order, {"F": 1.0, "B": 2.0}))
     with pytest.raises(ArgumentError, match="2 stages, but work is given for 1"):
         make_pipeline(order, uniform_work(order, {"F": 1.0, "I": 1.0, "W": 1.0})[:1])
