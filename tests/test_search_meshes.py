@@ -204,6 +204,29 @@ def test_an_answer_met_while_bounds_are_tightened_is_taken() -> None:
     assert 0 < taken < 20
 
 
+def test_problems_given_up_beside_such_as_have_no_answer_are_told_apart() -> None:
+    """Time was not what they lacked; where all are given up it may have been."""
+
+    class GivenUp(Drawn):
+        none = True
+
+        def solve(self, key: int, cutoff: float, seconds: float | None) -> tuple[str, float, float]:
+            if self.none and key % 2:
+                raise InfeasibleError("does not fit")
+            raise SearchTimeoutError("not found")
+
+        def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
+            return None
+
+    outcome = best_first(GivenUp(0), range(30), relative_gap=0.01)
+    assert outcome.answer is None and math.isinf(outcome.cost)
+    assert set(outcome.failures) == set(range(1, 30, 2)) and set(outcome.excluded) == set(range(0, 30, 2))
+    problems = GivenUp(0)
+    problems.none = False
+    with pytest.raises(SearchTimeoutError, match="no plan was found in the time given"):
+        best_first(problems, range(30), relative_gap=0.01)
+
+
 def graph_of(batch: int) -> CapturedModel:
     return zoo_graph("vit", batch, batch=4)
 

@@ -119,9 +119,12 @@ def best_first(
 ) -> Outcome[Key, Answer]:
     """The cheapest answer of all, proved to `relative_gap`, or the best found in `seconds`; Ctrl-C ends it likewise.
 
+    No answer is found where there is none, as `failures` say, or where some problems have none and the others,
+    `excluded`, were given up.
+
     Raises:
         KeyboardInterrupt: if it came before there was any answer.
-        SearchTimeoutError: if the time ended before there was any.
+        SearchTimeoutError: if the time ended before there was any, or all problems were given up.
     """
     began = time.monotonic()
     outcome: Outcome[Key, Answer] = Outcome()
@@ -187,9 +190,10 @@ def best_first(
             outcome.status = INTERRUPTED
     outcome.bound = min([outcome.cost, *outcome.bounds.values(), *outcome.excluded.values()])
     unsolved = min(outcome.excluded.values(), default=math.inf)
+    is_over = outcome.status == TIMED_OUT
     if outcome.status == PROVED and unsolved < outcome.cost * (1 - relative_gap):
         outcome.status = TIMED_OUT  # of a problem that might have been better
-    if outcome.answer is None and outcome.status == TIMED_OUT:
+    if outcome.answer is None and (is_over or not outcome.failures) and outcome.status == TIMED_OUT:
         raise SearchTimeoutError(
             f"no plan was found in the time given (lower bound {outcome.bound:.4g} s); give more time or memory"
         )

@@ -6,6 +6,7 @@ together, and the certificate is written.
 """
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -193,22 +194,27 @@ def _certified(
 
 def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest."""
+    given_up = ", ".join(str(key) for key, bound in outcome.excluded.items() if bound < math.inf)
     if not outcome.failures:
-        names = ", ".join(map(str, outcome.excluded))
-        return InfeasibleError(f"no plan was found that fits, though none is proved not to: {names}; use more devices")
-    key = max(outcome.failures, key=lambda k: (k.schedule == "", k.microbatches, -k.arrangement.mesh.num_axes))
-    said: InfeasibleError = outcome.failures[key]
-    if key.schedule:  # of a rank, which has a part of the model
-        return InfeasibleError(f"nothing fits on any mesh; on {key}: {said}")
-    try:
-        plan_program(
-            joint.program(key.microbatches),
-            joint.pricer(key),
-            relative_gap=joint.setup.relative_gap,
-            seconds=None,
-            with_baselines=False,
-            fold=joint.setup.fold,
+        return InfeasibleError(
+            f"no plan was found that fits, though none is proved not to: {given_up}; use more devices"
         )
-    except InfeasibleError as error:
-        said = error
-    return InfeasibleError(f"nothing fits on any mesh; on {key}: {said}", least_nbytes=said.least_nbytes)
+    said = "nothing fits on any mesh"
+    if given_up:
+        said = f"no plan was found that fits, and none does but, perhaps, on {given_up}"
+    key = max(outcome.failures, key=lambda k: (k.schedule == "", k.microbatches, -k.arrangement.mesh.num_axes))
+    failure = outcome.failures[key]
+    if not key.schedule:  # else it is of a rank, which has a part of the model
+        try:
+            plan_program(
+                joint.program(key.microbatches),
+                joint.pricer(key),
+                relative_gap=joint.setup.relative_gap,
+                seconds=None,
+                with_baselines=False,
+                fold=joint.setup.fold,
+            )
+        except InfeasibleError as error:
+            failure = error
+    least = None if key.schedule else failure.least_nbytes
+    return InfeasibleError(f"{said}; on {key}: {failure}", least_nbytes=least)
