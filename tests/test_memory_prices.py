@@ -180,6 +180,8 @@ def test_prices_of_a_search_gone_astray_are_not_remembered() -> None:
     start, doubted = remembered(known, (1, 2)), hopeless(known, (1, 2))
     assert start is not None and start.tolist() == [0.5, 0.0]
     assert doubted is not None and doubted.tolist() == [0.0, 1.0]
+    remember(known, (1, 3), Ascent(prices=np.array([0.0, 2.0]), bound=math.inf))
+    assert known == {1: 0.5, 3: math.inf}  # the last such moment alone
     remember(known, (1, 2), Ascent(prices=np.array([0.2, 0.1]), bound=3.0))
     assert known == {1: 0.2, 2: 0.1} and hopeless(known, (1, 2)) is None
 

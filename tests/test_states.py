@@ -28,6 +28,7 @@ class Part(torch.nn.Module):
         super().__init__()
         self.inner, self.outer = torch.nn.Linear(6, 10, bias=False), torch.nn.Linear(10, 4, bias=False)
         self.inner.requires_grad_(False)
+        self.unread = torch.nn.Parameter(torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.outer(self.inner(x).relu()).square().mean()
@@ -37,7 +38,7 @@ class Part(torch.nn.Module):
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 4), ("sgd", 2), ("sgd-momentum", 3)])
 def test_states_are_counted_by_hand(optimizer: str, copies: int) -> None:
     program = make_program(capture(Part(), (torch.zeros(8, 6),)))
-    assert states_nbytes(program, optimizer) == 4 * (60 + copies * 40)
+    assert states_nbytes(program, optimizer) == 4 * (60 + copies * 40 + (copies - 1) * 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -224,7 +224,7 @@ class _Run:
 
         own = replace(self, relative_gap=self.relative_gap / 4, report=None, cutoff=np.inf, phases={}, mixes=False)
 
-        def solved(cheap: StrategyGraph, _prices: Floats, _enough: float) -> tuple[Plane | None, float]:
+        def solved(cheap: StrategyGraph, _prices: Floats, _end: float) -> tuple[Plane | None, float]:
             found = own.optimise(cheap, [], phase="priced")
             if found.best is None:
                 return None, found.bound

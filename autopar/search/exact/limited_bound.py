@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.exact.formulation import Formulation, formulate
-from autopar.search.exact.memory_prices import Ascent, Plane, ascend, hopeless, never_fits, remember, remembered
+from autopar.search.exact.memory_prices import Plane, ascend, hopeless, never_fits, remember, remembered
 from autopar.search.exact.reduction import Reduction, reduce
 from autopar.search.exact.relaxation import incompatible, least_seconds
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
@@ -66,7 +66,6 @@ def least_within(
 
     moments = hopeless(prices, memory.moments)
     if moments is not None and never_fits(graph, solved, moments / (abs(memory.limit) or 1.0)):
-        remember(prices, memory.moments, Ascent(prices=moments, bound=math.inf))
         return math.inf
     deadline = began + whole
     ascent = ascend(

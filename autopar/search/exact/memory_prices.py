@@ -112,17 +112,17 @@ def ascend(
 def remember(known: dict[int, float], moments: Sequence[int], ascent: Ascent) -> None:
     """Put its prices in the place of those known, unless it went astray, all are 0 or moments have no names.
 
-    Where nothing fits a byte at the moment of the highest price is worth infinitely much, beside what was known.
+    Where nothing fits, the moment of the highest price is told as one at which a byte is worth infinitely much.
     """
     if not moments:
         return
-    if ascent.bound < math.inf:
-        is_told = ascent.prices.any() and not ascent.astray
-        for moment in [moment for moment, price in known.items() if is_told or math.isinf(price)]:
-            del known[moment]
-        if is_told:
-            known.update(zip(moments, ascent.prices.tolist(), strict=True))
-    elif ascent.prices.any():
+    is_lost = ascent.bound == math.inf
+    is_told = ascent.prices.any() and not ascent.astray and not is_lost
+    for moment in [moment for moment, price in known.items() if is_told or math.isinf(price)]:
+        del known[moment]
+    if is_told:
+        known.update(zip(moments, ascent.prices.tolist(), strict=True))
+    if is_lost:
         known[moments[int(ascent.prices.argmax())]] = math.inf
 
 
