@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import torch
+from expert_samples import EXPERTS
 from op_sample import Input, Sample, X, aten
 
 from autopar.ops.attention import attention
@@ -387,6 +388,7 @@ SAMPLES = (
     *ELEMENTWISE,
     *VIEWS,
     *PRODUCTS,
+    *EXPERTS,
     *ATTENTION,
     *NORMS,
     *REDUCTIONS,

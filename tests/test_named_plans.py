@@ -19,14 +19,14 @@ from tests.zoo import FAMILIES, zoo
 APPLY = {
     "gpt2": BASELINES,
     "llama": BASELINES,
-    "mixtral": (),
+    "mixtral": BASELINES,
     "bert": BASELINES,
     "vit": BASELINES,
     "resnet": ("ddp", "fsdp"),
     "t5": BASELINES,
     "whisper": BASELINES,
 }
-"""Baselines that apply on a mesh whose last axis has two ranks (Mixtral's experts have no rule yet)."""
+"""Baselines that apply on a mesh whose last axis has two ranks."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -219,9 +219,8 @@ def _called(family: str) -> tuple[nn.Module, tuple[()], dict[str, Any]]:
 
 ALLOWED = """
 adaptive_avg_pool2d add batch_norm cat constant_pad_nd conv1d conv2d cos cross_entropy cumsum div embedding eq
-expand floor_divide gather gelu getitem grouped_mm_fallback histc index index_put layer_norm linear masked_fill
-max_pool2d mean mul neg permute pow relu reshape rsqrt scaled_dot_product_attention silu sin slice softmax sort sum tanh
-topk unsqueeze where _to_copy
+expand gather gelu getitem grouped_linear index layer_norm linear masked_fill max_pool2d mean mul neg permute pow relu
+reshape rsqrt scaled_dot_product_attention silu sin slice softmax sum tanh topk unsqueeze where _to_copy
 """
 
 

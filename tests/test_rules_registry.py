@@ -14,6 +14,7 @@ from autopar.rules import (
     creation,
     elementwise,
     embedding,
+    grouped_linear,
     linear,
     loss,
     normalization,
@@ -25,8 +26,8 @@ from autopar.rules.registry import RULES, resolve, result_index, rule_of
 from autopar.rules.rule import choices, is_splittable
 
 MODULES = (
-    *(attention, convolution, creation, elementwise, embedding, linear, loss, normalization, random_rules),
-    *(reductions, views),
+    *(attention, convolution, creation, elementwise, embedding, grouped_linear, linear, loss, normalization),
+    *(random_rules, reductions, views),
 )
 aten = torch.ops.aten
 

@@ -1,5 +1,7 @@
 """What a call allocates beside operands, results and gradients, and the gradients it hands on, are what torch does."""
 
+import math
+
 import pytest
 import torch
 from op_sample import Sample
@@ -45,10 +47,15 @@ def test_backward_hands_on_and_allocates_as_declared(sample: Sample) -> None:
     declared = {numbers[i] for i in handed_on(node, rule)} & set(wanted)
     assert handed == declared or len(set(numbers)) < len(numbers)
     largest = max(map(size, [*tensors, *results]))
-    if short_name(node) not in BACKWARD or largest < LARGE:
-        return
     written = sum(size(g) for i, g in zip(wanted, gradients, strict=True) if i not in handed)
     beside = memory.peak - before - written
+    if rule.spare is not None:
+        shapes = tuple(tuple(s.meta["val"].shape) for s in operands(node)), (tuple(node.meta["val"].shape),)
+        numel = rule.spare(*shapes)[1]
+        indices = 3 * 8 * math.prod(shapes[0][1])  # orders of rows
+        assert numel * 4 <= beside + LARGE and beside <= numel * 4 + indices + LARGE
+    if short_name(node) not in BACKWARD or largest < LARGE:
+        return
     assert beside <= (spare(node, rule)[1] + 0.85) * largest
 
 

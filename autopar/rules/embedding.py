@@ -1,7 +1,8 @@
 """Look-ups: `embedding: weight[vocabulary hidden], ids[..] -> [.. hidden]`, a sum over the vocabulary of one-hot rows.
 
 Split over the vocabulary each rank looks up the ids it holds: a body, whose result is Partial. Positions of other
-look-ups (index, index_select, gather) may be split, what they look into stays whole along that dim.
+look-ups (index, index_select, gather) may be split, what they look into stays whole along that dim; so does what a
+number is scattered into.
 """
 
 from collections.abc import Callable
@@ -126,9 +127,26 @@ def _gather(node: fx.Node) -> Rule:
     )
 
 
+def _scatter_value(node: fx.Node) -> Rule:
+    """A number written at positions along `dim`, which stays whole; a dim where index and result agree may be split."""
+    x, index = shapes_of(operands(node))
+    if len(x) != len(index):
+        return replicated_rule((len(x), len(index)), (len(x),))
+    dim = normalized_dim(argument(node, 1, "dim"), len(x))
+    cut = frozenset(d for d in range(len(x)) if d == dim or x[d] != index[d])
+    factors, names = free_dims(x, cut, even=True)
+    return Rule(
+        factors=factors,
+        operands=(names, names),
+        results=(names,),
+        saves=(1,) if grads_of(operands(node))[0] else (),
+    )
+
+
 RULES: dict[str, Maker] = {
     "aten.embedding.default": _embedding,
     "aten.index.Tensor": _index,
     "aten.index_select.default": _index_select,
     "aten.gather.default": _gather,
+    "aten.scatter.value": _scatter_value,
 }

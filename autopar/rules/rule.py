@@ -124,6 +124,8 @@ class Rule:
     product: the matrix products that the op is, if it is; `is_attention`: it is a fused attention.
     reads: times that forward reads its operands (a softmax: for the maximum, the sum, the result).
     looked_up: operands of which no more is read than the results hold (a table).
+    spare: elements of a result that forward and backward allocate beside, of a rank's shapes; None for what
+        `rules.spare` says of its name.
     known: False for ops without a rule of their own.
     """
 
@@ -146,6 +148,7 @@ class Rule:
     is_attention: bool = False
     reads: int = 1
     looked_up: frozenset[int] = frozenset()
+    spare: Callable[[Shapes, Shapes], tuple[int, int]] | None = None
     known: bool = True
 
 

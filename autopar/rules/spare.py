@@ -36,8 +36,8 @@ BACKWARD: dict[str, float] = {
 }  # fmt: skip
 """Spare tensors of backward; an elementwise op with an operand that is broadcast needs one for its sum."""
 
-AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel"})
-"""Ops of torch that make all gradients in one kernel, which takes no mask of those asked for."""
+AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear"})
+"""Ops that make all gradients in one call, which is not told those asked for."""
 
 FORWARD: dict[str, float] = {"dropout": 1.0}
 

@@ -17,6 +17,7 @@ from autopar.ops.collectives import (
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.ops.dropout import dropout
 from autopar.ops.embedding import embedding
+from autopar.ops.grouped_linear import grouped_linear
 from autopar.ops.mean import mean
 from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
@@ -50,6 +51,7 @@ __all__ = [
     "divide_gradient",
     "dropout",
     "embedding",
+    "grouped_linear",
     "init",
     "load",
     "load_exported",

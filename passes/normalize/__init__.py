@@ -14,6 +14,7 @@ from autopar.passes.normalize.cross_entropy import normalize_cross_entropy
 from autopar.passes.normalize.drop_asserts import drop_asserts
 from autopar.passes.normalize.drop_noops import drop_noops
 from autopar.passes.normalize.dropout import normalize_dropout
+from autopar.passes.normalize.experts import order_by_token
 from autopar.passes.normalize.linear import fold_linear
 from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     simplify_where,
     normalize_views,
     fold_linear,
+    order_by_token,
     normalize_views,
     split_projections,
     normalize_cross_entropy,

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 
 from autopar.graph import CapturedModel, shape_of
+from autopar.ops.grouped_linear import grouped_linear
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.slices import bounds, take
 
@@ -13,11 +14,12 @@ from autopar.passes.normalize.slices import bounds, take
 def split_projections(captured: CapturedModel) -> CapturedModel:
     """A linear (such as GPT-2's `c_attn`) of which only slices of the last dim are read becomes a linear a slice, whose
     weight and bias are slices of the whole: contiguous shards of the fused weight would not align with heads."""
-    for node in calls(captured.graph, aten.linear.default):
+    for node in calls(captured.graph, aten.linear.default, grouped_linear):
         if is_fused(node):
+            make = _part if node.target is aten.linear.default else _part_of_grouped
             for part in list(node.users):
                 _, _, start, end, _ = bounds(part)
-                substitute(part, _part(part, node, start, end))
+                substitute(part, make(part, node, start, end))
     return captured
 
 
@@ -37,6 +39,18 @@ def _part(anchor: fx.Node, node: fx.Node, start: int, end: int) -> fx.Node:
     x, weight, *bias = node.args
     rows = _rows(anchor, weight, start, end)
     return insert(anchor, aten.linear.default, (x, rows, *(take(anchor, b, 0, start, end) for b in bias)))
+
+
+def _part_of_grouped(anchor: fx.Node, node: fx.Node, start: int, end: int) -> fx.Node:
+    x, ids, weight = node.args
+    return insert(anchor, grouped_linear, (x, ids, _columns(anchor, weight, start, end)))
+
+
+def _columns(anchor: fx.Node, weight: Any, start: int, end: int) -> fx.Node:
+    if weight.target is aten.permute.default:
+        order = weight.args[1]
+        return insert(anchor, aten.permute.default, (take(anchor, weight.args[0], order[-1], start, end), order))
+    return take(anchor, weight, len(shape_of(weight)) - 1, start, end)  # type: ignore[no-any-return]
 
 
 def _rows(anchor: fx.Node, weight: Any, start: int, end: int) -> fx.Node:

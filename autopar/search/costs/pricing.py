@@ -260,7 +260,10 @@ class Pricer:
         unsaved += [n for i, n in enumerate(results) if i not in saves_results]
         gradients = [n for i, n in enumerate(sizes) if op.operand_grads[i] and i not in op.handed]
         gradients += [n for n, g in zip(results, op.result_grads, strict=True) if g]
-        ahead, back = (round(part * max([*sizes, *results], default=0)) for part in op.spare)
+        if rule.spare is None:
+            ahead, back = (round(part * max([*sizes, *results], default=0)) for part in op.spare)
+        else:
+            ahead, back = (n * op.result_sizes[0] for n in rule.spare(local.operand_shapes, local.result_shapes))
         kept = -(-rule.saves_nbytes // parts)
         if self._are_products(op):
             weights = -(-rule.products_nbytes // parts)  # scores and their softmax; the gradients of both
