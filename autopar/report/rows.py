@@ -85,7 +85,12 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
     parameters: dict[str, Row] = {}
     moves: dict[str, list[Message]] = {}
     major = False
+    viewed: dict[fx.Node, list[str]] = {}
+    """Parameters that views of nothing else show, whatever is sent of them in between."""
     for node in nodes:
+        read = [name for s in operands(node) for name in viewed.get(s, _parameters(s, names))]
+        if read and (is_collective(node) or _shows_parameters_alone(node, viewed, names)):
+            viewed[node] = read
         sent = [message for direction in node.meta.get("messages", ((), ())) for message in direction]
         if is_collective(node):
             origin = node.meta["origin"]
@@ -108,13 +113,12 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
                 major = False
             continue
         origin = node.meta.get("origin")
-        if origin is None or origin.op != "call_function" or origin.name not in plan.choices:
+        if origin is None or origin.op != "call_function" or origin.name not in plan.choices or node in viewed:
             continue
         module = relative(node.meta.get("module", ""), block)
         layout = str(node.meta["layouts"][0])
         how = words(origin, plan.choices[origin.name])
-        used = [s.meta["origin"].name for s in operands(node) if _is_parameter(s, names)]
-        heavy = not is_light(node) or bool(used)
+        heavy = not is_light(node) or bool(read)
         last = rows[-1] if rows and rows[-1].kind == "op" else None
         if last is not None and _joins(last, node, module, layout, heavy, major, owners):
             if heavy and not major:
@@ -126,7 +130,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
             major = False
         major = major or heavy
         rows[-1].messages.extend(sent)
-        for placeholder in used:
+        for placeholder in read:
             if placeholder not in parameters:
                 parameters[placeholder] = _parameter_row(placeholder, names[placeholder], block, local)
                 rows_at = len(rows)
@@ -181,9 +185,15 @@ def _merged(rows: list[Row], owners: set[str]) -> list[Row]:
     return out
 
 
-def _is_parameter(node: fx.Node, names: dict[str, tuple[str, ...]]) -> bool:
+def _parameters(node: fx.Node, names: dict[str, tuple[str, ...]]) -> list[str]:
+    """The parameter that a node is, as stored or brought into another layout."""
     origin = node.meta.get("origin")
-    return origin is not None and origin.name in names
+    return [origin.name] if origin is not None and origin.name in names else []
+
+
+def _shows_parameters_alone(node: fx.Node, viewed: dict[fx.Node, list[str]], names: dict[str, tuple[str, ...]]) -> bool:
+    """Is a call a view of a parameter (a slice, a transposed one)? It is part of its reader's line."""
+    return short_name(node) in VIEWS and all(s in viewed or _parameters(s, names) for s in operands(node))
 
 
 def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: LocalModel) -> Row:
