@@ -33,7 +33,7 @@ HEADS = {
     "GPTBigCode GPTJ GPTNeo GPTNeoX Granite Helium HunYuanDenseV1 Mamba Mistral Mpt Nemotron Olmo Olmo2 Olmo3 OPT "
     "Persimmon Phi Phi3 Qwen2 Qwen3 RecurrentGemma SeedOss SmolLM3 StableLm Starcoder2 "
     "DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe FlexOlmo Glm4Moe GptOss GraniteMoe GraniteMoeShared Jamba Lfm2Moe "
-    "MiniMax Mixtral Olmoe PhiMoe Qwen2Moe Qwen3Moe",
+    "MiniMax Mixtral Olmoe Qwen2Moe Qwen3Moe",
     "LMHeadModel": "XLNet",
     "ForMaskedLM": "Albert BigBird ConvBert Deberta DebertaV2 DistilBert Electra Esm FNet ModernBert MPNet "
     "Nystromformer RoFormer Roberta",
