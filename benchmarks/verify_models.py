@@ -32,7 +32,7 @@ HEADS = {
     "ForCausalLM": "Apertus Arcee BioGpt Bloom CodeGen Cohere Cohere2 Ernie4_5 Exaone4 Falcon Gemma Gemma2 Glm Glm4 "
     "GPTBigCode GPTJ GPTNeo GPTNeoX Granite Helium HunYuanDenseV1 Mamba Mistral Mpt Nemotron Olmo Olmo2 Olmo3 OPT "
     "Persimmon Phi Phi3 Qwen2 Qwen3 RecurrentGemma SeedOss SmolLM3 StableLm Starcoder2 "
-    "DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe FlexOlmo Glm4Moe GptOss GraniteMoe GraniteMoeShared Jamba Lfm2Moe "
+    "DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe FlexOlmo Glm4Moe GptOss GraniteMoe GraniteMoeShared Jamba "
     "MiniMax Mixtral Olmoe Qwen2Moe Qwen3Moe",
     "LMHeadModel": "XLNet",
     "ForMaskedLM": "Albert BigBird ConvBert Deberta DebertaV2 DistilBert Electra Esm FNet ModernBert MPNet "
