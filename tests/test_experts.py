@@ -87,15 +87,16 @@ class Sorted(nn.Module):
         ordered, order = ids.reshape(-1).sort()
         rows = x[order // 2]
         ends = torch.histc(ordered.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
-        y = torch.ops.aten._grouped_mm.default(rows, self.weight, ends)
+        y = rows if self.leaks == "no product" else torch.ops.aten._grouped_mm.default(rows, self.weight, ends)
         if self.leaks == "rows":
             y = y.cumsum(0)  # each row reads those before it
-        y = y * scores.reshape(-1)[order].unsqueeze(1)
+        if self.leaks != "no product":
+            y = y * scores.reshape(-1)[order].unsqueeze(1)
         y = y[order.argsort()].reshape(-1, 2, 8).sum(1)
-        return y.square().sum() + (order.float().sum() if self.leaks == "order" else 0)
+        return y.square().sum() + scores.sum() + (order.float().sum() if self.leaks == "order" else 0)
 
 
-@pytest.mark.parametrize("leaks", ["", "rows", "order"])
+@pytest.mark.parametrize("leaks", ["", "rows", "order", "no product"])
 def test_rows_that_meet_others_in_their_order_stay_sorted(leaks: str) -> None:
     torch.manual_seed(0)
     model, x = Sorted(leaks).bfloat16(), torch.randn(8, 8, dtype=torch.bfloat16)

@@ -125,9 +125,10 @@ class _Region:
         elif node.target is aten.embedding.default and len(node.args) == 2 and self._is_expert(node.args[1]):
             self.values[node] = insert(node, aten.embedding.default, (node.args[0], self.ids))
         elif target_name(node.target) in PRODUCTS:
-            args: Any = node.args[:3]
-            rows, weight, ends = args
-            if rows not in self.values or ends not in self.counted or not self._ends(ends, shape_of(weight)[0]):
+            args: Any = node.args
+            rows, weight, ends, *others = args
+            plain = all(other is None for other in (*others, *node.kwargs.values())) and len(shape_of(weight)) == 3
+            if not plain or rows not in self.values or not self._ends(ends, shape_of(weight)[0]):
                 raise _Unknown
             self.values[node] = insert(node, grouped_linear, (self.values[rows], self.ids, weight))
         elif self._counts(node):
@@ -162,6 +163,8 @@ class _Region:
 
     def _put_back(self, node: fx.Node, value: fx.Node, k: int) -> None:
         """Rows in the order of the tokens; where those of a token are summed, they are where they still stand."""
+        if shape_of(value)[len(self.leading)] != k:
+            raise _Unknown  # rows of tokens, which have met no expert
         self.ends.append((node, insert(node, aten.reshape.default, (value, list(shape_of(node))))))
         rows, *rest = shape_of(node)
         for parted in node.users:
@@ -177,9 +180,10 @@ class _Region:
         """`argsort(order)`, a sort of it, or `empty[order] = arange`."""
         if node.target in (aten.argsort.default, aten.sort.default):
             return node.args[0] is self.order and len(node.args) < 3 and not node.kwargs
-        if node.target is not aten.index_put.default or list(node.args[1]) != [self.order]:  # type: ignore[arg-type]
+        args: Any = node.args
+        if node.target is not aten.index_put.default or len(args) != 3 or list(args[1]) != [self.order]:
             return False
-        written: Any = node.args[2]
+        written = args[2]
         constant = self.captured.constants.get(written.name)
         return constant is not None and torch.equal(constant, torch.arange(shape_of(node)[0]))
 
@@ -193,6 +197,8 @@ class _Region:
 
     def _ends(self, node: Any, num_experts: int) -> bool:
         """Is this the running sum of a histogram of the sorted ids, one bin an expert?"""
+        if node not in self.counted:
+            return False
         total: Any = node
         while total.target is aten._to_copy.default:
             total = total.args[0]

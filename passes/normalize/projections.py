@@ -46,11 +46,11 @@ def _part_of_grouped(anchor: fx.Node, node: fx.Node, start: int, end: int) -> fx
     return insert(anchor, grouped_linear, (x, ids, _columns(anchor, weight, start, end)))
 
 
-def _columns(anchor: fx.Node, weight: Any, start: int, end: int) -> fx.Node:
+def _columns(anchor: fx.Node, weight: Any, start: int, end: int) -> Any:
     if weight.target is aten.permute.default:
         order = weight.args[1]
         return insert(anchor, aten.permute.default, (take(anchor, weight.args[0], order[-1], start, end), order))
-    return take(anchor, weight, len(shape_of(weight)) - 1, start, end)  # type: ignore[no-any-return]
+    return take(anchor, weight, len(shape_of(weight)) - 1, start, end)
 
 
 def _rows(anchor: fx.Node, weight: Any, start: int, end: int) -> fx.Node:
