@@ -208,7 +208,7 @@ def _scatter_sums(
     row = rows.new_empty(rows.shape[1])
     out, start = [], 0
     for g, dim in zip(even, dims, strict=True):
-        chunks = _rows_of(g.contiguous(), dim, n)
+        chunks = _rows_of(g, dim, n)
         length = g.numel() // n
         rows[:, start : start + length].view(chunks.shape).copy_(chunks)
         out.append(row[start : start + length].view(chunks.shape[1:]))

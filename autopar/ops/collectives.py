@@ -182,11 +182,17 @@ def begin_level_sums(flat: Tensor, axis: Axis, inside: Axis, groups: Groups) -> 
 
 def in_parts(values: Sequence[Tensor], num_parts: int) -> tuple[Tensor, list[Tensor]]:
     """Values flat, one after the other, each padded to equal parts; and views of them in it."""
-    row = [value.reshape(-1) for value in values]
-    missing = [-v.numel() % num_parts for v in row]
-    flat = torch.cat([t for v, n in zip(row, missing, strict=True) for t in ((v, v.new_zeros(n)) if n else (v,))])
-    lengths = [v.numel() + n for v, n in zip(row, missing, strict=True)]
-    views = [p[: v.numel()].view(v.shape) for p, v in zip(torch.split(flat, lengths), values, strict=True)]
+    lengths = [v.numel() + -v.numel() % num_parts for v in values]
+    if are_flat := all(v.is_contiguous() for v in values):
+        missing = [n - v.numel() for n, v in zip(lengths, values, strict=True)]
+        row = zip((v.view(-1) for v in values), missing, strict=True)
+        flat = torch.cat([t for v, n in row for t in ((v, v.new_zeros(n)) if n else (v,))])
+    else:
+        flat = values[0].new_zeros(sum(lengths))
+    views = [part[: v.numel()].view(v.shape) for part, v in zip(flat.split(lengths), values, strict=True)]
+    if not are_flat:  # joined, each would first be copied flat, and all copies would be there at once
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
     return flat, views
 
 
