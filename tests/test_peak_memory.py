@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.mesh import make_mesh
+from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.collective_call import collective_call
@@ -207,13 +208,27 @@ def test_named_plans(name: str) -> None:
     check("llama", make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig()))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_buckets(name: str) -> None:
-    captured = case("llama")[0]
-    plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
-    fused = with_buckets(plan, captured, machine(2))
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("name", "shape"), [("ddp", (2,)), ("fsdp", (2,)), ("fsdp", (2, 2))])
+def test_buckets(family: str, name: str, shape: tuple[int, ...]) -> None:
+    """Gradients of Mixtral's experts are transposed, and on two axes what a bucket is gathered from is gathered too."""
+    captured, own = case(family)[0], machine(prod(shape))
+    plan = make_baseline(name, captured, own, make_mesh(shape), TrainConfig())
+    fused = with_buckets(plan, captured, own)
     assert fused.buckets
-    check("llama", fused)
+    check(family, fused)
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_gradients_that_do_not_lie_in_order_are_copied_once(num_parts: int) -> None:
+    values = [torch.randn(5, 7).t(), torch.randn(3), torch.randn(2, 3, 4).movedim(0, 2)]
+    lengths = [-(-v.numel() // num_parts) * num_parts for v in values]
+    with PeakMemory() as memory:
+        flat, views = in_parts(values, num_parts)
+    assert memory.peak == flat.untyped_storage().nbytes() == 4 * sum(lengths)
+    for part, view, value in zip(torch.split(flat, lengths), views, values, strict=True):
+        assert torch.equal(view, value) and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert torch.equal(part, torch.cat([value.flatten(), torch.zeros(part.numel() - value.numel())]))
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("megatron", 2), ("random", 4)])

@@ -189,7 +189,7 @@ def in_parts(values: Sequence[Tensor], num_parts: int) -> tuple[Tensor, list[Ten
         flat = torch.cat([t for v, n in row for t in ((v, v.new_zeros(n)) if n else (v,))])
     else:
         flat = values[0].new_zeros(sum(lengths))
-    views = [part[: v.numel()].view(v.shape) for part, v in zip(flat.split(lengths), values, strict=True)]
+    views = [part[: v.numel()].view(v.shape) for part, v in zip(torch.split(flat, lengths), values, strict=True)]
     if not are_flat:  # joined, each would first be copied flat, and all copies would be there at once
         for view, value in zip(views, values, strict=True):
             view.copy_(value)

@@ -55,6 +55,10 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
     return {value: group for group in groups for value in group.values}
 
 
+def gathered_from(group: Fused, journeys: Mapping[str, Journey]) -> list[Value]:
+    return [(name, journeys[name].made[layout].source) for name, layout in group.values]
+
+
 def _fuses(step: Step) -> bool:
     return step.forward == "all_gather" or (not step.forward and step.backward == "all_reduce")
 

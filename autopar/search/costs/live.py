@@ -30,7 +30,7 @@ from autopar.redistribution import Step
 from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
 from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
-from autopar.search.costs.fused import Fused, find_fused
+from autopar.search.costs.fused import Fused, find_fused, gathered_from
 from autopar.search.costs.gradients import Gradients
 from autopar.search.costs.holding import MEMORY_KINDS, Holding
 from autopar.search.costs.journeys import SINK, Journey, regathered
@@ -73,6 +73,8 @@ class Live:
         self._gradients()
         for number, call in enumerate(self.calls):
             self._beside(number, call)
+        for holding in list(self._again()):
+            self._hold(holding)
 
     def _order(self) -> None:
         """Moments of the calls' backward passes and replays, by number of the call."""
@@ -292,18 +294,8 @@ class Live:
             (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
         outside = filter(wanted, passed)
-        return Gradients(
-            self.calls,
-            self.backward,
-            begin,
-            self._size,
-            self._given,
-            self._is_once_a_step,
-            wanted,
-            buckets,
-            outside,
-            copies,
-        )
+        own = (self.calls, self.backward, begin, self._size, self._given, self._is_once_a_step)
+        return Gradients(*own, wanted, buckets, outside, copies)
 
     def _gradients(self) -> None:
         """Backward, call by call."""
@@ -384,12 +376,19 @@ class Live:
         if step.forward != "all_gather":
             return
         role = "once" if self._is_once_a_step(name) else ""
-        rows = sum(self._nbytes(value) for value in group.values)
-        row = sum(self._nbytes((n, self.journeys[n].made[v].source)) for n, v in group.values)
+        rows = sum(map(self._nbytes, group.values))
+        row = sum(map(self._nbytes, gathered_from(group, self.journeys)))
         self._add("working", name, rows + row, forward, forward, role)
-        if (again := self.again.get(group, forward)) != forward:
-            # gathered again before the backward that reads it makes its gradients: they never meet the buffers
-            made = sum(h.nbytes for h in self.holdings if h.first == again and h.role in ("gradient", "leaf"))
-            self._add("working", name, max(rows + row - made, 0.0), again, again)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
             self._add("working", name, rows, backward, backward, role)
+
+    def _again(self) -> Iterator[Holding]:
+        """Buckets that backward gathers again, with what they are gathered from where that just was, too: all gone
+        before the backward pass that reads them makes its own."""
+        for group, again in self.again.items():
+            name, layout = group.values[0]
+            if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
+                hops = gathered_from(group, self.journeys)
+                nbytes = sum(map(self._nbytes, (*group.values, *hops, *(hop for hop in hops if hop in self.fused))))
+                made = sum(h.nbytes for h in self.holdings if h.first == again and h.kind == "working")
+                yield Holding("working", name, max(nbytes - made, 0.0), again, again)
