@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
+import torch
 
 import autopar.capture.forked as forked
 from autopar.capture.forked import Forked
@@ -32,6 +33,18 @@ def test_what_the_copy_made_comes_back_whole(size: int) -> None:
     assert found is not None and len(found) == 8 + size and int.from_bytes(found[:8], "big") != os.getpid()
     assert made.answer(60.0) is None  # once
     assert _gone(made._child)
+
+
+def test_a_copy_computes_though_kernels_ran_in_threads_before() -> None:
+    """OpenMP's threads do not survive in it: a kernel that waits for them never ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = torch.arange(4_000_000).add(1)
+        found = Forked(lambda: int(torch.arange(4_000_000).add(1).sum()).to_bytes(8, "big")).answer(20.0)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None and int.from_bytes(found, "big") == int(whole.sum())
 
 
 def _raise() -> NoReturn:

@@ -78,6 +78,7 @@ def _run(work: Callable[[], bytes], end: int, nice: int) -> None:
     """In the copy: nothing of what is open here is written to or closed."""
     try:
         os.nice(nice)
+        torch.set_num_threads(1)  # threads that the parent's kernels ran in are waited for in vain
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
