@@ -28,7 +28,7 @@ from autopar.search.graph.moments import Share
 from autopar.search.graph.strategy_graph import usage
 from autopar.search.joint.best_staged import best_staged, way_before_planning
 from autopar.search.joint.critical_path import GAP, way_seconds
-from autopar.search.joint.fullest_rank import fullest_share
+from autopar.search.joint.fullest_rank import fullest_share, most_kept
 from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import parts
@@ -246,6 +246,22 @@ def test_no_pass_holds_more_than_those_of_the_share(schedule: str) -> None:
             for rank in set().union(*every_rank):
                 own = [number for number, ranks in enumerate(every_rank) if ranks == {rank}]
                 _no_pass_holds_more(share, own, firsts, sizes, order.ranks[rank], draw)
+
+
+def test_what_ranks_keep_at_most_is_counted_action_by_action() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        p, chunks, rounds_of = draw.randint(1, 5), draw.randint(1, 3), draw.randint(1, 4)
+        schedule = "interleaved-1f1b" if chunks > 1 else draw.choice(["1f1b", "gpipe"])
+        order = make_order(schedule, p, p * rounds_of, chunks)
+        sizes = [draw.randint(0, 5) for _ in range(p * chunks)]
+        for rank, most in enumerate(most_kept(order, sizes)):
+            kept, seen = 0, [0]
+            for action in order.ranks[rank]:
+                kept += sizes[action.stage] * (action.kind == "F")
+                seen.append(kept)
+                kept -= sizes[action.stage] * (action.kind == "B")
+            assert most == max(seen) and kept == 0
 
 
 def _no_pass_holds_more(

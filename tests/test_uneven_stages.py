@@ -12,7 +12,8 @@ import pytest
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.paid import Around, Fewest
+from autopar.search.costs.folding import fold_program
+from autopar.search.costs.paid import Around, Fewest, stages_of, whole_readers
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.exact.ilp import solve
@@ -63,6 +64,28 @@ def program(family: str, microbatches: int) -> Program:
 def pricer(_: Program) -> Pricer:
     """One for each program."""
     return Pricer(mesh=make_mesh((DEVICES,)), cluster=parts(machine(2 * DEVICES))[2], config=TrainConfig())
+
+
+def test_a_tensor_counts_as_often_as_the_part_that_counts_least_of_those_that_read_it() -> None:
+    """Or as the run, where that reads it in all ways in which it is read at all."""
+    draw, straddling = np.random.default_rng(0), 0
+    for family in ("llama", "gpt2", "t5"):
+        whole = program(family, 2)
+        folding, kinds = fold_program(whole), [tuple(whole.tensors)[i::7] for i in range(7)]
+        for _ in range(20):
+            begins = np.sort(draw.integers(0, len(whole.ops) + 1, 2)).tolist()
+            around = Around(part_of=stages_of(begins, len(whole.ops)), passing=draw.uniform(0.0, 3.0, 3))
+            for names in kinds:
+                passing, once = 0.0, 0
+                for name in names:
+                    read = sorted({int(around.part_of[p]) for p, _ in whole.readers[name]})
+                    if len(read) > 1 and 1 in (whole_readers(whole, folding, around.part_of, name) or ()):
+                        read, straddling = [1], straddling + 1
+                    passing += min((float(around.passing[part]) for part in read), default=0.0)
+                    once += read == [1]
+                found = around.of_tensors(names, whole, folding)
+                assert found == pytest.approx((passing, passing, min(once, passing)))
+    assert straddling
 
 
 def alike(family: str, microbatches: int, draw: np.random.Generator) -> Plan:

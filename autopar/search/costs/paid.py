@@ -118,14 +118,37 @@ class Around:
 
     def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
         """Of a kind."""
-        passing, once = 0.0, 0
-        for name in names:
-            parts = reading_stages(program, self.part_of, name)
-            if len(parts) > 1 and 1 in (whole_readers(program, folding, self.part_of, name) or ()):
-                parts = [1]
-            passing += float(min((self.passing[part] for part in parts), default=0.0))
-            once += parts == [1]
-        return Times(passing, passing, min(once, passing))
+        read = _readers_of(names, program)
+        if not read.names:
+            return Times(0.0, 0.0, 0.0)
+        parts = self.part_of[read.positions]
+        before, inside, after = (np.logical_or.reduceat(parts == part, read.begins) for part in range(3))
+        passing = np.where(np.stack([before, inside, after]), self.passing[:, None], np.inf).min(axis=0)
+        once = inside & ~before & ~after
+        for i in np.flatnonzero(inside & ~once):
+            if 1 in (whole_readers(program, folding, self.part_of, read.names[i]) or ()):
+                passing[i], once[i] = self.passing[1], True
+        whole = float(passing.sum())
+        return Times(whole, whole, min(float(once.sum()), whole))
+
+
+class _ReadersOf(NamedTuple):
+    """Those tensors of a kind that ops read, and positions of their readers, of tensor i from `begins[i]` on."""
+
+    names: list[str]
+    positions: Ints
+    begins: Ints
+
+
+def _readers_of(names: tuple[str, ...], program: Program) -> _ReadersOf:
+    every = program.made.setdefault("readers of kinds", {})
+    if names not in every:
+        read = [name for name in names if program.readers[name]]
+        positions = [[p for p, _ in program.readers[name]] for name in read]
+        begins = np.cumsum([0, *map(len, positions)])[:-1]
+        every[names] = _ReadersOf(read, np.array([p for one in positions for p in one], dtype=np.int64), begins)
+    found: _ReadersOf = every[names]
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from operator import add, mul
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.schedules import Action, make_order
+from autopar.cost_models.schedules import NUMBERS, Action, PipelineOrder, make_order
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.program import Program
 from autopar.search.graph.moments import Share
@@ -43,14 +43,30 @@ def fullest_share(
 ) -> Share:
     """The fullest rank's, of stages whose blocks are dealt evenly and that begin at these positions of ops.
 
-    num_devices: of a stage. schedule: one whose backward has one part. others: ranks whose passes are taken too.
+    num_devices: of a stage. schedule: one whose backward has one part. others: ranks whose passes are taken too. All
+    meshes of so many devices have one.
     """
+    asked = (num_devices, schedule, pipeline, chunks, tuple(begins), tuple(others))
+    known: dict[object, Share] = program.made.setdefault(("fullest shares", program.microbatches), {})
+    if asked not in known:
+        known[asked] = _fullest_share(program, *asked)
+    return known[asked]
+
+
+def _fullest_share(
+    program: Program,
+    num_devices: int,
+    schedule: str,
+    pipeline: int,
+    chunks: int,
+    begins: tuple[int, ...],
+    others: tuple[int, ...],
+) -> Share:
     order = make_order(schedule, pipeline, program.microbatches, chunks)
     p, num_ops = len(order.ranks), len(program.ops)
     stage = stages_of(begins, num_ops)
     sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
-    every = [_passes(actions, p, order.num_stages // p) for actions in order.ranks]
-    most = [max(_kept(fill, sizes[rank::p]) for fill in fills) for rank, fills in enumerate(every)]
+    most = most_kept(order, sizes)
     positions = {op.name: op.position for op in program.ops}
     blocks = [0, *(positions[name] for name in starts_of(program))]
     ends = [*begins, num_ops]
@@ -59,6 +75,7 @@ def fullest_share(
     back = [0.0, *least_messages(program, num_devices, cuts)]  # what a stage receives, and sends back
     ahead = [*least_messages(program, num_devices, own), 0.0]  # what it sends, and receives back
     ranks = dict.fromkeys([most.index(max(most)), *others])
+    every = {rank: _passes(order.ranks[rank], p, order.num_stages // p) for rank in ranks}
     taken = [
         (rank, fill)
         for rank in ranks
@@ -91,6 +108,15 @@ def fullest_share(
             for rank, _ in taken
         ),
     )
+
+
+def most_kept(order: PipelineOrder, sizes: Sequence[int]) -> list[int]:
+    """Blocks that each rank keeps at most, as often as of micro-batches, that at hand included; sizes: of stages."""
+    table = order.table
+    blocks, is_back = np.asarray(sizes)[table.stage], table.kind == NUMBERS["B"]
+    kept = np.where(is_back, -blocks, blocks).cumsum() + np.where(is_back, blocks, 0)  # all is gone at a rank's end
+    firsts = np.searchsorted(table.rank, np.arange(len(order.ranks)))
+    return [int(most) for most in np.maximum.reduceat(kept, firsts)]
 
 
 def _fullest(

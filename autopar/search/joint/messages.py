@@ -10,6 +10,13 @@ from autopar.search.costs.program import Program
 def crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
     """What each cut sends on and gets a gradient of: made before the stage that begins there, read in it or behind.
     Begins ascend."""
+    known: dict[tuple[int, ...], list[list[str]]] = program.made.setdefault("crossing", {})
+    if tuple(begins) not in known:
+        known[tuple(begins)] = _crossing(program, begins)
+    return known[tuple(begins)]
+
+
+def _crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
     last = {name: max((p for p, _ in program.readers[name]), default=-1) for name in program.tensors}
     made = [(name, t.producer) for name, t in program.tensors.items() if t.producer is not None and t.requires_grad]
     cuts: list[list[str]] = [[] for _ in begins]
