@@ -1,8 +1,10 @@
 """How long does a whole plan take, every mesh searched? Wall and CPU seconds of `autopar.plan`, capture included.
 
-    python -m benchmarks.planning_time [--targets 8b,70b,405b] [--layers 8,32,128,512] [--seconds 120] [--pipeline 1]
+    python -m benchmarks.planning_time [--targets 8b,70b,405b] [--layers 8,32,128,512] [--nodes 64] [--seconds 120]
+        [--pipeline 1]
 
-Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of layers on other numbers of devices.
+Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of layers, each on as many nodes of 8 as
+`NODES` says or all on so many (`--nodes 1,64`: of each).
 The gap is that of the plan with every collective alone, to the bound over all meshes, and in buckets on its own mesh.
 --pipeline auto searches stages too; 1, the default, meshes and micro-batches. An empty list leaves a part out.
 """
@@ -83,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="8b,70b,405b")
     parser.add_argument("--layers", default="8,32,128,512")
+    parser.add_argument("--nodes", default="", help="of 8 devices, for every number of layers")
     parser.add_argument("--seconds", type=float, default=None, help="of search, for each row")
     parser.add_argument("--pipeline", default="1")
     arguments = parser.parse_args()
@@ -96,11 +99,11 @@ def main() -> None:
         cluster, batch, config = TARGETS[name]
         add_row(name, cluster, *planned(cluster, batch, config, arguments.seconds, arguments.pipeline))
     for layers in map(int, filter(None, arguments.layers.split(","))):
-        nodes = NODES.get(layers, 8)
-        cluster = "8xh100" if nodes == 1 else f"{nodes}x8xh100"
-        config = {"num_hidden_layers": layers}
-        row = planned(cluster, 8 * nodes, config, arguments.seconds, arguments.pipeline)
-        add_row(f"{layers} layers of 8b", cluster, *row)
+        for nodes in map(int, filter(None, arguments.nodes.split(","))) if arguments.nodes else (NODES.get(layers, 8),):
+            cluster = "8xh100" if nodes == 1 else f"{nodes}x8xh100"
+            config = {"num_hidden_layers": layers}
+            row = planned(cluster, 8 * nodes, config, arguments.seconds, arguments.pipeline)
+            add_row(f"{layers} layers of 8b", cluster, *row)
     Console(width=140).print(table)
 
 
