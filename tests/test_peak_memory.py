@@ -196,6 +196,12 @@ def test_a_copy_that_is_another_one_viewed_counts_once(lifetime: str) -> None:
     check("gpt2", replace(kept, routes=routes))
 
 
+def test_what_a_gather_of_a_gathered_copy_holds_beside_it_while_backward_repeats_them() -> None:
+    """Along a dim but the first: what came, before it is put in order, and what it is gathered from."""
+    own = machine(8)
+    check("mixtral", make_baseline("fsdp", case("mixtral")[0], own, make_mesh((2, 2, 2)), TrainConfig()))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "resnet"])
 def test_two_axes(family: str) -> None:
     check(family, random_plan(case(family)[0], make_mesh((2, 2)), random.Random(0)))

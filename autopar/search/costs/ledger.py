@@ -12,6 +12,7 @@ import numpy as np
 from autopar.graph import target_name
 from autopar.placement import Layout
 from autopar.plan import Plan
+from autopar.search.costs.calls import Call
 from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.folding import pattern
 from autopar.search.costs.live import Live
@@ -90,10 +91,21 @@ def _items(rows: Iterable[tuple[str, str, str, float, tuple[str, ...]]]) -> tupl
 
 
 def _moment(live: Live, number: int) -> str:
-    word, call = live.moment(number)
+    word, call = _pass(live, number)
     if call is None:
         return "the optimizer's step"
     if call.op is None:
         return f"the {word} of redistributing {call.operands[0][0]}"
     called = target_name(call.op.node.target).removeprefix("aten.").split(".")[0]
     return f"the {word} of {called} in {call.op.module or 'no module'}"
+
+
+def _pass(live: Live, number: int) -> tuple[str, Call | None]:
+    """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
+    if number < len(live.calls):
+        return "forward", live.calls[number]
+    for word, moments in (("backward", live.backward), ("replay", live.replay)):
+        for call, moment in moments.items():
+            if moment == number:
+                return word, live.calls[call]
+    return "optimizer", None

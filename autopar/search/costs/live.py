@@ -57,6 +57,7 @@ class Live:
         self.several = plan.microbatches > 1 or program.captured.is_stage
         self.ends: dict[Value, int] = {}
         self.held: set[Value] = set()
+        self.alone: dict[int, list[Value]] = {}  # gathered again, by moment
         self.fused = find_fused(plan, journeys)
         self.first: dict[Fused, int] = {}
         for number, call in enumerate(self.calls):
@@ -108,16 +109,6 @@ class Live:
         """The bucket that a step travels with."""
         value = call.results[0]
         return None if call.step is None or value is None else self.fused.get(value)
-
-    def moment(self, number: int) -> tuple[str, Call | None]:
-        """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
-        if number < len(self.calls):
-            return "forward", self.calls[number]
-        for word, moments in (("backward", self.backward), ("replay", self.replay)):
-            for call, moment in moments.items():
-                if moment == number:
-                    return word, self.calls[call]
-        return "optimizer", None
 
     def _values(self) -> None:
         """What calls make, and what is handed in; but copies of parameters that live for a use or a step."""
@@ -246,6 +237,7 @@ class Live:
                 self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
             for moment in () if value in self.fused else uses:
                 self._add(kind, value[0], nbytes, moment, moment)
+                self.alone.setdefault(moment, []).append(value)
         elif not uses:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
         elif value in self.replays.first:
@@ -383,12 +375,24 @@ class Live:
             self._add("working", name, rows, backward, backward, role)
 
     def _again(self) -> Iterator[Holding]:
-        """Buckets that backward gathers again, with what they are gathered from where that just was, too: all gone
-        before the backward pass that reads them makes its own."""
+        """What gathering again takes beside what it makes: buffers, and what is gathered from where that just was, too.
+        All is gone before the backward pass that reads it makes its own."""
+        taken: dict[tuple[int, str], float] = {}
         for group, again in self.again.items():
             name, layout = group.values[0]
             if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
                 hops = gathered_from(group, self.journeys)
-                nbytes = sum(map(self._nbytes, (*group.values, *hops, *(hop for hop in hops if hop in self.fused))))
-                made = sum(h.nbytes for h in self.holdings if h.first == again and h.kind == "working")
-                yield Holding("working", name, max(nbytes - made, 0.0), again, again)
+                whole = sum(map(self._nbytes, (*group.values, *hops)))
+                taken[again, name] = whole + sum(self._nbytes(hop) for hop in hops if hop in self.fused)
+        for moment, values in self.alone.items():
+            taken[moment, values[0][0]] = max(map(self._beside_gather, values))
+        for (moment, name), nbytes in taken.items():
+            made = sum(h.nbytes for h in self.holdings if h.first == moment and h.kind == "working")
+            yield Holding("working", name, max(nbytes - made, 0.0), moment, moment)
+
+    def _beside_gather(self, value: Value) -> float:
+        name, journey = value[0], self.journeys[value[0]]
+        step, tensor = journey.made[value[1]], journey.tensor
+        hop, source = self.root(name, step.source), self.pricer.local_nbytes(tensor, step.source)
+        nbytes = beside(step.forward, step, source, self.pricer.wholes(step, tensor.shape, tensor.element_size)[0])
+        return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)
