@@ -56,6 +56,7 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
 
 
 def gathered_from(group: Fused, journeys: Mapping[str, Journey]) -> list[Value]:
+    """What each value of a group is made of."""
     return [(name, journeys[name].made[layout].source) for name, layout in group.values]
 
 

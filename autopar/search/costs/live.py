@@ -391,6 +391,7 @@ class Live:
             yield Holding("working", name, max(nbytes - made, 0.0), moment, moment)
 
     def _beside_gather(self, value: Value) -> float:
+        """The same of a copy that travels alone."""
         name, journey = value[0], self.journeys[value[0]]
         step, tensor = journey.made[value[1]], journey.tensor
         hop, source = self.root(name, step.source), self.pricer.local_nbytes(tensor, step.source)
