@@ -157,27 +157,39 @@ def all_reduce_gradient_bucket(
 
 
 def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
-    """`all_reduce` without a backward pass of what nothing reads before the step is over."""
-    sink, groups = _sink.get(), active_groups()
-    finishes: list[Finish] = []
+    """`all_reduce` without a backward pass of what nothing reads before the step is over.
 
-    def ahead(values: Sequence[Tensor]) -> list[Tensor]:
-        if groups.size(axis) == 1:
-            return _same(values)
-        (sums,), finish = _sums(values, axis, groups)
-        finishes.append(finish)
-        return [sums]
+    Under a sink that is told things it is waited for when the step ends; until then the result may be a summand. It
+    begins at once, or, where the processor sends, behind the last gradients: threads would take turns from backward.
+    """
+    sink, groups = _sink.get(), active_groups()
+    if sink is None or sink.told is None or groups.size(axis) == 1:
+        return collectives.all_reduce(x, axis=axis)
+    later, begun = sink.later, list[Finish]()
 
     def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        if not begun:
+            later(start, holds=False)
         return _same(gradients), _nothing
 
-    (out,) = _Bucket.apply(ahead, back, False, (), x)  # type: ignore[no-untyped-call]
-    if sink is not None and sink.told is not None:
-        sink.told += finishes
-    else:
-        for finish in finishes:
-            finish()
+    (out,) = _Bucket.apply(_copied, back, False, (), x)  # type: ignore[no-untyped-call]
     result: Tensor = out
+    there = result.detach()
+
+    def start() -> None:
+        nbytes = there.numel() * there.element_size()
+        begun.append(
+            begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(there, group=g, async_op=True))
+        )
+
+    def finish() -> None:
+        if not begun:  # nothing asked for gradients
+            start()
+        begun.pop()()
+
+    if x.device.type != "cpu":
+        start()
+    sink.told.append(finish)
     return result
 
 
@@ -242,6 +254,10 @@ def _rows_of(whole: Tensor, dim: int, n: int) -> Tensor:
 
 def _same(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.view_as(value) for value in values]
+
+
+def _copied(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.clone(memory_format=torch.contiguous_format) for value in values]
 
 
 def _nothing() -> None:

@@ -182,14 +182,20 @@ def begin_level_sums(flat: Tensor, axis: Axis, inside: Axis, groups: Groups) -> 
 
 def in_parts(values: Sequence[Tensor], num_parts: int) -> tuple[Tensor, list[Tensor]]:
     """Values flat, one after the other, each padded to equal parts; and views of them in it."""
-    lengths = [v.numel() + -v.numel() % num_parts for v in values]
+    sizes = [v.numel() for v in values]
+    lengths = sizes if num_parts == 1 else [n + -n % num_parts for n in sizes]
     if are_flat := all(v.is_contiguous() for v in values):
-        missing = [n - v.numel() for n, v in zip(lengths, values, strict=True)]
-        row = zip((v.view(-1) for v in values), missing, strict=True)
-        flat = torch.cat([t for v, n in row for t in ((v, v.new_zeros(n)) if n else (v,))])
+        row = [v.view(-1) for v in values]
+        if lengths != sizes:
+            missing = [v.new_zeros(n - m) for v, n, m in zip(values, lengths, sizes, strict=True)]
+            row = [t for pair in zip(row, missing, strict=True) for t in pair]
+        flat = torch.cat(row)
     else:
         flat = values[0].new_zeros(sum(lengths))
-    views = [part[: v.numel()].view(v.shape) for part, v in zip(torch.split(flat, lengths), values, strict=True)]
+    parts = list(torch.split_with_sizes(flat, lengths))
+    if lengths != sizes:
+        parts = [part[:n] for part, n in zip(parts, sizes, strict=True)]
+    views = [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
     if not are_flat:  # joined, each would first be copied flat, and all copies would be there at once
         for view, value in zip(views, values, strict=True):
             view.copy_(value)

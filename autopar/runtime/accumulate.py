@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from autopar.graph import Accumulation, LocalModel
 from autopar.ops.buckets import Finish, use_sink
+from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
 from autopar.passes.start_and_wait import start_and_wait
@@ -154,7 +155,7 @@ class Accumulator:
     """Runs the micro-batches of a local graph as it is written (`again_graph`, `evaluation_graph`).
 
     fuse_body: not where backward is in two parts, which buckets would tie together, or where it is compiled by block.
-    starts: what copies of a micro-batch send is started and waited for apart; not in compiled code.
+    eager: calls are made natively, and what copies of a micro-batch send is started and waited for apart.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Accumulator:
         masters: Mapping[str, torch.dtype] | None = None,
         *,
         fuse_body: bool = True,
-        starts: bool = True,
+        eager: bool = True,
     ) -> None:
         self.accumulation, self.masters, self.buckets = accumulation, masters or {}, local.plan.buckets
         self.hoisted = hoisted = hoist_parameters(written, local.plan.lifetimes)
@@ -173,10 +174,10 @@ class Accumulator:
         body = hoisted.body
         if fuse_body:
             body = fuse_collectives(body, local.captured.parameters, local.plan)
-            if local.captured.copies > 1 and starts:
+            if local.captured.copies > 1 and eager:
                 body = start_and_wait(body, {spec.placeholder for spec in local.captured.inputs})
         self.prologue = fx.GraphModule(nn.Module(), prologue)
-        self.body = fx.GraphModule(nn.Module(), body)
+        self.body = fx.GraphModule(nn.Module(), call_natively(body) if eager else body)
 
     def prepare(self, leaves: Mapping[str, Tensor]) -> Prepared:
         """What of a step is done once, before its micro-batches."""

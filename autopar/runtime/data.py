@@ -1,6 +1,7 @@
 """Which part of a batch is this rank's? Input layouts say; dims given whole are sliced, slices taken as they are."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import Sampler
 from autopar.errors import BatchError
 from autopar.graph import InputSpec
 from autopar.inputs import flatten_inputs
+from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
 from autopar.placement import Layout, local_ranges, local_shape
 from autopar.plan import Plan
@@ -55,10 +57,9 @@ def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
     Raises:
         BatchError: if a dim has neither the planned size nor this rank's.
     """
-    layout, mesh = module.plan.layouts[spec.placeholder], module.plan.mesh
-    padded = local_shape(spec.shape, layout, mesh)
-    ranges = local_ranges(spec.shape, layout, mesh, mesh.coordinate(module.groups.rank))
-    allowed = [(whole, mine, true) for whole, mine, (_, true) in zip(spec.shape, padded, ranges, strict=True)]
+    padded, ranges, allowed = _own_part(
+        spec.shape, module.plan.layouts[spec.placeholder], module.plan.mesh, module.groups.rank
+    )
     if value.dim() != len(spec.shape) or any(n not in sizes for n, sizes in zip(value.shape, allowed, strict=True)):
         count = module.plan.microbatches
         part, size = (f" in each of {count} parts", "micro-batch") if count > 1 else ("", "global batch")
@@ -68,7 +69,7 @@ def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
         )
     own = value
     for dim, (start, length) in enumerate(ranges):
-        if value.shape[dim] == spec.shape[dim]:
+        if length != spec.shape[dim] == value.shape[dim]:
             own = own.narrow(dim, start, length)
     own = own.to(device=module.device, dtype=spec.dtype)
     if tuple(own.shape) == padded:
@@ -76,6 +77,16 @@ def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
     out = own.new_zeros(padded)
     out[tuple(slice(n) for n in own.shape)] = own
     return out
+
+
+@lru_cache(maxsize=4096)
+def _own_part(
+    shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+    """A rank's padded shape, (start, length) of what it truly holds, and the sizes that each dim may have."""
+    padded = local_shape(shape, layout, mesh)
+    ranges = local_ranges(shape, layout, mesh, mesh.coordinate(rank))
+    return padded, ranges, tuple((n, mine, true) for n, mine, (_, true) in zip(shape, padded, ranges, strict=True))
 
 
 def local_batch(module: "DistributedModule", batch: Any) -> Any:

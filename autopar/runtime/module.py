@@ -23,6 +23,7 @@ from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
@@ -218,7 +219,7 @@ class DistributedModule(Trainable):
         self, graph: fx.GraphModule, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """One (micro-)batch: its loss, and how many labels count if the graph says so."""
-        arguments = {**self.state.arguments(self), **parameters, **inputs}
+        arguments = {**self.state.arguments, **parameters, **inputs}
         draws = Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)
         values = [arguments[name] for name in self._placeholders(graph)]
         remakes = self._remakes and torch.is_grad_enabled()
@@ -271,6 +272,7 @@ class DistributedModule(Trainable):
                 graph = start_early(wait_late(graph))
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
+                graph = call_natively(graph)
             self._graphs[key] = fx.GraphModule(nn.Module(), graph)
         return self._graphs[key]
 
@@ -283,7 +285,7 @@ class DistributedModule(Trainable):
                 accumulation,
                 self.state.masters,
                 fuse_body=self._kind != BY_BLOCK,
-                starts=self._kind == EAGER,
+                eager=self._kind == EAGER,
             )
         return self._accumulators[key]
 

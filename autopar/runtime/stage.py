@@ -136,7 +136,7 @@ class Stage(nn.Module):
         """What the graph makes of micro-batch `index` and what was received, differentiable."""
         captured = self.local.captured
         assert self.prepared is not None
-        arguments = {**self.state.arguments(self.root[0]), **self.prepared.used}
+        arguments = {**self.state.arguments, **self.prepared.used}
         arguments.update(zip(captured.received, received, strict=True))
         for spec in captured.inputs[: len(captured.inputs) - len(captured.received)]:
             arguments[spec.placeholder] = local_input(self, spec, self._parts[index][spec.placeholder])

@@ -41,6 +41,7 @@ class State:
         self.device = device
         self.stored: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
             name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
@@ -125,6 +126,9 @@ class State:
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._mover(spec))  # type: ignore[no-untyped-call]
             self.stored[spec.placeholder] = leaf
+        for buffer in self.local.captured.buffers:
+            path, _, name = buffer.names[0].rpartition(".")
+            self._buffers[buffer.placeholder] = root.get_submodule(path), name
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -158,16 +162,21 @@ class State:
         else:
             local_tensor(held).add_(gradient)
 
-    def arguments(self, root: nn.Module) -> dict[str, Tensor]:
+    @property
+    def arguments(self) -> dict[str, Tensor]:
         """What the graph's placeholders read, parameters and inputs excepted."""
-        buffers = {spec.placeholder: self._buffer(root, spec) for spec in self.local.captured.buffers}
+        buffers = {spec.placeholder: self._buffer(spec) for spec in self.local.captured.buffers}
         return {**self.constants, **buffers}
 
-    def _buffer(self, root: nn.Module, spec: BufferSpec) -> Tensor:
-        value = root.get_buffer(spec.names[0])
+    def _buffer(self, spec: BufferSpec) -> Tensor:
+        owner, name = self._buffers[spec.placeholder]
+        value: Tensor = getattr(owner, name)
         # Autograd keeps batch norm's statistics for backward, and the step writes the new ones before that.
         value = value.clone() if spec.mutated_by else value
-        return padded_part(value, self.layout(spec.placeholder), self.mesh, self.coordinate)
+        layout = self.layout(spec.placeholder)
+        if all_whole((layout,)):
+            return value.contiguous()
+        return padded_part(value, layout, self.mesh, self.coordinate)
 
     def gradient(self, placeholder: str) -> Tensor | None:
         """This rank's part of a parameter's gradient, None before any backward pass."""
