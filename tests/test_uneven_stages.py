@@ -124,7 +124,7 @@ def test_no_plan_takes_less_however_it_is_cut(family: str, p: int, m: int, sched
 
 
 def _counts(paid: Around | Fewest, instances: Sequence[Sequence[int]]) -> float:
-    return paid.of_ops(instances)[0]
+    return paid.of_ops(np.array(instances))[0]
 
 
 def test_runs_together_count_no_op_more_often_than_any_of_them() -> None:

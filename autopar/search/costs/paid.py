@@ -45,7 +45,7 @@ class Everywhere:
 
     microbatches: int
 
-    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
         number = self.microbatches * len(instances)
         return number, number
 
@@ -64,9 +64,9 @@ class Paid:
     backward: Floats
     once: Floats
 
-    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
         """Of a cluster, by positions of the ops of every instance: forward and back."""
-        stages = self.stage_of[np.array(instances)]
+        stages = self.stage_of[instances]
         return float(self.forward[stages].min(axis=1).sum()), float(self.backward[stages].min(axis=1).sum())
 
     def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
@@ -111,9 +111,9 @@ class Around:
     part_of: Ints
     passing: Floats
 
-    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
         """Of a cluster, by positions of the ops of every instance."""
-        number = float(self.passing[self.part_of[np.array(instances)]].min(axis=1).sum())
+        number = float(self.passing[self.part_of[instances]].min(axis=1).sum())
         return number, number
 
     def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
@@ -157,7 +157,7 @@ class Fewest:
 
     among: tuple[Around, ...]
 
-    def of_ops(self, instances: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
         found = np.array([one.of_ops(instances) for one in self.among]).min(axis=0)
         return float(found[0]), float(found[1])
 

@@ -27,6 +27,7 @@ from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import Moments, Share
 from autopar.search.graph.options import Option, Restriction, cluster_options
 from autopar.search.graph.parameters import ParameterSpace, held, parameter_space
+from autopar.search.graph.positions import leave_as_views, reading_positions
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
 from autopar.search.graph.strategy_graph import (
@@ -122,7 +123,7 @@ class Builder:
 
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = self.options(cluster)
-        times = self.paid.of_ops(cluster.instances)
+        times = self.paid.of_ops(cluster.positions)
         node = self._node(cluster.root.name, np.array([o.paid(times) for o in options]))
         assert node == number
         self.problem.options[node] = options
@@ -130,8 +131,8 @@ class Builder:
             self._count_cluster(node, cluster, options)
 
     def _count_cluster(self, node: int, cluster: Cluster, options: list[Option]) -> None:
-        firsts = [min(positions) for positions in cluster.instances]
-        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.instances)
+        firsts = cluster.firsts
+        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.positions)
         self._count(node, [o.kept for o in options], keeping)
         self._count(node, [o.working_forward for o in options], forward)
         self._count(node, [o.working_backward for o in options], backward)
@@ -165,10 +166,7 @@ class Builder:
         node, member = self.place[number]
         cluster = self.problem.clusters[node]
         wants = tuple(o.wants[member][slot] for o in self.problem.options[node])
-        positions = {
-            name: [p for p, s in self.program.readers[name] if s == slot and self.folding.class_of[p] == number]
-            for name in names
-        }
+        positions = reading_positions(self.program, self.folding, names, number, slot)
         return Reader(
             node=node,
             wants=wants,
@@ -290,7 +288,7 @@ class Builder:
             max((r.savers for r in readers), default=0),
             any(r.in_backward for r in readers),
             len(readers) > 1,
-            not any(self._leaves_as_view(p) for name in names for p, _ in self.program.readers[name]),
+            not leave_as_views(self.program, self.problem.clusters, names),
             self.lattices,
             self.restriction,
             times.both / times.once if times.once else 1.0,
@@ -302,16 +300,6 @@ class Builder:
             self._count(node, nbytes, coefficient)
         if readers:
             self._parameter_group(names, node, uses, space, readers)
-
-    def _leaves_as_view(self, position: int) -> bool:
-        """Whether the op is a view that other clusters read, or is read by one inside its cluster."""
-        op = self.program.ops[position]
-        if op.rule.alias is None:
-            return False
-        node, member = self.place[self.folding.class_of[position]]
-        if member == len(self.problem.clusters[node].members) - 1:
-            return True
-        return any(self._leaves_as_view(p) for r in op.results if r is not None for p, _ in self.program.readers[r])
 
     def _parameter_group(
         self,
@@ -379,22 +367,18 @@ class Builder:
         columns = [c for *_, c in self.node_memory]
         columns += [term[2] for term in self.kept_memory]
         columns += [c for *_, c in self.arc_memory]
-        peaks = self.moments.peaks()
-        table = np.array([c.reshape(-1)[peaks] for c in columns]).reshape(len(columns), len(peaks))
-        beside = self.moments.beside().reshape(-1)[peaks]
+        beside = self.moments.beside()
+        table = np.array(columns).reshape(len(columns), len(beside))
         instances = [] if self.moments.share is not None else [c.instances for c in self.problem.clusters]
         few = few_moments(np.vstack([table, beside]), self.moments, instances)
-        chosen = peaks[few]
         return Memory(
             limit=limit,
             base=self._unread() + beside[few],
-            moments=tuple(int(moment) for moment in chosen),
-            nodes=tuple(
-                NodeMemory(node=n, nbytes=b, coefficient=c.reshape(-1)[chosen]) for n, b, c in self.node_memory
-            ),
+            moments=tuple(int(moment) for moment in self.moments.numbers[few]),
+            nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[few]) for n, b, c in self.node_memory),
             kept=tuple(
-                KeptMemory(group=g, nbytes=b, coefficient=c.reshape(-1)[chosen], keeps_given=given, keepers=keepers)
+                KeptMemory(group=g, nbytes=b, coefficient=c[few], keeps_given=given, keepers=keepers)
                 for g, b, c, given, keepers in self.kept_memory
             ),
-            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c.reshape(-1)[chosen]) for g, b, c in self.arc_memory),
+            arcs=tuple(ArcMemory(group=g, nbytes=b, coefficient=c[few]) for g, b, c in self.arc_memory),
         )

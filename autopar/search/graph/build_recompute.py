@@ -85,7 +85,7 @@ class RecomputeBuilder(Builder):
     def _cluster(self, number: int, cluster: Cluster) -> None:
         options = self.options(cluster)
         again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
-        times = self.paid.of_ops(cluster.instances)
+        times = self.paid.of_ops(cluster.positions)
         seconds = np.array([o.paid(times) for o in options])
         recomputable = self._can_be_made_again(cluster)
         if recomputable:
@@ -99,9 +99,9 @@ class RecomputeBuilder(Builder):
         self.plain[node] = len(options)
         self.problem.num_kept[node] = len(options)
         self.problem.options[node] = [*options, *options] if recomputable else options
-        firsts = [min(positions) for positions in cluster.instances]
-        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.instances)
-        replaying = self.moments.replaying([self.ends[first] for first in firsts], firsts)
+        firsts = cluster.firsts
+        keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.positions)
+        replaying = self.moments.replaying(np.array(self.ends)[firsts], firsts)
         inside = np.array([o.kept for o in options], dtype=np.float64)
         self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:

@@ -11,9 +11,13 @@ without gradient join, in coarse clusters also chains and diamonds of cheap ops.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from autopar.search.costs.folding import Folding
 from autopar.search.costs.program import Op, Program
+from autopar.search.graph.strategy_graph import Ints
 
 HEAVY_FLOPS = 8
 """Operations an element of its largest tensor above which an op is a seed (matmuls, convolutions, attention)."""
@@ -41,6 +45,16 @@ class Cluster:
     @property
     def multiplicity(self) -> int:
         return len(self.instances)
+
+    @cached_property
+    def positions(self) -> Ints:
+        """`instances` as an array, [instance, member]."""
+        return np.array(self.instances, dtype=np.int64)
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """The position of each instance's first op."""
+        return np.asarray(self.positions.min(axis=1))
 
 
 def is_seed(op: Op, program: Program) -> bool:

@@ -25,17 +25,18 @@ def copies_held(
     """
     of_arc, out = np.array(lifetimes), list[tuple[Floats, Floats]]()
     copies, gradients = nbytes
+    reading = [[p for reader in readers for p in reader.positions[name]] for name in names]
+    saving = [[p for reader in readers if reader.savers for p in reader.positions[name]] for name in names]
     for lifetime in LIFETIMES:
         own = of_arc == lifetime
-        coefficient, waiting = moments.nothing(), moments.nothing()
-        for name in names:
-            positions = [p for reader in readers for p in reader.positions[name]]
-            savers = [p for reader in readers if reader.savers for p in reader.positions[name]]
-            moments.count_copies(coefficient, lifetime, positions, savers)
-            in_backward = [p for reader in readers if reader.in_backward for p in reader.positions[name]]
-            if in_backward:
-                moments.count_gradient(waiting, in_backward, moments.step().stop)
+        if not own.any():
+            continue
+        coefficient = moments.copies(lifetime, reading, saving)
         if lifetime == "step" and moments.share is not None:
+            trained = [
+                [p for reader in readers if reader.in_backward for p in reader.positions[name]] for name in names
+            ]
+            waiting = moments.gradients([row for row in trained if row], moments.count - 1)
             terms = [(np.where(own, copies, 0.0), coefficient), (np.where(own, gradients, 0.0), waiting)]
         else:
             terms = [(np.where(own, copies + gradients, 0.0), coefficient)]

@@ -4,11 +4,12 @@ With n ops, op i runs forward at moment i and backward at moment 2n - 1 - i; the
 several micro-batches these are the moments of the last one: gradients of those before are there from its beginning.
 
 On a rank of a pipeline only its ops count. Its moments are those of a few passes of its order: of the micro-batch at
-hand, while others that are in flight have been kept.
+hand, while others that are in flight have been kept. Of these only those that may be the peak are looked at, the work
+of which does not grow with the blocks of other ranks.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from autopar.search.graph.strategy_graph import Floats
 
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
+Positions = Sequence[int] | Ints
+Rows = Sequence[Sequence[int]]
+"""Of each of several tensors positions of ops, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,87 +47,40 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """Intervals as slices over the moments, ends included. `share`: of ranks of a pipeline, None for all ops.
+    """`share`: of ranks of a pipeline, None for all ops.
 
-    A coefficient says how often something counts at each moment: [moment], with a share [pass, moment].
+    A coefficient says how often something counts at each *point*: moment `at[point]`, of a rank's pass `passed[point]`.
+    Without a share points are all moments.
     """
 
     num_ops: int
     several: bool = False
     share: Share | None = None
+    at: Ints = field(init=False)
+    passed: Ints = field(init=False)
 
-    def beside(self) -> Floats:
-        """Bytes that are there whatever is chosen, at each moment."""
-        out = self.nothing()
+    def __post_init__(self) -> None:
+        at, passed = np.arange(self.count), np.zeros(self.count, dtype=np.int64)
         if self.share is not None:
-            out += np.array(self.share.received)[:, None]
-            out[:, self.step()] += np.array(self.share.sent)[:, None]
-        return out
+            found = [np.unique(self._may_be_peaks(*one)) for one in zip(self.share.last, self.share.kinds, strict=True)]
+            at, passed = np.concatenate(found), np.repeat(np.arange(len(found)), [len(moments) for moments in found])
+        object.__setattr__(self, "at", at)
+        object.__setattr__(self, "passed", passed)
 
-    def weight(self, *positions: int) -> Floats:
-        """1 in each pass on a rank that holds what these ops read."""
-        if self.share is None:
-            return np.ones(1)
-        return np.where(self.share.ops[:, positions].any(axis=1, keepdims=True), 1.0, 0.0)
-
-    def at_hand(self, *positions: int) -> Floats:
-        """1 in each pass in which what these ops make or read of the micro-batch at hand is held here."""
-        if self.share is None:
-            return np.ones(1)
-        return np.asarray(self.share.at_hand[:, positions].max(axis=1, keepdims=True))
-
-    def running(self, instances: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
-        """How often a cluster runs at each moment, forward and back, from the positions of each instance's ops."""
-        ops = np.array(instances)
-        forward, backward = self.nothing(), self.nothing()
-        own = 1.0 if self.share is None else self.share.ops[:, ops].any(axis=2).repeat(ops.shape[1], axis=1)
-        forward[..., ops.ravel()] = own
-        backward[..., 2 * self.num_ops - 1 - ops.ravel()] = own
-        return forward, backward
-
-    def keeping(self, made: Sequence[int], savers: Sequence[int], *, at_hand: bool = False) -> Floats:
-        """How often something is kept at each moment that these ops make, each until the backward of the first op that
-        saves it, and for other micro-batches until the update. at_hand: of the micro-batch at hand alone."""
-        out = self._counted(_ints(made), 2 * self.num_ops - _ints(savers), savers)
-        if self.share is not None and not at_hand:
-            out[:, self.step()] += self.share.beside[:, _ints(savers)].sum(axis=1, keepdims=True)
-        return out
-
-    def replaying(self, again: Sequence[int], last: Sequence[int]) -> Floats:
-        """The same of what is there from the backward of one op to that of another."""
-        return self._counted(2 * self.num_ops - 1 - _ints(again), 2 * self.num_ops - _ints(last), last)
-
-    def _counted(self, begins: Ints, ends: Ints, positions: Sequence[int]) -> Floats:
-        """From each begin to before its end, where what the op makes or reads is at hand."""
-        change = np.zeros((*self.nothing().shape[:-1], self.count + 1))
-        own = np.ones(len(begins)) if self.share is None else self.share.at_hand[:, _ints(positions)]
-        np.add.at(change.T, begins, own.T)
-        np.subtract.at(change.T, np.maximum(begins, ends), own.T)
-        return np.asarray(change.cumsum(axis=-1)[..., :-1])
-
-    def peaks(self) -> NDArray[np.int64]:
-        """Moments that may be the peak, by number in a flat coefficient."""
-        every = np.arange(self.nothing().size)
-        if self.share is None:
-            return every
-        found = [every.reshape(-1, self.count)[:, -1]]
-        for moments, last, kinds in zip(every.reshape(-1, self.count), self.share.last, self.share.kinds, strict=True):
-            if "F" in kinds:
-                found.append(moments[: self.num_ops][last])
-            if "B" in kinds:
-                found.append(moments[self.num_ops : -1][::-1][last])
-        return np.sort(np.concatenate(found))
-
-    def _keep_beside(self, coefficient: Floats, positions: list[int]) -> None:
-        if self.share is not None:
-            coefficient[:, self.step()] += self.share.beside[:, positions].max(axis=1, keepdims=True)
+    def _may_be_peaks(self, last: slice, kinds: str) -> list[int]:
+        positions = range(self.num_ops)[last]
+        forward = [self.forward(p) for p in positions] if "F" in kinds else []
+        return [*forward, *([self.backward(p) for p in positions] if "B" in kinds else []), self.count - 1]
 
     @property
     def count(self) -> int:
+        """Moments of a pass."""
         return 2 * self.num_ops + 1
 
-    def nothing(self) -> Floats:
-        return np.zeros(self.count if self.share is None else (len(self.share.begun), self.count))
+    @property
+    def numbers(self) -> Ints:
+        """A number for each point, the same whatever else is a point."""
+        return np.asarray(self.passed * self.count + self.at)
 
     def forward(self, position: int) -> int:
         return position
@@ -131,45 +88,136 @@ class Moments:
     def backward(self, position: int) -> int:
         return 2 * self.num_ops - 1 - position
 
-    def count_gradient(self, coefficient: Floats, readers: list[int], end: int) -> None:
-        """Count a gradient of a parameter from the backward of its last reader, the first to run, to before `end`."""
+    def nothing(self) -> Floats:
+        return np.zeros(len(self.at))
+
+    @property
+    def in_step(self) -> Floats:
+        """1 in all micro-batches, until gradients are reduced for the optimizer."""
+        return np.where(self.at < self.count - 1, 1.0, 0.0)
+
+    @property
+    def in_update(self) -> Floats:
+        """1 in the optimizer's step."""
+        return np.where(self.at == self.count - 1, 1.0, 0.0)
+
+    def beside(self) -> Floats:
+        """Bytes that are there whatever is chosen."""
         if self.share is None:
-            coefficient[0 if self.several else self.backward(max(readers)) : end] += 1.0
-            return
-        for row, ops, begun in zip(coefficient, self.share.ops, self.share.begun, strict=True):
-            if own := [p for p in readers if ops[p]]:
-                row[0 if begun[own].any() else self.backward(max(own)) : end] += 1.0
+            return self.nothing()
+        return (
+            self._of_passes(np.array(self.share.received)) + self._of_passes(np.array(self.share.sent)) * self.in_step
+        )
 
-    def step(self) -> slice:
-        """All micro-batches, until gradients are reduced for the optimizer."""
-        return slice(0, self.count - 1)
+    def running(self, instances: Rows | Ints) -> tuple[Floats, Floats]:
+        """How often a cluster runs, forward and back, from the positions of each instance's ops."""
+        ops = np.asarray(instances)
+        instance = np.full(self.num_ops, -1)
+        instance[ops] = np.arange(len(ops))[:, None]
+        out = []
+        for position in (self.at, 2 * self.num_ops - 1 - self.at):
+            inside = (position >= 0) & (position < self.num_ops)
+            which = np.where(inside, instance[np.where(inside, position, 0)], -1)
+            runs = which >= 0
+            if self.share is not None:
+                runs &= _any(self.share.ops[:, ops])[self.passed, which]
+            out.append(np.where(runs, 1.0, 0.0))
+        return out[0], out[1]
 
-    def update(self) -> slice:
-        """The optimizer's step."""
-        return slice(self.count - 1, self.count)
+    def keeping(self, made: Positions, savers: Positions, *, at_hand: bool = False) -> Floats:
+        """How often something is kept that these ops make, each until the backward of the first op that saves it, and
+        for other micro-batches until the update. at_hand: of the micro-batch at hand alone."""
+        out = self._counted(_ints(made), 2 * self.num_ops - _ints(savers), self._at_hand(_ints(savers)))
+        if self.share is not None and not at_hand:
+            out += self._of_passes(self.share.beside[:, _ints(savers)].sum(axis=1)) * self.in_step
+        return out
 
-    def copies(self, lifetime: str, readers: Iterable[int], savers: Iterable[int]) -> list[slice]:
-        """When a copy of a parameter is live: while a reader runs (`use`), the whole `step`, or until its backward."""
+    def replaying(self, again: Positions, last: Positions) -> Floats:
+        """The same of what is there from the backward of one op to that of another."""
+        begins, ends = 2 * self.num_ops - 1 - _ints(again), 2 * self.num_ops - _ints(last)
+        return self._counted(begins, ends, self._at_hand(_ints(last)))
+
+    def holding(self, readers: Rows) -> Floats:
+        """How many tensors are held by a rank that reads them; what nobody reads, everybody holds."""
+        read = [row for row in readers if row]
+        if self.share is None or not read:
+            return self.nothing() + len(readers)
+        own = _any(self.share.ops[:, rectangle(read)]).sum(axis=1)
+        return self._of_passes(own + (len(readers) - len(read)))
+
+    def gradients(self, readers: Rows, end: int) -> Floats:
+        """How many gradients of parameters are there, each from the backward of its last reader, the first to run, or
+        from before the last micro-batch, to before the moment `end`."""
+        if not readers:
+            return self.nothing()
+        ops = rectangle(readers)
+        if self.share is None:
+            last = ops.max(axis=1)
+            begins = np.zeros_like(last) if self.several else 2 * self.num_ops - 1 - last
+            return self._counted(begins, np.full(len(ops), end), None)
+        own = self.share.ops[:, ops]
+        first = 2 * self.num_ops - 1 - np.where(own, ops, -1).max(axis=2)
+        begins = np.where(_any(own & self.share.begun[:, ops]), 0, first)
+        return self._counted(begins, np.full(begins.shape, end), _any(own))
+
+    def copies(self, lifetime: str, readers: Rows, savers: Rows) -> Floats:
+        """How many copies of parameters are there: while a reader runs (`use`), the whole `step`, or until the backward
+        of the first that saves it, then for other micro-batches too (`keep`)."""
         if lifetime == "step":
-            return [self.step()]
-        readers, savers = sorted(set(readers)), sorted(set(savers))
+            return self.holding(readers) * self.in_step
+        owners = [i for i, row in enumerate(readers) if row]
+        if not owners:
+            return self.nothing()
+        at_hand = None if self.share is None else self.share.at_hand[:, rectangle([readers[i] for i in owners])].max(2)
         if lifetime == "use":
-            moments = [self.forward(p) for p in readers] + [self.backward(p) for p in savers]
-            return [slice(m, m + 1) for m in moments]
-        if savers:
-            return [slice(self.forward(readers[0]), self.backward(savers[0]) + 1)]
-        return [slice(self.forward(readers[0]), self.forward(readers[-1]) + 1)]
+            runs = [
+                (number, moment)
+                for number, i in enumerate(owners)
+                for moment in (*map(self.forward, set(readers[i])), *map(self.backward, set(savers[i])))
+            ]
+            number, begins = np.array(runs, dtype=np.int64).T
+            return self._counted(begins, begins + 1, None if at_hand is None else at_hand[:, number])
+        begins = np.array([self.forward(min(readers[i])) for i in owners])
+        ends = np.array([self.backward(min(savers[i])) if savers[i] else self.forward(max(readers[i])) for i in owners])
+        out = self._counted(begins, ends + 1, at_hand)
+        if self.share is not None and (saved := [row for row in savers if row]):
+            out += self._of_passes(self.share.beside[:, rectangle(saved)].max(axis=2).sum(axis=1)) * self.in_step
+        return out
 
-    def count_copies(self, coefficient: Floats, lifetime: str, readers: list[int], savers: list[int]) -> None:
-        """Count copies of a parameter; those that live until a backward are kept for other micro-batches too."""
-        weight = self.at_hand(*readers)
-        if lifetime == "step" or not readers:
-            weight = self.weight(*readers) if readers else np.ones(1)
-        for interval in self.copies(lifetime, readers, savers):
-            coefficient[..., interval] += weight
-        if lifetime == "keep" and savers:
-            self._keep_beside(coefficient, savers)
+    def _at_hand(self, positions: Ints) -> Floats | None:
+        return None if self.share is None else self.share.at_hand[:, positions]
+
+    def _of_passes(self, amounts: NDArray[np.generic]) -> Floats:
+        """What each pass has, at its points."""
+        return np.asarray(amounts, dtype=np.float64)[self.passed]
+
+    def _counted(self, begins: Ints, ends: Ints, own: NDArray[np.generic] | None) -> Floats:
+        """From each begin (of each pass) to before its end, as often as each counts in a pass (None: once)."""
+        ends = np.maximum(begins, ends)
+        if own is None:
+            change = np.zeros(self.count + 1)
+            np.add.at(change, begins, 1.0)
+            np.subtract.at(change, ends, 1.0)
+            return np.asarray(change.cumsum()[:-1][self.at])
+        some = own.any(axis=0)
+        begins, ends = (part[..., some] for part in (begins, ends))
+        if begins.ndim > 1:
+            begins, ends = begins[self.passed], ends[self.passed]
+        at = self.at[:, None]
+        counts = own[:, some].astype(np.float64)[self.passed]
+        return np.asarray(np.where((begins <= at) & (at < ends), counts, 0.0).sum(axis=1))
 
 
-def _ints(positions: Sequence[int]) -> Ints:
-    return np.array(positions, dtype=np.int64)
+def rectangle(rows: Rows) -> Ints:
+    """Rows of positions, none of them empty, as long as the longest: the first of a row again at its end."""
+    longest = max(map(len, rows))
+    return np.array([[*row, *(row[0],) * (longest - len(row))] for row in rows], dtype=np.int64)
+
+
+def _any(own: Mask) -> Mask:
+    """Whether any op of a row is a pass's own."""
+    return np.asarray(own.any(axis=-1))
+
+
+def _ints(positions: Positions) -> Ints:
+    return np.asarray(positions, dtype=np.int64)

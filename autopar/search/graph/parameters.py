@@ -225,16 +225,13 @@ def held(
     space: ParameterSpace, names: tuple[str, ...], program: Program, moments: Moments
 ) -> list[tuple[Floats, Floats]]:
     """Bytes that each option holds whatever its use, and at which moments: storage, state, casts and gradients."""
-    always, step, gradient, reduced = (moments.nothing() for _ in range(4))
-    for name in names:
-        reading = [p for p, _ in program.readers[name]]
-        weight = moments.weight(*reading) if reading else np.ones(1)
-        always += weight
-        step[..., moments.step()] += weight
-        last = [p for p in reading if program.ops[p].has_backward]
-        if program.tensors[name].requires_grad and last:
-            moments.count_gradient(gradient, last, moments.count)
-            reduced[..., moments.update()] += weight
+    reading = [[p for p, _ in program.readers[name]] for name in names]
+    trained = [row for name, row in zip(names, reading, strict=True) if program.tensors[name].requires_grad]
+    last = [[p for p in row if program.ops[p].has_backward] for row in trained]
+    trained = [row for row, found in zip(trained, last, strict=True) if found]
+    always = moments.holding(reading)
+    step, reduced = always * moments.in_step, moments.holding(trained) * moments.in_update
+    gradient = moments.gradients([found for found in last if found], moments.count)
     stored = np.array(space.stored)
     for_step = np.array([lifetime == "step" for _, lifetime in space.options], dtype=bool)
     casts = np.array(space.casts)

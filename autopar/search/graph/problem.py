@@ -1,5 +1,6 @@
 """What is a strategy graph made of, and what do its numbers stand for?"""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ class Reader:
     wants: tuple[Layout, ...]
     savers: int
     in_backward: bool
-    positions: dict[str, list[int]]
+    positions: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

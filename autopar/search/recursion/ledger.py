@@ -50,9 +50,9 @@ def make_ledger(neighbours: Neighbours) -> Ledger:
     rows: dict[Key, Floats] = {}
 
     for number, cluster in enumerate(neighbours.clusters):
-        firsts = [min(positions) for positions in cluster.instances]
+        firsts = cluster.firsts
         rows["kept", number] = moments.keeping(firsts, firsts)
-        rows["forward", number], rows["backward", number] = moments.running(cluster.instances)
+        rows["forward", number], rows["backward", number] = moments.running(cluster.positions)
     for travel in neighbours.travels:
         if travel.tensor.kind == "op":
             rows["saved", travel.number] = _saved(travel, neighbours, moments)
@@ -89,16 +89,13 @@ def _saved(travel: Travel, neighbours: Neighbours, moments: Moments) -> Floats:
 
 def _parameter(rows: dict[Key, Floats], travel: Travel, neighbours: Neighbours, moments: Moments) -> None:
     ops = neighbours.program.ops
-    number = travel.number
-    for kind in ("gradient", "reduced", "step", "keep", "use"):
-        rows[kind, number] = moments.nothing()
-    for i in range(len(travel.names)):
-        positions = [p for use in travel.uses for p in use.positions[i]]
-        savers = [p for use in travel.uses if use.savers for p in use.positions[i]]
-        last = [p for p in positions if ops[p].has_backward]
-        if travel.tensor.requires_grad and last:
-            moments.count_gradient(rows["gradient", number], last, moments.count)
-            rows["reduced", number][moments.update()] += 1
-        for lifetime in ("step", "keep", "use"):
-            for interval in moments.copies(lifetime, positions, savers) if positions else ():
-                rows[lifetime, number][interval] += 1
+    number, names = travel.number, range(len(travel.names))
+    reading = [[p for use in travel.uses for p in use.positions[i]] for i in names]
+    saving = [[p for use in travel.uses if use.savers for p in use.positions[i]] for i in names]
+    last = [row for every in reading if (row := [p for p in every if ops[p].has_backward])]
+    last = last if travel.tensor.requires_grad else []
+    rows["gradient", number] = moments.gradients(last, moments.count)
+    rows["reduced", number] = len(last) * moments.in_update
+    for lifetime in ("step", "keep", "use"):
+        read = [i for i in names if reading[i]]
+        rows[lifetime, number] = moments.copies(lifetime, [reading[i] for i in read], [saving[i] for i in read])

@@ -1,0 +1,39 @@
+"""Where are tensors of a kind read? Looked up once a program: all of its strategy graphs ask again."""
+
+from collections.abc import Container, Mapping
+
+from autopar.search.costs.folding import Folding
+from autopar.search.costs.program import Program
+from autopar.search.graph.clusters import Cluster
+
+
+def reading_positions(
+    program: Program, folding: Folding, names: tuple[str, ...], number: int, slot: int
+) -> Mapping[str, list[int]]:
+    """Of each tensor those ops of class `number` that read it as operand `slot`."""
+    key = ("reading positions", folding, names, number, slot)
+    if key not in program.made:
+        program.made[key] = {
+            name: [p for p, s in program.readers[name] if s == slot and folding.class_of[p] == number] for name in names
+        }
+    found: Mapping[str, list[int]] = program.made[key]
+    return found
+
+
+def leave_as_views(program: Program, clusters: tuple[Cluster, ...], names: tuple[str, ...]) -> bool:
+    """Whether a view of any of these parameters is read by other clusters, or by an op inside the view's own."""
+    key = ("leave as views", clusters, names)
+    if key not in program.made:
+        roots = {instance[-1] for cluster in clusters for instance in cluster.instances}
+        every = (p for name in names for p, _ in program.readers[name])
+        program.made[key] = any(_leaves_as_view(position, program, roots) for position in every)
+    return bool(program.made[key])
+
+
+def _leaves_as_view(position: int, program: Program, roots: Container[int]) -> bool:
+    op = program.ops[position]
+    if op.rule.alias is None:
+        return False
+    if position in roots:
+        return True
+    return any(_leaves_as_view(p, program, roots) for r in op.results if r is not None for p, _ in program.readers[r])
