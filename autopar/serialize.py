@@ -8,6 +8,7 @@ import importlib
 import io
 import pickle
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,15 +44,16 @@ class _Shape:
 def dump(captured: CapturedModel) -> bytes:
     """`captured` as bytes for `load`."""
     nodes = []
+    reference, op, shape = cache(_Reference), cache(_op), cache(_Shape)  # most nodes are alike
     for node in captured.graph.nodes:
-        named: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Reference(n.name))  # type: ignore[arg-type, return-value]
+        named: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: reference(n.name))  # type: ignore[arg-type, return-value]
         args, kwargs = named
-        target = _op(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
+        target = op(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            shapes: Any = _shape(value)
+            shapes: Any = shape(*_sizes(value))
         else:
-            shapes = list(map(_shape, value)) if value is not None else None
+            shapes = [shape(*_sizes(one)) for one in value] if value is not None else None
         nodes.append(
             (node.op, node.name, target, args, kwargs, shapes, node.meta.get("requires_grad"), node.meta.get("module"))
         )
@@ -73,15 +75,16 @@ def dump(captured: CapturedModel) -> bytes:
 def load(data: bytes) -> CapturedModel:
     """The inverse of `dump`."""
     nodes, rest, constants = pickle.loads(data)
+    meta, find = cache(_meta), cache(_find)  # most nodes are alike
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, shapes, requires_grad, module in nodes:
         args, kwargs = _resolve((args, kwargs), made)
-        target = _find(target) if isinstance(target, _Op) else target
+        target = find(target) if isinstance(target, _Op) else target
         node = graph.create_node(op, target, tuple(args), kwargs, name=name)
         assert node.name == name, f"node {name} came back as {node.name}"
         if shapes is not None:
-            node.meta["val"] = _meta(shapes) if isinstance(shapes, _Shape) else tuple(map(_meta, shapes))
+            node.meta["val"] = meta(shapes) if isinstance(shapes, _Shape) else tuple(map(meta, shapes))
             node.meta["requires_grad"] = requires_grad
             node.meta["module"] = module
         made[name] = node
@@ -104,8 +107,8 @@ def _find(op: _Op) -> Any:
     return found
 
 
-def _shape(value: torch.Tensor) -> _Shape:
-    return _Shape(tuple(value.shape), value.stride(), value.dtype)
+def _sizes(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.stride(), value.dtype
 
 
 def _meta(shape: _Shape) -> torch.Tensor:

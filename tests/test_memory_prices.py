@@ -140,6 +140,8 @@ def test_linear_programs_at_prices_find_what_the_one_with_rows_for_moments_does(
             bound = least_within(graph, cutoff=cutoff, prices=prices)
             assert (bound >= cutoff) == (cutoff < relaxed), seed
             assert bound <= relaxed * (1 + 1e-6) + 1e-9, seed
+            enough = least_within(graph, enough=cutoff, prices={})
+            assert min(cutoff, relaxed) * (1 - 2e-3) - 1e-9 <= enough <= relaxed * (1 + 1e-6) + 1e-9, seed
         seen += 1
     assert seen > 3
 

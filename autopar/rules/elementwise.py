@@ -15,6 +15,7 @@ from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, grads_of, numel, result_values, shapes_of
 from autopar.rules.rule import Rule, replicated_rule
 
+aten = torch.ops.aten
 Maker = Callable[[fx.Node], Rule]
 Linear = tuple[frozenset[int], ...]
 
@@ -196,7 +197,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_positive(node: fx.Node, depth: int = 4) -> bool:
     """Whether every element is above zero, garbage or not: `x + c` with c > 0 and x never negative."""
-    if node.op != "call_function" or str(node.target) not in ("aten.add.Tensor", "aten.add.Scalar"):
+    if node.op != "call_function" or node.target not in (aten.add.Tensor, aten.add.Scalar):
         return False
     other = node.args[1]
     return isinstance(other, float) and other > 0 and is_nonnegative(node.args[0], depth)

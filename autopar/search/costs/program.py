@@ -6,8 +6,8 @@ joins to the loss.
 """
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor as TorchTensor
 from torch import fx
 
 from autopar.graph import CapturedModel, operands, requires_grad, target_name
+from autopar.rules.elementwise import is_positive
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, Rule, choices
 from autopar.rules.spare import handed_on, spare
@@ -118,17 +119,15 @@ def make_program(captured: CapturedModel) -> Program:
     kinds |= {name: "constant" for name in captured.constants}
     kinds |= {i.placeholder: "input" for i in captured.inputs}
     stored = {p.placeholder: p.storage.itemsize for p in captured.parameters}
-    reached = _reached(captured)
     tensors: dict[str, Tensor] = {}
     readers: dict[str, list[tuple[int, int]]] = {}
     ops: list[Op] = []
-    signatures: dict[object, int] = {}
-    alike: dict[int, tuple[dict[str, Choice], frozenset[int], tuple[float, float]]] = {}
+    maker = _OpMaker(kinds, _reached(captured))
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             tensors[node.name] = _tensor(node, kinds[node.name], None, stored_size=stored.get(node.name))
         elif node.op == "call_function" and node.target is not operator.getitem:
-            op = _op(node, len(ops), kinds, reached, signatures, alike)
+            op = maker.op(node, len(ops))
             ops.append(op)
             for index, result in enumerate(op.results):
                 if result is not None:
@@ -163,70 +162,136 @@ def _tensor(
     )
 
 
-def _op(
-    node: fx.Node,
-    position: int,
-    kinds: Mapping[str, str],
-    reached: set[fx.Node],
-    signatures: dict[object, int],
-    alike: dict[int, tuple[dict[str, Choice], frozenset[int], tuple[float, float]]],
-) -> Op:
-    rule = rule_of(node)
-    sources = operands(node)
-    value = node.meta["val"]
-    values: tuple[TorchTensor, ...] = tuple(value) if isinstance(value, tuple | list) else (value,)
-    results: list[str | None] = [None] * len(values)
-    if isinstance(value, tuple | list):
-        for user in node.users:
-            results[result_index(user)] = user.name
-    else:
-        results[0] = node.name
-    parameters = frozenset(i for i, s in enumerate(sources) if kinds.get(s.name) == "parameter")
-    inputs = tuple(source.meta["val"] for source in sources)
-    dtype = next((v.dtype for v in (*values, *inputs) if v.dtype.is_floating_point), torch.float32)
-    grads = tuple(requires_grad(s) for s in sources)
-    shapes = tuple(tuple(v.shape) for v in inputs)
-    result_shapes = tuple(tuple(v.shape) for v in values)
-    key = (
-        target_name(node.target),
-        constant_arguments(node),
-        shapes,
-        tuple(v.dtype for v in inputs),
-        result_shapes,
-        tuple(v.dtype for v in values),
-        grads,
-        requires_grad(node),
-        node in reached,
-        tuple(r is None for r in results),
-        parameters,
-        tuple((n, f.size, f.summed, f.even) for n, f in rule.factors.items()),
-    )
-    signature = signatures.setdefault(key, len(signatures))
-    if signature not in alike:
-        alike[signature] = {c.name: c for c in choices(rule)}, handed_on(node, rule), spare(node, rule)
-    named, handed, beside = alike[signature]
-    return Op(
-        position=position,
-        name=node.name,
-        node=node,
-        rule=rule,
-        choices=named,
-        operands=tuple(s.name for s in sources),
-        results=tuple(results),
-        operand_grads=grads,
-        result_grads=(requires_grad(node),) * len(values),
-        operand_shapes=shapes,
-        result_shapes=result_shapes,
-        operand_sizes=tuple(v.element_size() for v in inputs),
-        result_sizes=tuple(v.element_size() for v in values),
-        dtype=str(dtype).removeprefix("torch."),
-        has_backward=node in reached,
-        parameters=parameters,
-        handed=handed,
-        spare=beside,
-        module=node.meta.get("module", ""),
-        signature=signature,
-    )
+class _OpMaker:
+    """Ops of a graph. What a rule may look at is the same for many of them, block after block: looked at once."""
+
+    def __init__(self, kinds: Mapping[str, str], reached: set[fx.Node]) -> None:
+        self.kinds, self.reached = kinds, reached
+        self._like: dict[object, Op] = {}
+        self._signatures: dict[object, int] = {}
+        self._alike: dict[int, tuple[dict[str, Choice], frozenset[int], tuple[float, float]]] = {}
+        self._forms: dict[int, tuple[object, TorchTensor]] = {}
+
+    def op(self, node: fx.Node, position: int) -> Op:
+        """The call's, at a position."""
+        sources = operands(node)
+        value = node.meta["val"]
+        values: tuple[TorchTensor, ...] = tuple(value) if isinstance(value, tuple | list) else (value,)
+        results: list[str | None] = [None] * len(values)
+        if isinstance(value, tuple | list):
+            for user in node.users:
+                results[result_index(user)] = user.name
+        else:
+            results[0] = node.name
+        key = self._seen(node, sources, values, results)
+        like = self._like.get(key)
+        if like is None:
+            like = self._like[key] = self._first(node, sources, values, results)
+        return replace(
+            like,
+            position=position,
+            name=node.name,
+            node=node,
+            operands=tuple(s.name for s in sources),
+            results=tuple(results),
+            module=node.meta.get("module", ""),
+        )
+
+    def _seen(
+        self,
+        node: fx.Node,
+        sources: Sequence[fx.Node],
+        values: Sequence[TorchTensor],
+        results: Sequence[str | None],
+    ) -> object:
+        """All that a rule, and an op's other fields but names, may be made of."""
+        return (
+            node.target,
+            _literals(node.args),
+            _literals({k: v for k, v in node.kwargs.items() if k != "site"}),
+            tuple(self._form(s.meta["val"]) for s in sources),
+            tuple(map(self._form, values)),
+            tuple((requires_grad(s), self.kinds.get(s.name) == "parameter", is_positive(s)) for s in sources),
+            tuple(sources.index(s) for s in sources),
+            requires_grad(node),
+            node in self.reached,
+            tuple(r is None for r in results),
+        )
+
+    def _form(self, value: TorchTensor) -> object:
+        """Sizes, strides and dtype; graphs use one value for many nodes."""
+        if id(value) not in self._forms:
+            self._forms[id(value)] = (tuple(value.shape), value.stride(), value.dtype), value
+        return self._forms[id(value)][0]
+
+    def _first(
+        self,
+        node: fx.Node,
+        sources: Sequence[fx.Node],
+        values: Sequence[TorchTensor],
+        results: Sequence[str | None],
+    ) -> Op:
+        rule = rule_of(node)
+        parameters = frozenset(i for i, s in enumerate(sources) if self.kinds.get(s.name) == "parameter")
+        inputs = tuple(source.meta["val"] for source in sources)
+        dtype = next((v.dtype for v in (*values, *inputs) if v.dtype.is_floating_point), torch.float32)
+        grads = tuple(requires_grad(s) for s in sources)
+        shapes = tuple(tuple(v.shape) for v in inputs)
+        result_shapes = tuple(tuple(v.shape) for v in values)
+        key = (
+            target_name(node.target),
+            constant_arguments(node),
+            shapes,
+            tuple(v.dtype for v in inputs),
+            result_shapes,
+            tuple(v.dtype for v in values),
+            grads,
+            requires_grad(node),
+            node in self.reached,
+            tuple(r is None for r in results),
+            parameters,
+            tuple((n, f.size, f.summed, f.even) for n, f in rule.factors.items()),
+        )
+        signature = self._signatures.setdefault(key, len(self._signatures))
+        if signature not in self._alike:
+            named = {c.name: c for c in choices(rule)}
+            self._alike[signature] = named, handed_on(node, rule), spare(node, rule)
+        named, handed, beside = self._alike[signature]
+        return Op(
+            position=0,
+            name=node.name,
+            node=node,
+            rule=rule,
+            choices=named,
+            operands=(),
+            results=(),
+            operand_grads=grads,
+            result_grads=(requires_grad(node),) * len(values),
+            operand_shapes=shapes,
+            result_shapes=result_shapes,
+            operand_sizes=tuple(v.element_size() for v in inputs),
+            result_sizes=tuple(v.element_size() for v in values),
+            dtype=str(dtype).removeprefix("torch."),
+            has_backward=node in self.reached,
+            parameters=parameters,
+            handed=handed,
+            spare=beside,
+            module="",
+            signature=signature,
+        )
+
+
+def _literals(value: object) -> object:
+    """An argument as something that can be compared, nodes left out; 1, 1.0 and True differ."""
+    if isinstance(value, fx.Node):
+        return fx.Node
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_literals, value))
+    if isinstance(value, Mapping):
+        return tuple((key, _literals(one)) for key, one in value.items())
+    if isinstance(value, slice):
+        return slice, _literals(value.start), _literals(value.stop), _literals(value.step)
+    return type(value), value
 
 
 def constant_arguments(node: fx.Node) -> str:

@@ -24,12 +24,18 @@ DOUBT = 0.25
 
 
 def least_within(
-    graph: StrategyGraph, *, cutoff: float = math.inf, seconds: float | None = None, prices: dict[int, float]
+    graph: StrategyGraph,
+    *,
+    cutoff: float = math.inf,
+    enough: float = math.inf,
+    seconds: float | None = None,
+    prices: dict[int, float],
 ) -> float:
     """A bound on the seconds of every solution within the limit, no better than it takes to reach the cutoff; infinite
     where it is seen that nothing fits.
 
-    prices: of memory, see `ilp.solve`; seconds: of climbing.
+    enough: a bound that needs no better one; the cutoff is one, and what does not reach it is known no better than
+    that. prices: of memory, see `ilp.solve`; seconds: of climbing.
 
     Raises InfeasibleError when no choice is compatible.
     """
@@ -78,6 +84,7 @@ def least_within(
         over=lambda: time.monotonic() >= deadline,
         start=remembered(prices, memory.moments),
         only=True,
+        enough=enough,
     )
     remember(prices, memory.moments, ascent)
     return ascent.bound

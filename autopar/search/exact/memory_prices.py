@@ -62,12 +62,14 @@ def ascend(
     over: Callable[[], bool],
     start: Floats | None = None,
     only: bool = False,
+    enough: float = math.inf,
 ) -> Ascent:
     """The best prices of a graph with a limit.
 
     best: seconds of the best known that fits (inf while none does). planes: of choices known already. start: prices
-    that are tried first. Ends when the bound reaches the best, or the `cutoff`, less the gap. only: also as soon as it
-    is known not to reach the cutoff; and without one, what is far from fitting is first asked whether anything fits.
+    that are tried first. Ends when the bound reaches the best, the `cutoff` or what is `enough`, less the gap. only:
+    also as soon as it is known not to reach the cutoff; and without one, what is far from fitting is first asked
+    whether anything fits.
     """
     memory = graph.memory
     assert memory is not None
@@ -104,7 +106,7 @@ def ascend(
             return out
         planes.append(found)
         out.astray = out.astray and found[1].max() > TINY
-        if min(best(), cutoff) - out.bound <= relative_gap * abs(out.bound) or over():
+        if min(best(), cutoff, enough) - out.bound <= relative_gap * abs(out.bound) or over():
             return out
     return out
 

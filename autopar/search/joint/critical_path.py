@@ -84,11 +84,12 @@ def way_seconds(
     *,
     limit: float | None = None,
     cutoff: float = math.inf,
+    enough: float = math.inf,
     prices: dict[int, float] | None = None,
     exact: bool = False,
 ) -> float:
     """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the fullest
-    rank, recompute allowed, or no less than the cutoff.
+    rank, recompute allowed, or no less than the cutoff, or than what is `enough`.
 
     prices: of memory, see `ilp.solve`. exact: of choices, not of their relaxation.
     """
@@ -105,7 +106,8 @@ def way_seconds(
     known = {} if prices is None else prices
     graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid).graph
     if not exact:
-        return least_within(graph, cutoff=cutoff - way.sent, seconds=SECONDS, prices=known) + way.sent
+        till = cutoff - way.sent, enough - way.sent
+        return least_within(graph, cutoff=till[0], enough=till[1], seconds=SECONDS, prices=known) + way.sent
     try:
         found = solve(
             graph,

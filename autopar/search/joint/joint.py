@@ -55,6 +55,10 @@ from autopar.search.meshes import Arrangement, divisors
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
+ENOUGH = 1.25
+"""How many times what another is expected to take a bound need not exceed, while no plan is known."""
+BARELY = 0.01
+"""A bound that ends so near what was enough might be better."""
 MESSAGES = 1.1
 """What a step in stages took beside its bound for uneven stages (Llama 70B, 1f1b of 8 to 64 stages: 1.08 to 1.12)."""
 
@@ -80,6 +84,7 @@ class Joint:
     _told: float = math.inf
     _prices: KnownPrices = field(default_factory=KnownPrices)
     _refined: set[Candidate] = field(default_factory=set)
+    _barely: set[Candidate] = field(default_factory=set)
     _scouts: set[Candidate] = field(default_factory=set)
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
@@ -129,7 +134,7 @@ class Joint:
         if isinstance(question, Refining):
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
-            bound = self._bounds.within_memory(question.key, question.cutoff)
+            bound = self._bounds.within_memory(question.key, question.cutoff, enough=question.enough)
             alike = self._bounds.alike.get(_alike(question.key), 0.0)
             return Refined(bound=bound, alike=alike, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
@@ -243,9 +248,15 @@ class Joint:
         self._bounds.alike[_alike(key)] = max(self._bounds.alike.get(_alike(key), 0.0), came.alike)
         self._prices.remember(key.arrangement.pipeline, came.prices)
         self._refined.add(key)
+        if came.bound >= question.enough * (1 - BARELY):
+            self._barely.add(key)
 
     def _refining(self, key: Candidate, cutoff: float) -> Refining:
-        return Refining(key=key, cutoff=cutoff, prices=dict(self._prices.of(key.arrangement.pipeline)))
+        """While no plan is known it is enough to see which scout's comes first."""
+        others = [self.expected(scout) for scout in self._scouts if scout != key] if cutoff == math.inf else []
+        enough = ENOUGH * min(others, default=math.inf)
+        prices = dict(self._prices.of(key.arrangement.pipeline))
+        return Refining(key=key, cutoff=cutoff, enough=enough, prices=prices)
 
     def _wanted(self, key: Candidate, cutoff: float) -> Relaxing:
         """The relaxation that comes next for this candidate; of a scout its own. While no plan is known those of its
@@ -299,7 +310,7 @@ class Joint:
             key=key,
             cutoff=cutoff,
             deadline=deadline,
-            is_refined=key in self._refined,
+            is_refined=key in self._refined - self._barely,
             prices=dict(self._prices.of(key.arrangement.pipeline)),
         )
 

@@ -1,5 +1,6 @@
 """What does a candidate's step take at least within the memory of a rank? Bounds that a linear program or two give."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,15 +40,17 @@ class MemoryBounds:
     _binding: dict[int, int] = field(default_factory=dict)
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
-    def within_memory(self, key: Candidate, cutoff: float, seconds: float = PLAN_SECONDS) -> float:
-        """What a step takes at least within the memory of a rank, worked at until it reaches the cutoff, and for about
-        so many seconds.
+    def within_memory(
+        self, key: Candidate, cutoff: float, seconds: float = PLAN_SECONDS, enough: float = math.inf
+    ) -> float:
+        """What a step takes at least within the memory of a rank, worked at until it reaches the cutoff, or what is
+        `enough`, and for about so many seconds.
 
         Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
         """
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
         if key.schedule == INTERLEAVED:
-            return self.way_seconds(key, self.guessed(key), cutoff)
+            return self.way_seconds(key, self.guessed(key), cutoff, enough)
         share = None
         if p > 1:
             if (least := self._uneven_seconds(key, cutoff)) >= cutoff:
@@ -61,6 +64,7 @@ class MemoryBounds:
             share,
             self.setup.fold,
             cutoff=(cutoff - more) / once * p,
+            enough=(enough - more) / once * p,
             seconds=seconds,
             prices=self.prices.of(p),
         )
@@ -88,9 +92,12 @@ class MemoryBounds:
         program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
         return way_before_planning(program, pricer, self.setup.cluster, p, key.schedule, key.chunks)
 
-    def way_seconds(self, key: Candidate, way: Way, cutoff: float, exact: bool = False) -> float:
-        """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
-        if that is asked for, `exact`ly. Where memory was what excluded the last of as many ranks it comes first."""
+    def way_seconds(
+        self, key: Candidate, way: Way, cutoff: float, enough: float = math.inf, *, exact: bool = False
+    ) -> float:
+        """What the way takes at least, worked at as long as it does not reach the cutoff, or what is `enough`: memory
+        aside, within it and, if that is asked for, `exact`ly. Where memory was what excluded the last of as many ranks
+        it comes first."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
         limit, p = memory_limit(key.arrangement.cluster, self.setup.config), key.arrangement.pipeline
         prices, works = self.prices.of(p), [None, False, True][: 2 + exact]
@@ -98,12 +105,13 @@ class MemoryBounds:
             works = [*works[1:], None]
         least = 0.0
         for work in works:
-            if least >= cutoff:
+            if least >= min(cutoff, enough):
                 return least
             if work is None:
                 found = way_seconds(program, pricer, way, fold)
                 self._binding[p] = 0 if found >= cutoff else self._binding.get(p, 0) + 1
             else:
-                found = way_seconds(program, pricer, way, fold, limit=limit, cutoff=cutoff, prices=prices, exact=work)
+                till = {"cutoff": cutoff, "enough": enough}
+                found = way_seconds(program, pricer, way, fold, limit=limit, **till, prices=prices, exact=work)
             least = max(least, found)
         return least

@@ -40,6 +40,20 @@ SURELY_MANY = 2 * MANY
 """Problems, for a model of blocks without end, from which on helpers start before the model is captured."""
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Strategy graphs hold no cycles, but are so many objects that looking for some took a quarter of the search. As a
+    decorator: when the function ends most of them are gone before any is looked at."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def search_meshes(
     batch: int | None,
     capture: Callable[[int | None], CapturedModel],
@@ -102,7 +116,6 @@ def search_meshes(
 
     setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
     with ExitStack() as held:
-        held.enter_context(_uncollected())
         held.callback(batches.close)
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         if batch is not None and counts != (1,):  # else there is one size
@@ -132,18 +145,6 @@ def search_meshes(
 def _helpers(held: ExitStack) -> Helpers | None:
     """Processes beside this one, where there are cores for them."""
     return held.enter_context(Helpers(HELPER, spare_cores())) if spare_cores() else None
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Strategy graphs hold no cycles, but are so many objects that looking for some took a quarter of the search."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _runs(key: Candidate) -> bool:

@@ -46,13 +46,14 @@ class Relaxing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refining:
-    """The question what a candidate takes at least within memory, whatever the cutoff.
+    """The question what a candidate takes at least within memory, whatever the cutoff, or what is `enough`.
 
     prices: of memory, that are tried first.
     """
 
     key: Candidate
     cutoff: float = field(compare=False)
+    enough: float = field(compare=False, default=math.inf)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 

@@ -40,14 +40,15 @@ def seconds_within(
     fold: bool,
     *,
     cutoff: float,
+    enough: float,
     seconds: float,
     prices: dict[int, float],
 ) -> float:
     """The least that a step of the whole model takes within the memory of a device, or of the pipeline rank whose
-    `share` it is, recompute allowed (a bound); no better than the cutoff, infinite where nothing fits."""
+    `share` it is, recompute allowed (a bound); no better than the cutoff or `enough`, infinite where nothing fits."""
     limit = memory_limit(pricer.cluster, pricer.config)
     graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share).graph
-    return least_within(graph, cutoff=cutoff, seconds=seconds, prices=prices)
+    return least_within(graph, cutoff=cutoff, enough=enough, seconds=seconds, prices=prices)
 
 
 @dataclass(slots=True)

@@ -232,9 +232,15 @@ def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], s
     return least(send, crossing)[0] if crossing else 0.0
 
 
-def priced(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
+def priced(
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    cluster: Cluster,
+    part: Cluster,
+    known: PricedStages | None = None,
+) -> StagedPlan:
     """The plan with its estimate: of a step, and of its fullest rank. `part`: what a stage has of the cluster."""
-    return simulated(plan, stages, cluster, part)[0]
+    return simulated(plan, stages, cluster, part, known)[0]
 
 
 def simulated(

@@ -18,7 +18,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.known.baselines import memory_limit
 from autopar.search.pipeline_parts import part_of
-from autopar.search.staged.stages import priced
+from autopar.search.staged.stages import PricedStages, priced
 from autopar.search.timeline.buckets import choose_buckets, used_last, with_buckets
 from autopar.staged_plan import SPLITTING, StagedPlan
 
@@ -47,13 +47,14 @@ def stages_in_buckets(
     """
     part = part_of(cluster, plan.pipeline)
     programs = [make_program(stage) for stage in stages]
+    known = PricedStages(programs={stage.fingerprint: one for stage, one in zip(stages, programs, strict=True)})
     limit = memory_limit(part, plan.config)
     splits = plan.schedule in SPLITTING
 
     def made(kept: bool, free: bool) -> StagedPlan:
         pairs = zip(plan.stages, programs, strict=True)
         own = tuple(_bucketed(stage, program, part, kept, free, splits) for stage, program in pairs)
-        return priced(replace(plan, stages=own), stages, cluster, part)
+        return priced(replace(plan, stages=own), stages, cluster, part, known)
 
     tried: list[tuple[Plan, ...]] = []
     for free, kept in itertools.product(
@@ -64,7 +65,7 @@ def stages_in_buckets(
             continue
         tried.append(found.stages)
         if found.estimate.peak_nbytes <= limit:
-            return _saving(found, stages, cluster, part)
+            return _saving(found, stages, cluster, part, known)
     return plan
 
 
@@ -80,11 +81,13 @@ def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: boo
     return replace(plan, buckets=buckets, ways=ways)
 
 
-def _saving(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster) -> StagedPlan:
+def _saving(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster, known: PricedStages
+) -> StagedPlan:
     """The plan with what its buckets, and the ways that they take, save of a step."""
 
     def seconds(own: Iterable[Plan]) -> float:
-        return priced(replace(plan, stages=tuple(own)), stages, cluster, part).estimate.step_seconds
+        return priced(replace(plan, stages=tuple(own)), stages, cluster, part, known).estimate.step_seconds
 
     estimate = plan.estimate
     unmerged = seconds(replace(stage, ways={}) for stage in plan.stages)
