@@ -310,7 +310,7 @@ class Joint:
             key=key,
             cutoff=cutoff,
             deadline=deadline,
-            is_refined=key in self._refined - self._barely,
+            is_refined=key in self._refined and key not in self._barely,
             prices=dict(self._prices.of(key.arrangement.pipeline)),
         )
 
