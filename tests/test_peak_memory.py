@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from process_group import ranks
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
 
 STEPS = 3
+MOST_RUNS = 100
 
 
 def test_a_storage_counts_from_its_making_to_the_death_of_its_last_view() -> None:
@@ -88,20 +90,28 @@ def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> N
     assert check.wrong(0.0, 0.0) == ((wrong,) if wrong else ())
 
 
-def peaks_of_steps(cases: list[tuple[Step, tuple[int, ...]]]) -> list[int]:
-    """Most bytes at once of each step's collective on this rank, the least of some; operand and result included."""
+def peaks_of_steps(cases: list[tuple[Step, tuple[int, ...], int]]) -> list[int]:
+    """Most bytes at once of each step's collective on this rank, operand and result included.
+
+    The least of some: on a busy machine Gloo's threads let go of what they sent after the main thread has gone on. With
+    the bytes that are expected, of which one run on all ranks is enough.
+    """
     mesh = make_mesh((2,))
     _, groups = build_groups(mesh, "cpu")
     found = []
-    for step, shape in cases:
+    for step, shape, expected in cases:
         call, keywords = collective_call(step, shape, mesh)
-        peaks = []
-        for _ in range(5):
+        peaks: list[int] = []
+        for _ in range(MOST_RUNS):
             x = torch.ones(local_shape(shape, step.source, mesh))
             with use_groups(groups), PeakMemory() as memory:
                 memory.hold("operand", [x])
                 call(x, **keywords)
             peaks.append(memory.peak)
+            is_off = torch.tensor(int(min(peaks) != expected))
+            dist.all_reduce(is_off)
+            if not is_off:
+                break
         found.append(min(peaks))
     return found
 
@@ -110,19 +120,24 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
     mesh, rng = make_mesh((2,)), random.Random(0)
     layouts = [Layout((p,)) for p in (Shard(0), Shard(1), Shard(2), REPLICATE, PARTIAL)]
     steps = {(s.source, s.target): s for v in layouts for s in steps_from(v, 3, False) if s.target in layouts}
-    cases = [
+    pricer = Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig())
+
+    def expected(step: Step, shape: tuple[int, ...]) -> int:
+        source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
+        whole = pricer.wholes(step, shape, 4)[0]
+        held = whole if step.forward in KEEPS_PADDING else target
+        return int(source + held + beside(step.forward, step, source, whole))
+
+    shapes = [
         (step, tuple(divisor * rng.randint(2, 20) for _ in range(3)))
         for step in steps.values()
         if step.forward in ("all_to_all", "all_gather", "reduce_scatter", "slice")
         for divisor in (2, 1, 1)
     ]
-    assert len(cases) == 3 * (6 + 3 + 3 + 3)
-    pricer = Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig())
-    for (step, shape), peak in zip(cases, ranks(2).run(peaks_of_steps, cases)[0], strict=True):
-        source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
-        whole = pricer.wholes(step, shape, 4)[0]
-        held = whole if step.forward in KEEPS_PADDING else target
-        assert peak == source + held + beside(step.forward, step, source, whole), (step, shape)
+    assert len(shapes) == 3 * (6 + 3 + 3 + 3)
+    cases = [(step, shape, expected(step, shape)) for step, shape in shapes]
+    for (step, shape, nbytes), peak in zip(cases, ranks(2).run(peaks_of_steps, cases)[0], strict=True):
+        assert peak == nbytes, (step, shape)
 
 
 @cache
