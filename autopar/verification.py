@@ -310,7 +310,7 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     whole = tensors["inputs"]
     own = {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
     peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}xcpu"))
-    return module, own, predicted_messages(local), peak
+    return module, own, predicted_messages(local, by_processor=module.device.type == "cpu"), peak
 
 
 def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:

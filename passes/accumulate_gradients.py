@@ -84,6 +84,25 @@ def accumulate_gradients(
     return _counted(captured, microbatches, weight, target, ignored, [term.node.name for term in terms])
 
 
+def rows_of_mean(captured: CapturedModel) -> float | None:
+    """Over how many labels the loss is a mean, or a multiple of several over the same labels; None if of others too.
+
+    Raises:
+        BatchError: if the loss is not linear in what reduces samples.
+    """
+    terms = _terms_of(captured)
+    means = {node for node in captured.graph.nodes if _is_mean_over_labels(node)}
+    labels = {(_target(node), node.kwargs.get("ignore_index", -100)) for node in means}
+    if {term.node for term in terms} != means or len(labels) != 1:
+        return None
+    ((target, _),) = labels
+    return float(target.meta["val"].numel())
+
+
+def _is_mean_over_labels(node: fx.Node) -> bool:
+    return node.target is cross_entropy and node.kwargs.get("reduction", "mean") == "mean"
+
+
 def has_batch_statistics(captured: CapturedModel) -> bool:
     """Whether samples of a batch influence each other by its statistics, so that micro-batches are another model."""
     return any(
@@ -130,7 +149,7 @@ def _terms(node: fx.Node, batch: set[fx.Node], factors: tuple[float, ...]) -> It
         numbers = [float(a) for a in node.args[:2] if isinstance(a, (int, float))]
         scales = [x if name == "mul" or x == 0 else 1 / x for x in numbers]
         yield from _terms(dependent[0], batch, (*factors, *scales))
-    elif node.target is cross_entropy and node.kwargs.get("reduction", "mean") == "mean":
+    elif _is_mean_over_labels(node):
         yield term(0, counted=True)
     elif node.target is cross_entropy and node.kwargs["reduction"] == "sum":
         yield term(1)

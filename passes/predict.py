@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.graph import LocalModel, operands, requires_grad
+from autopar.graph import LocalModel, Rider, operands, requires_grad
 from autopar.passes.fuse_collectives import Group, fused_groups
 from autopar.passes.graph_tools import is_own
 from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
 from autopar.passes.recompute import backward_nodes, is_replayed
+from autopar.passes.wait_late import last_sum
 from autopar.passes.weave_copies import weave_copies
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
@@ -23,18 +24,20 @@ Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """(collective, axis names) -> (calls, payload bytes) of one step on one rank."""
 
 
-def predicted_messages(local: LocalModel, *, splits: bool = False) -> Sent:
+def predicted_messages(local: LocalModel, *, splits: bool = False, by_processor: bool = True) -> Sent:
     """Everything that one step, forward and backward of all its micro-batches, sends on each rank.
 
     splits: backward in two parts, both of which read what some calls keep.
+    by_processor: what computes sends too, as with Gloo, so that the loss goes along with gradients (`ride_along`).
     """
-    return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits).sent
+    rider = local.rider if by_processor else None
+    return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits, rider).sent
 
 
 class _Count:
     """Adds up. once: calls that run once a step; group: the calls that go with each in one message."""
 
-    def __init__(self, local: LocalModel, splits: bool) -> None:
+    def __init__(self, local: LocalModel, splits: bool, rider: Rider | None) -> None:
         self.sent: Sent = {}
         self.names, self.parts = local.plan.mesh.names, local.plan.microbatches
         self.once = hoisted_nodes(local.graph, local.plan.lifetimes)
@@ -45,12 +48,18 @@ class _Count:
         for group in groups:
             for direction in (0, 1):
                 self._together(group, direction)
+        told = None if rider is None else last_sum(local.graph)
+        counted = rider is not None and rider.rows is not None
+        if told is not None:
+            (message,) = told.meta["messages"][0]
+            self._add(replace(message, nbytes=(1 + counted) * message.nbytes), 0, 1)
         twice = heads(local) if splits else frozenset[str]()
         for node in local.graph.nodes:
             forward, backward = node.meta.get("messages", ((), ()))
             times = 1 if node in self.once else self.parts
-            for message in () if node in self.group else (*forward, *backward):
-                self._add(message, times)
+            for message in () if node in self.group or node is told else (*forward, *backward):
+                if not (message.early and counted):
+                    self._add(message, times)
             for gather in _gathered_again(node, self.group):
                 self._again(gather, times * (2 if node.name in twice else 1))
             if is_replayed(node):
@@ -60,10 +69,11 @@ class _Count:
                     for gather in regather_chain(operand, self.group):
                         self._again(gather, times)
 
-    def _add(self, message: Message, times: int) -> None:
+    def _add(self, message: Message, times: int, payloads: int | None = None) -> None:
+        """payloads: how often its bytes are sent, if not once a call."""
         key = (message.kind, tuple(self.names[a] for a in message.axes))
         calls, nbytes = self.sent.get(key, (0, 0))
-        self.sent[key] = (calls + times, nbytes + times * message.nbytes)
+        self.sent[key] = (calls + times, nbytes + (times if payloads is None else payloads) * message.nbytes)
 
     def _together(self, group: Group, direction: int) -> None:
         """What each call of a group would send, together, forward (0) or backward (1)."""

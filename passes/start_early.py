@@ -10,7 +10,7 @@ from autopar.ops.cross_entropy import cross_entropy, start_count
 
 def start_early(graph: fx.Graph) -> fx.Graph:
     """A copy of the graph (itself, where nothing is counted) that begins to count before its first call."""
-    counting = [node for node in graph.nodes if _counts(node)]
+    counting = [node for node in graph.nodes if counts_labels(node)]
     if not counting:
         return graph
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -39,7 +39,7 @@ def start_early(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _counts(node: fx.Node) -> bool:
+def counts_labels(node: fx.Node) -> bool:
     """Whether a call counts labels over ranks, by itself."""
     if node.target is not cross_entropy or node.kwargs.get("count") is not None or not node.kwargs.get("row_axes"):
         return False

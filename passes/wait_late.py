@@ -11,18 +11,18 @@ from autopar.ops.buckets import all_reduce_told
 
 def wait_late(graph: fx.Graph) -> fx.Graph:
     """The graph with the loss's last all-reduce waited for when the step is over (a copy, where there is one)."""
-    if _told(graph) is None:
+    if last_sum(graph) is None:
         return graph
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
-    told = _told(copy)
+    told = last_sum(copy)
     assert told is not None
     told.target = all_reduce_told
     told.kwargs = {"axis": told.kwargs["axis"]}
     return copy
 
 
-def _told(graph: fx.Graph) -> fx.Node | None:
+def last_sum(graph: fx.Graph) -> fx.Node | None:
     """The all-reduce without a backward pass that makes the first result, if nothing else reads it."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results = output.args[0]

@@ -1,6 +1,5 @@
 """`train_step` is what one process does with the same micro-batches: losses, states, bytes; and what it refuses."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,29 +203,3 @@ def test_a_step_of_one_batch_is_a_call() -> None:
     assert isinstance(next(iter(plan.layouts.values())), Layout) and Shard(0) in next(iter(plan.layouts.values())).axes
     for loss, called in ranks(2).run(one_batch, plan):
         assert loss == pytest.approx(called, rel=1e-12)
-
-
-def begun_in(plan: Plan) -> tuple[list[int], float, float]:
-    """Elements of the all-reduces of a step as they begin, the step's loss, and that of a call without gradients."""
-    module, data = cases.distributed(plan), whole_batch(0, 1)
-    begun: list[int] = []
-    run = torch.distributed.all_reduce
-
-    def noted(x: Tensor, **keywords: Any) -> Any:
-        begun.append(x.numel())
-        return run(x, **keywords)
-
-    with torch.no_grad():
-        loss = module(**data).item()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", noted)
-        told = float(module.train_step(data))
-    return begun, told, loss
-
-
-def test_the_sum_of_the_loss_begins_behind_the_gradients() -> None:
-    names = tuple(spec.placeholder for spec in cases.captured().parameters if spec.trainable)
-    plan = replace(cases.data_parallel((2,), "whole"), buckets=(names,))
-    for begun, told, loss in ranks(2).run(begun_in, plan):
-        assert begun[0] == begun[-1] == 1 and all(count > 1 for count in begun[1:-1]) and len(begun) > 2
-        assert told == pytest.approx(loss, rel=1e-12)

@@ -4,6 +4,8 @@ A gather's operand is all chunks of this rank, its result one such row a rank; g
 reduced in place. Every value is copied once on its way in or out, and gradients that were reduced are views of the flat
 buffer. Gradients of one backward node are all there before it runs, so a bucket goes out when its last one appears.
 
+What of a step's loss goes along (`passes.ride_along`) is one more value at the end of a bucket that `carries`.
+
 Under `use_sink` gradients of parameters themselves do not go back through autograd: the sink is told how to finish and
 receives them there, so that backward goes on while they travel. An all-reduce is finished when backward ends; what a
 reduce-scatter reads must not outlive the next one, which finishes it.
@@ -28,10 +30,42 @@ from autopar.placement import chunk_size
 Finish = Callable[[], None]
 
 
+class Cargo:
+    """What goes along with gradients: this rank's summand of the loss and, if given, how many of its labels count.
+
+    loss: where the whole loss is to be written. rows: how many labels the loss was divided by, if they are counted.
+    scale: what that division makes of every gradient of the step, once it is known; None for 1.
+    """
+
+    def __init__(self, loss: Tensor, count: Tensor | None, rows: float) -> None:
+        self.loss, self.rows = loss, rows
+        self.scale: Tensor | None = None
+        self.values = torch.stack([loss] if count is None else [loss, count.to(loss.dtype)])
+        self._is_carried = False
+
+    def take(self) -> Tensor | None:
+        """The values, once."""
+        values = None if self._is_carried else self.values
+        self._is_carried = True
+        return values
+
+    def arrive(self, sums: Tensor) -> None:
+        """What came of the values."""
+        self.loss.copy_(sums[0])
+        if len(sums) > 1 and float(sums[1]) != self.rows:
+            scale = self.rows / sums[1]
+            self.loss.mul_(scale)
+            self.scale = scale if sums[1] else None  # of no label at all the loss is not a number, gradients are zero
+
+
 class Sink(Protocol):
-    """Takes gradients by placeholder. told: where the waits for what is only told go, None to wait at once."""
+    """Takes gradients by placeholder. told: where the waits for what is only told go, None to wait at once.
+
+    cargo: what waits for a bucket to go along with.
+    """
 
     told: list[Finish] | None
+    cargo: Cargo | None
 
     def make_room(self) -> None:
         """Finish what holds memory until it is finished."""
@@ -142,15 +176,28 @@ def _gathered(
 
 
 def all_reduce_gradient_bucket(
-    *values: Tensor, axis: Axis, inside: Axis = (), names: tuple[str, ...] = ()
+    *values: Tensor, axis: Axis, inside: Axis = (), names: tuple[str, ...] = (), carries: bool = False
 ) -> tuple[Tensor, ...]:
-    """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward."""
+    """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward.
+
+    carries: the sink's cargo goes along.
+    """
     if torch.compiler.is_compiling():
         return reduced_together(values, axis, inside)
-    groups = active_groups()
+    groups, sink = active_groups(), _sink.get()
 
     def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        return _sums(gradients, axis, groups, inside)
+        cargo = sink.cargo if carries and sink is not None else None
+        load = None if cargo is None else cargo.take()
+        if cargo is None or load is None:
+            return _sums(gradients, axis, groups, inside)
+        (*found, came), arrived = _sums([*gradients, load], axis, groups, inside)
+
+        def finish() -> None:
+            arrived()
+            cargo.arrive(came)
+
+        return found, finish
 
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
     return out
@@ -189,6 +236,31 @@ def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
 
     if x.device.type != "cpu":
         start()
+    sink.told.append(finish)
+    return result
+
+
+def all_reduce_riding(
+    x: Tensor, labels: Tensor | None = None, *, axis: Axis, rows: float = 0.0, ignore_index: int = -100
+) -> Tensor:
+    """`all_reduce_told` of a loss that goes along with gradients.
+
+    labels: of those the loss was divided by their number, `rows`, instead of how many count; that is made good when it
+    is known, in the loss and by `Cargo.scale`.
+    """
+    sink, groups = _sink.get(), active_groups()
+    assert sink is not None and sink.told is not None, "a step tells its sink"
+    result = x.clone()
+    count = None if labels is None else (labels != ignore_index).sum()
+    sink.cargo = cargo = Cargo(result.detach(), count, rows)
+
+    def finish() -> None:
+        values = cargo.take()
+        if values is not None:  # no bucket had gradients
+            nbytes = values.numel() * values.element_size()
+            send("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(values, group=g))
+            cargo.arrive(values)
+
     sink.told.append(finish)
     return result
 

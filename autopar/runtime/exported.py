@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, Rider
 from autopar.passes.recompute import wrapped
 from autopar.placement import Layout, local_shape
 from autopar.plan import Plan, load_plan
@@ -55,7 +55,9 @@ def load_exported(
     captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
     values = Values(captured, held, initial)
     axes = tuple(tuple(names) for names in specs["axes"])
-    local = LocalModel(captured=captured, plan=plan, graph=call_graph(captured, plan, forward, axes))
+    rider = Rider(**held_rider) if (held_rider := specs.get("rider")) is not None else None
+    graph = call_graph(captured, plan, forward, axes)
+    local = LocalModel(captured=captured, plan=plan, graph=graph, rider=rider)
     return ExportedModule(local, values, seed=seed)
 
 

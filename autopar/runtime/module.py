@@ -27,6 +27,7 @@ from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
+from autopar.passes.ride_along import ride_along
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
@@ -111,7 +112,8 @@ class DistributedModule(Trainable):
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
         self._accumulators: dict[tuple[bool, str], Accumulator] = {}
-        self._graphs: dict[tuple[bool, str], fx.GraphModule] = {}
+        self._graphs: dict[tuple[bool, str, bool], fx.GraphModule] = {}
+        self._rides = False
         self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
         self._mutated = [b for b in captured.buffers if b.mutated_by]
         whole = all_whole(plan.layouts[spec.placeholder] for spec in captured.parameters)
@@ -157,9 +159,15 @@ class DistributedModule(Trainable):
         """`train_step` for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
         if accumulation is None:
+            self._rides = self._can_ride and self.state.is_fresh
             with self._late.telling():
-                loss = self.run(inputs)
+                try:
+                    loss = self.run(inputs)
+                finally:
+                    self._rides = False
                 loss.backward()  # type: ignore[no-untyped-call]
+            if self._late.cargo is not None and self._late.cargo.scale is not None:
+                self.state.scale_gradients(self._late.cargo.scale)
             return loss.detach()
         self.check_initialized()
         parts = self._parts(inputs)
@@ -263,13 +271,14 @@ class DistributedModule(Trainable):
     @property
     def _graph(self) -> fx.GraphModule:
         """The graph of a call, collectives fused as the plan says; what compiles by block keeps each alone."""
-        key = self.training, self._kind
+        key = self.training, self._kind, self._rides
         if key not in self._graphs:
             graph = self._run()
             if self._kind != BY_BLOCK:
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
             if self._kind == EAGER:
-                graph = start_early(wait_late(graph))
+                rider = self.local.rider if self._rides else None
+                graph = start_early(wait_late(graph)) if rider is None else start_early(ride_along(graph, rider))
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
                 graph = call_natively(graph)
@@ -288,6 +297,11 @@ class DistributedModule(Trainable):
                 eager=self._kind == EAGER,
             )
         return self._accumulators[key]
+
+    @property
+    def _can_ride(self) -> bool:
+        """Whether the loss can go along with gradients in a step that begins without any."""
+        return self.local.rider is not None and self.device.type == "cpu" and self._kind == EAGER
 
     @property
     def _kind(self) -> str:

@@ -163,6 +163,17 @@ class State:
             local_tensor(held).add_(gradient)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether no parameter has a gradient yet."""
+        return all(parameter.grad is None for parameter in self.parameters.values())
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiply all gradients."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).mul_(scale)
+
+    @property
     def arguments(self) -> dict[str, Tensor]:
         """What the graph's placeholders read, parameters and inputs excepted."""
         buffers = {spec.placeholder: self._buffer(spec) for spec in self.local.captured.buffers}

@@ -13,6 +13,9 @@ The count of labels begins before the first call (`passes.start_early`), when ra
 pass up to the loss to arrive; the loss's last sum is waited for when the step is over (`passes.wait_late`), as
 gradients are, and has the backward pass.
 
+Gloo sends both at the end of a bucket's gradients, where one goes over the same axes (`passes.ride_along`): nothing of
+them is left.
+
 Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
 take, which delays backward like a start. So nothing is hidden within a host, and between hosts what the wire takes.
 """
@@ -26,7 +29,7 @@ from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
 from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
-from autopar.search.costs.pricing import Pricer, Timed
+from autopar.search.costs.pricing import Pricer, Timed, total
 from autopar.search.costs.program import Program
 
 
@@ -37,10 +40,39 @@ def late_seconds(
     prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
+    groups = tuple(groups)
     hidden = _reductions(plan, program, pricer, journeys, groups, after)
-    for op, price in zip(program.ops, prices, strict=True):
-        hidden += _beside(price.early, pricer, float(before[op.position]))
-    return hidden + _beside(_told(program, pricer, journeys), pricer, float(after[0]))
+    told = _told(program, pricer, journeys)
+    counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
+    if pricer.cluster.library == "gloo" and _is_carried(told, plan, program, journeys, groups):
+        if _counts_ride(counts, told[0][2], plan, program):
+            hidden, counts = hidden + sum(map(total, counts.values())), {}
+        hidden, told = hidden + total(told), ()
+    for position, early in counts.items():
+        hidden += _beside(early, pricer, float(before[position]))
+    return hidden + _beside(told, pricer, float(after[0]))
+
+
+def _is_carried(
+    told: Timed, plan: Plan, program: Program, journeys: Mapping[str, Journey], groups: Iterable[Fused]
+) -> bool:
+    """Whether a bucket of gradients of the loss's dtype is summed over the axes that the loss is summed over."""
+    if program.captured.is_stage or not told:
+        return False
+    loss, ((_, _, axes),) = program.tensors[program.loss], told
+    for group in groups:
+        tensor = journeys[group.values[0][0]].tensor
+        ways = [(m.kind, m.axes) for m in fused_messages(group, plan, journeys, backward=True)]
+        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and ways == [("all_reduce", axes)]:
+            return loss.dtype in ("float32", "float64")
+    return False
+
+
+def _counts_ride(counts: Mapping[int, Timed], axes: tuple[int, ...], plan: Plan, program: Program) -> bool:
+    """Whether the count of labels goes along with a loss that is summed over `axes`."""
+    over = {frozenset(own) for early in counts.values() for _, _, own in early}
+    replayed = plan.recompute.intersection(program.ops[position].name for position in counts)
+    return over == {frozenset(axes)} and not replayed and program.countable_rows is not None
 
 
 def _beside(sent: Timed, pricer: Pricer, room: float) -> float:

@@ -13,9 +13,13 @@ of these a bucket takes is decided for all of its bytes.
 What is gathered for use after the last block, and so needed again at once, is kept until then, as torch's fully_shard
 keeps what is in no block; not where the plan would not fit the memory limit then. Nor are there buckets where with them
 it would not fit.
+
+While a bucket of gradients is sent, those it was made of are held too. Where that raises the plan's peak its largest
+buckets are halved, some times, as long as the step takes no longer than `SLACK` for it.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -32,10 +36,12 @@ from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.journeys import Journey, make_journeys
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Program, Tensor, make_program
 from autopar.search.known.baselines import memory_limit
 
 Buckets = tuple[tuple[str, ...], ...]
+HALVINGS, SLACK = 4, 5e-3
+"""How often large buckets are halved where they raise the peak, and by which part the step may take longer."""
 
 
 def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
@@ -50,13 +56,32 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
     for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):
-        found = replace(plan, lifetimes=lifetimes)
-        buckets, ways = choose_buckets(found, program, pricer, flatten=own)
-        found = replace(found, buckets=buckets, ways=ways)
-        found = found.with_estimate(evaluate_program(found, program, pricer))
+        found = _smaller(replace(plan, lifetimes=lifetimes), program, pricer, own, limit)
         if found.estimate.peak_nbytes <= limit:
             return found
     return plan
+
+
+def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float) -> Plan:
+    """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
+
+    def made(most: float) -> Plan:
+        buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most)
+        found = replace(plan, buckets=buckets, ways=ways)
+        return found.with_estimate(evaluate_program(found, program, pricer))
+
+    found = [made(math.inf)]
+    alone = evaluate_program(plan, program, pricer).peak_nbytes
+    sizes = {j.tensor.name: _nbytes(j.tensor) for j in make_journeys(program, plan, pricer).values()}
+    largest = max((sum(sizes[name] for name in names) for names in found[0].buckets), default=0.0)
+    for halvings in range(1, HALVINGS + 1):
+        if found[-1].estimate.peak_nbytes <= alone:
+            break
+        found.append(made(largest / 2**halvings))
+    fits = [p.estimate for p in found if p.estimate.peak_nbytes <= limit]
+    slowest = (1 + SLACK) * min((e.step_seconds for e in fits), default=0.0)
+    free = [p for p in found if p.estimate.peak_nbytes <= limit and p.estimate.step_seconds <= slowest]
+    return min(free or found, key=lambda p: p.estimate.peak_nbytes)
 
 
 def used_last(plan: Plan, program: Program) -> list[str]:
@@ -70,17 +95,18 @@ def used_last(plan: Plan, program: Program) -> list[str]:
 
 
 def choose_buckets(
-    plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True
+    plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True, most: float = math.inf
 ) -> tuple[Buckets, dict[str, Way]]:
     """Buckets, and the ways of all parameters that take another than the plan's.
 
     One of its own keeps a gradient from being waited for where it is sent; of what is gathered for use it does nothing.
+    most: bytes of whole tensors in one bucket of gradients, if it is of several.
     """
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     for journeys in _runs(plan, program, pricer, flatten):
         use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
-        for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten):
+        for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten, most):
             if len(group) > 1 or not use:
                 buckets.append(tuple(journey.tensor.name for journey in group))
             word = _best_word(group, plan, pricer, flatten)
@@ -132,7 +158,7 @@ def _alike(journey: Journey, plan: Plan, flatten: bool) -> tuple[object, ...]:
 
 
 def _merged(
-    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool
+    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool, most: float
 ) -> list[list[Journey]]:
     """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
     after = np.zeros(len(program.ops) + 1)
@@ -153,7 +179,24 @@ def _merged(
     whole = sum(pricer.message(*kind, total, True)[0] for kind, total in together.items())
     beta = max(whole - alpha, 0.0) / nbytes.sum()
     groups = merge_with_starts(ready, nbytes, alpha, beta, start=alpha)
-    return [order[first : last + 1][::-1] for first, last in groups]
+    return [part[::-1] for first, last in groups for part in _cut(order[first : last + 1], most)]
+
+
+def _cut(journeys: list[Journey], most: float) -> Iterator[list[Journey]]:
+    """Neighbours together that have at most so many bytes."""
+    part: list[Journey] = []
+    held = 0.0
+    for journey in journeys:
+        if part and held + _nbytes(journey.tensor) > most:
+            yield part
+            part, held = [], 0.0
+        part.append(journey)
+        held += _nbytes(journey.tensor)
+    yield part
+
+
+def _nbytes(tensor: Tensor) -> float:
+    return float(tensor.element_size * math.prod(tensor.shape))
 
 
 def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[Message]:

@@ -1,0 +1,89 @@
+"""What goes along with gradients, in a message that is sent anyway? The loss's last sum and the count of its labels.
+
+Nothing in a step waits for the loss, nor, if the loss is a multiple of one mean over labels, for how many of these
+count: dividing by all rows instead scales every gradient alike, and by the same number on all ranks. So both travel at
+the end of a bucket's gradients. Where every label counts, as it mostly does, there is nothing left to scale.
+
+Only where the processor sends (Gloo): there a message of eight bytes takes a share of a small step, wherever it stands.
+An accelerator hides it, and would have to be asked whether to scale.
+"""
+
+import torch
+from torch import fx
+
+from autopar.errors import BatchError
+from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
+from autopar.ops.buckets import all_reduce_gradient_bucket, all_reduce_riding
+from autopar.ops.collectives import all_reduce_gradient
+from autopar.ops.groups import names_of
+from autopar.passes.accumulate_gradients import rows_of_mean
+from autopar.passes.fuse_collectives import fused_groups
+from autopar.passes.recompute import is_replayed
+from autopar.passes.start_early import counts_labels
+from autopar.passes.wait_late import last_sum
+
+MOST_ROWS = 2**24
+"""Up to which float32 counts."""
+
+
+def find_rider(local: LocalModel) -> Rider | None:
+    """What of a step of one batch may go along with gradients, None if nothing."""
+    captured, plan = local.captured, local.plan
+    if captured.accumulation is not None or captured.is_stage:
+        return None
+    told = last_sum(local.graph)
+    if told is None or dtype_of(told) not in (torch.float32, torch.float64):
+        return None
+    axis = names_of(told.kwargs["axis"])  # type: ignore[arg-type]
+    buckets = [
+        group
+        for group in fused_groups(local.graph, captured.parameters, plan)
+        if group[0].target is all_reduce_gradient
+        and names_of(group[0].kwargs["axis"]) == axis  # type: ignore[arg-type]
+        and not group[0].kwargs.get("inside")
+        and dtype_of(group[0]) == dtype_of(told)
+        and group[0].meta["messages"][1]
+        and all(operands(member)[0].op == "placeholder" for member in group)
+    ]
+    if not buckets:
+        return None
+    return Rider(bucket=operands(buckets[-1][0])[0].name, rows=_rows(local, told, axis))
+
+
+def _rows(local: LocalModel, told: fx.Node, axis: tuple[str, ...]) -> float | None:
+    """Of how many labels the loss is a mean whose count can go along."""
+    counting = [node for node in local.graph.nodes if counts_labels(node)]
+    if not counting or any(set(names_of(n.kwargs["row_axes"])) != set(axis) or is_replayed(n) for n in counting):
+        return None
+    return countable_rows(local.captured)
+
+
+def countable_rows(captured: CapturedModel) -> float | None:
+    """Over how many labels the loss is a mean, None if gradients of another mean cannot be scaled to be of that."""
+    try:
+        rows = rows_of_mean(captured)
+    except BatchError:
+        return None
+    if any(spec.dtype == torch.float16 for spec in captured.parameters):  # they may be too small for it
+        return None
+    is_exact = dtype_of(captured.nodes[captured.loss]) == torch.float64
+    return rows if rows is not None and (rows <= MOST_ROWS or is_exact) else None
+
+
+def ride_along(graph: fx.Graph, rider: Rider) -> fx.Graph:
+    """A copy of the graph, in buckets (`fuse_collectives`), in which `rider` goes along."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    told = last_sum(copy)
+    assert told is not None
+    keywords = {"axis": told.kwargs["axis"]}
+    for node in list(copy.nodes):
+        if node.target is all_reduce_gradient_bucket and rider.bucket in node.kwargs.get("names", ()):
+            node.kwargs = {**node.kwargs, "carries": True}
+        elif rider.rows is not None and counts_labels(node):
+            node.kwargs = {**node.kwargs, "count": rider.rows}
+            told.args = (told.args[0], node.args[1])
+            keywords |= {"rows": rider.rows, "ignore_index": node.kwargs.get("ignore_index", -100)}
+    told.target, told.kwargs = all_reduce_riding, keywords
+    copy.lint()
+    return copy
