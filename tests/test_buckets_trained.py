@@ -11,6 +11,7 @@ import torch
 from process_group import ranks
 from test_runtime_train_step import PLANS, exported, train_distributed, train_whole
 
+from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
@@ -24,6 +25,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
+from autopar.search.timeline import buckets
 from autopar.search.timeline.buckets import choose_buckets, with_buckets
 from tests.search_cases import captured_of, machine, program_of
 
@@ -119,3 +121,52 @@ def test_a_plan_that_would_not_fit_with_buckets_goes_without() -> None:
     assert without < with_them
     limited = replace(plan, config=replace(plan.config, memory_nbytes=(without + with_them) / 2))
     assert with_buckets(limited, captured, cluster).buckets == ()
+
+
+def deep(alpha: float) -> tuple[Plan, CapturedModel, Cluster]:
+    """Data parallelism of a model of which gradients are most."""
+    with torch.random.fork_rng():
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(16)), torch.nn.Flatten(0))
+        captured = capture(Summed(model), (), {"x": torch.ones(2, 64)})
+    cluster = machine(2)
+    cluster = replace(cluster, levels=tuple(replace(v, alpha=alpha, bandwidth=1e8, lines=()) for v in cluster.levels))
+    return make_baseline("ddp", captured, cluster, make_mesh((2,)), TrainConfig()), captured, cluster
+
+
+class Summed(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x).sum()
+        return loss
+
+
+def whole_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Plan:
+    """As the cost model merges them, whatever they hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "HALVINGS", 0)
+        return with_buckets(plan, captured, cluster)
+
+
+def test_buckets_that_raise_the_peak_are_halved_while_that_costs_no_time() -> None:
+    peaks = []
+    for alpha in (1e-7, 1e-2):
+        plan, captured, cluster = deep(alpha)
+        whole, found = whole_buckets(plan, captured, cluster), with_buckets(plan, captured, cluster)
+        assert whole.estimate.peak_nbytes > evaluate(plan, captured, cluster).peak_nbytes
+        assert found.estimate.step_seconds <= whole.estimate.step_seconds * (1 + buckets.SLACK)
+        peaks.append(found.estimate.peak_nbytes / whole.estimate.peak_nbytes)
+    assert peaks[0] < 0.9 and peaks[1] == 1
+
+
+def test_buckets_that_do_not_fit_are_halved_until_they_do() -> None:
+    plan, captured, cluster = deep(1e-2)
+    whole, alone = whole_buckets(plan, captured, cluster), evaluate(plan, captured, cluster)
+    limit = (whole.estimate.peak_nbytes + alone.peak_nbytes) / 2
+    limited = replace(plan, config=replace(plan.config, memory_nbytes=limit))
+    assert whole_buckets(limited, captured, cluster).buckets == ()
+    found = with_buckets(limited, captured, cluster)
+    assert len(whole.buckets) < len(found.buckets) < 16 and found.estimate.peak_nbytes <= limit
+    assert whole.estimate.step_seconds < found.estimate.step_seconds < alone.step_seconds

@@ -68,12 +68,12 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     def made(most: float) -> Plan:
         buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most)
         found = replace(plan, buckets=buckets, ways=ways)
-        return found.with_estimate(evaluate_program(found, program, pricer))
+        return _carrying(found.with_estimate(evaluate_program(found, program, pricer)), program, pricer, flatten)
 
     found = [made(math.inf)]
-    alone = evaluate_program(plan, program, pricer).peak_nbytes
-    sizes = {j.tensor.name: _nbytes(j.tensor) for j in make_journeys(program, plan, pricer).values()}
-    largest = max((sum(sizes[name] for name in names) for names in found[0].buckets), default=0.0)
+    merged = [names for names in found[0].buckets if len(names) > 1 and plan.lifetimes.get(names[0]) != "use"]
+    largest = max((sum(_nbytes(program.tensors[name]) for name in names) for names in merged), default=0.0)
+    alone = evaluate_program(plan, program, pricer).peak_nbytes if merged else math.inf
     for halvings in range(1, HALVINGS + 1):
         if found[-1].estimate.peak_nbytes <= alone:
             break
@@ -82,6 +82,21 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     slowest = (1 + SLACK) * min((e.step_seconds for e in fits), default=0.0)
     free = [p for p in found if p.estimate.peak_nbytes <= limit and p.estimate.step_seconds <= slowest]
     return min(free or found, key=lambda p: p.estimate.peak_nbytes)
+
+
+def _carrying(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Plan:
+    """The plan with its smallest bucket on the way that makes the whole step cheapest: the loss may go along with it
+    (`costs.late`), which is not to be seen in what the bucket itself costs."""
+    if pricer.cluster.library != "gloo" or not flatten or not plan.buckets:
+        return plan
+    names = min(plan.buckets, key=lambda names: sum(_nbytes(program.tensors[name]) for name in names))
+    journeys = make_journeys(program, replace(plan, ways={}), pricer)
+    ways = {name: ways_of(journeys[name], plan, free=True) for name in names}
+    options = [plan]
+    for word in next(iter(ways.values())):
+        other = replace(plan, ways={**plan.ways, **{name: own[word] for name, own in ways.items()}})
+        options.append(other.with_estimate(evaluate_program(other, program, pricer)))
+    return min(options, key=lambda option: option.estimate.step_seconds)
 
 
 def used_last(plan: Plan, program: Program) -> list[str]:
