@@ -82,11 +82,13 @@ class Accumulation:
 class Rider:
     """What of a step's loss goes along with gradients, in the message of one bucket (`passes.ride_along`).
 
-    bucket: the first parameter of that bucket. rows: over how many labels the loss is a mean, some perhaps ignored; the
-    count of those that are not goes along too. None where it does not.
+    bucket: the first parameter of that bucket. scatters: its gradients are scattered, not reduced whole. rows: over how
+    many labels the loss is a mean, some perhaps ignored; the count of those that are not goes along too. None where it
+    does not.
     """
 
     bucket: str
+    scatters: bool
     rows: float | None
 
 

@@ -7,6 +7,7 @@ views in between included, and for every call replayed in backward that reads it
 
 from collections.abc import Container, Iterable
 from dataclasses import replace
+from math import prod
 
 from torch import fx
 
@@ -52,7 +53,10 @@ class _Count:
         counted = rider is not None and rider.rows is not None
         if told is not None:
             (message,) = told.meta["messages"][0]
-            self._add(replace(message, nbytes=(1 + counted) * message.nbytes), 0, 1)
+            kind, copies = "all_reduce", 1
+            if rider is not None and rider.scatters:  # in every rank's row
+                kind, copies = "reduce_scatter", prod(local.plan.mesh.shape[axis] for axis in message.axes)
+            self._add(replace(message, kind=kind, nbytes=copies * (1 + counted) * message.nbytes), 0, 1)
         twice = heads(local) if splits else frozenset[str]()
         for node in local.graph.nodes:
             forward, backward = node.meta.get("messages", ((), ()))

@@ -13,8 +13,8 @@ from torch import fx
 
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
-from autopar.ops.buckets import all_reduce_gradient_bucket, all_reduce_riding
-from autopar.ops.collectives import all_reduce_gradient
+from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket, all_reduce_riding
+from autopar.ops.collectives import all_gather, all_reduce_gradient
 from autopar.ops.groups import names_of
 from autopar.passes.accumulate_gradients import rows_of_mean
 from autopar.passes.fuse_collectives import fused_groups
@@ -38,16 +38,25 @@ def find_rider(local: LocalModel) -> Rider | None:
     buckets = [
         group
         for group in fused_groups(local.graph, captured.parameters, plan)
-        if group[0].target is all_reduce_gradient
-        and names_of(group[0].kwargs["axis"]) == axis  # type: ignore[arg-type]
-        and not group[0].kwargs.get("inside")
+        if _reduces(group[0], axis)
         and dtype_of(group[0]) == dtype_of(told)
         and group[0].meta["messages"][1]
         and all(operands(member)[0].op == "placeholder" for member in group)
     ]
     if not buckets:
         return None
-    return Rider(bucket=operands(buckets[-1][0])[0].name, rows=_rows(local, told, axis))
+    whole = [group for group in buckets if group[0].target is all_reduce_gradient]  # cheaper: there they go once
+    first = operands((whole or buckets)[-1][0])[0].name
+    return Rider(bucket=first, scatters=not whole, rows=_rows(local, told, axis))
+
+
+def _reduces(call: fx.Node, axis: tuple[str, ...]) -> bool:
+    """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes."""
+    if names_of(call.kwargs["axis"]) != axis or call.kwargs.get("inside"):  # type: ignore[arg-type]
+        return False
+    if call.target in (all_gather, all_gather_bucket):
+        return call.kwargs.get("backward", "reduce_scatter") == "reduce_scatter"
+    return call.target in (all_reduce_gradient, all_reduce_gradient_bucket)
 
 
 def _rows(local: LocalModel, told: fx.Node, axis: tuple[str, ...]) -> float | None:
@@ -76,9 +85,10 @@ def ride_along(graph: fx.Graph, rider: Rider) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     told = last_sum(copy)
     assert told is not None
-    keywords = {"axis": told.kwargs["axis"]}
+    axis, keywords = names_of(told.kwargs["axis"]), {"axis": told.kwargs["axis"]}  # type: ignore[arg-type]
     for node in list(copy.nodes):
-        if node.target is all_reduce_gradient_bucket and rider.bucket in node.kwargs.get("names", ()):
+        target = all_gather_bucket if rider.scatters else all_reduce_gradient_bucket
+        if node.target is target and rider.bucket in node.kwargs.get("names", ()) and _reduces(node, axis):
             node.kwargs = {**node.kwargs, "carries": True}
         elif rider.rows is not None and counts_labels(node):
             node.kwargs = {**node.kwargs, "count": rider.rows}

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.graph import CapturedModel, Rider
 from autopar.mesh import make_mesh
+from autopar.ops import collectives
 from autopar.passes import ride_along
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
@@ -26,12 +27,14 @@ from tests.search_cases import machine
 
 
 def in_a_bucket(plan: Plan) -> Plan:
-    """All trained parameters in one."""
-    return replace(plan, buckets=(tuple(spec.placeholder for spec in cases.captured().parameters if spec.trainable),))
+    """All trained parameters in one, those alone that are split if any are."""
+    names = tuple(spec.placeholder for spec in cases.captured().parameters if spec.trainable)
+    split = tuple(name for name in names if plan.layouts[name].sharded_dims())
+    return replace(plan, buckets=(split or names,))
 
 
-def data_parallel(shape: tuple[int, ...]) -> Plan:
-    return in_a_bucket(cases.data_parallel(shape, "whole"))
+def data_parallel(shape: tuple[int, ...], stored: str = "whole", lifetime: str = "use") -> Plan:
+    return in_a_bucket(cases.data_parallel(shape, stored, lifetime))
 
 
 def ignored(data: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -68,12 +71,12 @@ def step(plan: Plan, data: dict[str, Tensor], steps: int) -> tuple[float, dict[s
     return loss, gradients, kinds
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize(("shape", "stored"), [((2,), "whole"), ((2, 2), "whole"), ((2,), "split"), ((2, 2), "split")])
 @pytest.mark.parametrize("kind", ["none", "unevenly", "of one rank"])
-def test_a_step_is_that_of_one_process(shape: tuple[int, ...], kind: str) -> None:
+def test_a_step_is_that_of_one_process(shape: tuple[int, ...], stored: str, kind: str) -> None:
     data = ignored(cases.batch(1), kind)
     loss, gradients = one_process(data)
-    for got, found, kinds in ranks(prod(shape)).run(step, data_parallel(shape), data, 1):
+    for got, found, kinds in ranks(prod(shape)).run(step, data_parallel(shape, stored), data, 1):
         assert kinds == ["riding"]
         assert got == pytest.approx(loss, rel=1e-12)
         for name, gradient in gradients.items():
@@ -121,6 +124,33 @@ def test_the_loss_and_the_count_are_at_the_end_of_the_gradients() -> None:
     gradients = sum(prod(spec.shape) for spec in cases.captured().parameters if spec.trainable)
     for begun in ranks(2).run(begun_in, data_parallel((2,))):
         assert begun[-1] == gradients + 2 and 1 not in begun
+
+
+def scattered_in(plan: Plan) -> tuple[list[int], list[str]]:
+    """Elements of the reduce-scatters of a step as they begin, and what it sends beside."""
+    module, data = cases.distributed(plan), cases.batch(0)
+    begun: list[int] = []
+    run = collectives.run_reduce_scatter
+
+    def noted(out: Tensor, rows: Tensor, **keywords: Any) -> Any:
+        begun.append(rows.numel())
+        return run(out, rows, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch, count_messages(module) as sent:
+        patch.setattr(collectives, "run_reduce_scatter", noted)
+        module.train_step(data)
+    return begun, [kind for kind, _ in sent]
+
+
+@pytest.mark.parametrize("lifetime", ["use", "microbatch", "step"])
+def test_scattered_gradients_carry_both_to_every_rank(lifetime: str) -> None:
+    plan = data_parallel((2,), "split", lifetime)
+    own = insert_collectives(cases.captured(), plan).rider
+    assert own is not None and own.scatters and own.rows == cases.BATCH * cases.LENGTH
+    alone = ranks(2).run(scattered_in, replace(plan, buckets=()))
+    for (begun, kinds), (each, all_kinds) in zip(ranks(2).run(scattered_in, plan), alone, strict=True):
+        assert sum(begun) == sum(each) + 2 * 2  # both in both ranks' rows
+        assert len(begun) < len(each) and set(kinds) == set(all_kinds)
 
 
 def failing(plan: Plan) -> list[str]:
@@ -189,9 +219,9 @@ def test_the_count_goes_along_only_if_every_gradient_is_divided_by_it(kind: str)
 
 def test_a_loss_that_is_a_sum_over_ranks_goes_along() -> None:
     names = "p_linear_weight", "p_linear_bias"
-    assert rider(head(mean)) in [Rider(bucket=name, rows=8.0) for name in names]
+    assert rider(head(mean)) in [Rider(bucket=name, scatters=False, rows=8.0) for name in names]
     summed = rider(head(LOSSES["a sum"][0]))
-    assert summed in [Rider(bucket=name, rows=None) for name in names]
+    assert summed in [Rider(bucket=name, scatters=False, rows=None) for name in names]
     assert rider(head(LOSSES["its logarithm"][0])) is None
 
 
@@ -205,6 +235,9 @@ def test_nothing_goes_along_without_a_bucket_of_gradients_of_its_dtype() -> None
     assert rider(head(mean, torch.bfloat16)) is None
     fsdp = make_baseline("fsdp", head(mean), machine(2), make_mesh((2,)), TrainConfig())
     assert insert_collectives(head(mean), fsdp).rider is None
+    names = tuple(spec.placeholder for spec in head(mean).parameters)
+    found = insert_collectives(head(mean), replace(fsdp, buckets=(names,))).rider
+    assert found is not None and found.scatters and found.rows == 8
 
 
 def test_a_count_that_float32_cannot_hold_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,15 @@ class Cargo:
         self._is_carried = True
         return values
 
+    def unloaded(self, arrived: Finish, sums: Tensor) -> Finish:
+        """What waits for a message that it is in, and takes what came of it."""
+
+        def finish() -> None:
+            arrived()
+            self.arrive(sums)
+
+        return finish
+
     def arrive(self, sums: Tensor) -> None:
         """What came of the values."""
         self.loss.copy_(sums[0])
@@ -139,14 +148,15 @@ def all_gather_bucket(
     backward: str = "reduce_scatter",
     regather: bool = False,
     names: tuple[str, ...] = (),
+    carries: bool = False,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of each value along its dim, narrowed to its size, in one message; so is what backward scatters.
 
-    With `regather` backward gathers the bucket again, once, when it first needs one of the results.
+    With `regather` backward gathers the bucket again, once, when it first needs one of the results. carries: the sink's
+    cargo goes along with what is scattered.
     """
-    if regather:
-        return tuple(again(_gathered, *values, dims=dims, sizes=sizes, axis=axis, backward=backward, names=names))
-    return _gathered(*values, dims=dims, sizes=sizes, axis=axis, backward=backward, names=names)
+    keywords = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names, "carries": carries}
+    return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)  # type: ignore[arg-type]
 
 
 def _gathered(
@@ -156,16 +166,18 @@ def _gathered(
     axis: Axis,
     backward: str,
     names: tuple[str, ...],
+    carries: bool,
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return gathered_together(values, dims, sizes, axis, backward)
-    groups = active_groups()
+    groups, sink = active_groups(), _sink.get()
 
     def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
         return _gather(parts, dims, sizes, axis, groups)
 
     def scattered(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        return _scatter_sums(gradients, [dims[i] for i in places], axis, groups)
+        cargo = sink.cargo if carries and sink is not None else None
+        return _scatter_sums(gradients, [dims[i] for i in places], axis, groups, cargo)
 
     def sliced(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
         return [cut(g, dims[i], axis, groups) for i, g in zip(places, gradients, strict=True)], _nothing
@@ -192,12 +204,7 @@ def all_reduce_gradient_bucket(
         if cargo is None or load is None:
             return _sums(gradients, axis, groups, inside)
         (*found, came), arrived = _sums([*gradients, load], axis, groups, inside)
-
-        def finish() -> None:
-            arrived()
-            cargo.arrive(came)
-
-        return found, finish
+        return found, cargo.unloaded(arrived, came)
 
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
     return out
@@ -284,11 +291,14 @@ def _gather(
 
 
 def _scatter_sums(
-    wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups
+    wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups, cargo: Cargo | None
 ) -> tuple[Sequence[Tensor], Finish]:
+    """Sums of gradients, each rank's chunks; with cargo, which is in every row, each rank has all of its sums."""
     n = groups.size(axis)
     even = [padded(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
-    rows = wholes[0].new_empty((n, sum(g.numel() for g in even) // n))
+    load = None if cargo is None else cargo.take()
+    extra = 0 if load is None else load.numel()
+    rows = wholes[0].new_empty((n, sum(g.numel() for g in even) // n + extra))
     row = rows.new_empty(rows.shape[1])
     out, start = [], 0
     for g, dim in zip(even, dims, strict=True):
@@ -297,6 +307,8 @@ def _scatter_sums(
         rows[:, start : start + length].view(chunks.shape).copy_(chunks)
         out.append(row[start : start + length].view(chunks.shape[1:]))
         start += length
+    if load is not None:
+        rows[:, start:] = load
     nbytes = rows.numel() * rows.element_size()
     finish = begin(
         "reduce_scatter",
@@ -305,7 +317,7 @@ def _scatter_sums(
         groups,
         lambda g: collectives.run_reduce_scatter(row, rows.view(-1), group=g, async_op=True),
     )
-    return out, finish
+    return out, finish if cargo is None or load is None else cargo.unloaded(finish, row[start:])
 
 
 def _sums(

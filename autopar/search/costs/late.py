@@ -63,7 +63,8 @@ def _is_carried(
     for group in groups:
         tensor = journeys[group.values[0][0]].tensor
         ways = [(m.kind, m.axes) for m in fused_messages(group, plan, journeys, backward=True)]
-        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and ways == [("all_reduce", axes)]:
+        sums = ways in ([("all_reduce", axes)], [("reduce_scatter", axes)])
+        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and sums:
             return loss.dtype in ("float32", "float64")
     return False
 
