@@ -91,7 +91,7 @@ def rows_of_mean(captured: CapturedModel) -> float | None:
         BatchError: if the loss is not linear in what reduces samples.
     """
     terms = _terms_of(captured)
-    means = {node for node in captured.graph.nodes if _is_mean_over_labels(node)}
+    means = {node for node in captured.graph.nodes if is_mean_over_labels(node)}
     labels = {(_target(node), node.kwargs.get("ignore_index", -100)) for node in means}
     if {term.node for term in terms} != means or len(labels) != 1:
         return None
@@ -99,7 +99,8 @@ def rows_of_mean(captured: CapturedModel) -> float | None:
     return float(target.meta["val"].numel())
 
 
-def _is_mean_over_labels(node: fx.Node) -> bool:
+def is_mean_over_labels(node: fx.Node) -> bool:
+    """Whether a call is a mean over labels that are not ignored."""
     return node.target is cross_entropy and node.kwargs.get("reduction", "mean") == "mean"
 
 
@@ -149,7 +150,7 @@ def _terms(node: fx.Node, batch: set[fx.Node], factors: tuple[float, ...]) -> It
         numbers = [float(a) for a in node.args[:2] if isinstance(a, (int, float))]
         scales = [x if name == "mul" or x == 0 else 1 / x for x in numbers]
         yield from _terms(dependent[0], batch, (*factors, *scales))
-    elif _is_mean_over_labels(node):
+    elif is_mean_over_labels(node):
         yield term(0, counted=True)
     elif node.target is cross_entropy and node.kwargs["reduction"] == "sum":
         yield term(1)

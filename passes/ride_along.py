@@ -16,7 +16,7 @@ from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket, all_reduce_riding
 from autopar.ops.collectives import all_gather, all_reduce_gradient
 from autopar.ops.groups import names_of
-from autopar.passes.accumulate_gradients import rows_of_mean
+from autopar.passes.accumulate_gradients import is_mean_over_labels, rows_of_mean
 from autopar.passes.fuse_collectives import fused_groups
 from autopar.passes.recompute import is_replayed
 from autopar.passes.start_early import counts_labels
@@ -61,9 +61,9 @@ def _reduces(call: fx.Node, axis: tuple[str, ...]) -> bool:
 
 def _rows(local: LocalModel, told: fx.Node, axis: tuple[str, ...]) -> float | None:
     """Of how many labels the loss is a mean whose count can go along."""
-    counting = [node for node in local.graph.nodes if counts_labels(node)]
-    if not counting or any(set(names_of(n.kwargs["row_axes"])) != set(axis) or is_replayed(n) for n in counting):
-        return None
+    for node in filter(is_mean_over_labels, local.graph.nodes):
+        if not counts_labels(node) or set(names_of(node.kwargs["row_axes"])) != set(axis) or is_replayed(node):
+            return None  # divided by the count where it stands
     return countable_rows(local.captured)
 
 

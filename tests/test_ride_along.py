@@ -20,7 +20,10 @@ from autopar.passes import ride_along
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.ride_along import countable_rows
+from autopar.placement import PARTIAL
 from autopar.plan import Plan, TrainConfig
+from autopar.rules.registry import rule_of
+from autopar.rules.rule import choices
 from autopar.runtime import count_messages
 from autopar.search.known.baselines import make_baseline
 from tests.search_cases import machine
@@ -223,6 +226,21 @@ def test_a_loss_that_is_a_sum_over_ranks_goes_along() -> None:
     summed = rider(head(LOSSES["a sum"][0]))
     assert summed in [Rider(bucket=name, scatters=False, rows=None) for name in names]
     assert rider(head(LOSSES["its logarithm"][0])) is None
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_mean_that_no_rank_shares_keeps_the_count_behind(whole: int) -> None:
+    """It is divided by the count where it is computed, and must not be scaled too."""
+    captured = head(lambda x, labels: mean(x, labels) + mean(2 * x, labels))
+    plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
+    names = tuple(spec.placeholder for spec in captured.parameters)
+    losses = [name for name in plan.choices if name.startswith("cross_entropy")]
+    summands = next(c.name for c in choices(rule_of(captured.nodes[captured.loss])) if c.results == (PARTIAL,))
+    rows = {name: plan.choices[name] for name in losses}
+    both = replace(plan, buckets=(names,), choices={**plan.choices, captured.loss: (summands,)})
+    one = replace(both, choices={**both.choices, **rows, losses[whole]: ("replicate",)})
+    found = [insert_collectives(captured, made).rider for made in (both, one)]
+    assert [own and own.rows for own in found] == [8, None]
 
 
 def test_gradients_that_may_be_too_small_for_float16_are_not_scaled() -> None:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from autopar.cost_models.links import axis_links
+from autopar.passes.accumulate_gradients import is_mean_over_labels
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
 from autopar.search.costs.fused import Fused, fused_messages
@@ -71,8 +72,9 @@ def _is_carried(
 
 def _counts_ride(counts: Mapping[int, Timed], axes: tuple[int, ...], plan: Plan, program: Program) -> bool:
     """Whether the count of labels goes along with a loss that is summed over `axes`."""
-    over = {frozenset(own) for early in counts.values() for _, _, own in early}
-    replayed = plan.recompute.intersection(program.ops[position].name for position in counts)
+    means = [op for op in program.ops if is_mean_over_labels(op.node)]
+    over = {frozenset(own) for op in means for _, _, own in counts.get(op.position, (("", 0.0, ()),))}
+    replayed = plan.recompute.intersection(op.name for op in means)
     return over == {frozenset(axes)} and not replayed and program.countable_rows is not None
 
 
