@@ -225,10 +225,10 @@ def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).square().mean()
 
-    made = plan(Loss(), torch.ones(8, 8), cluster=file, mesh="4", baseline="ddp")
+    made = plan(Loss(), torch.ones(8, 8), cluster=file, mesh="4", baseline="ddp", buckets=False)
     message = load_cluster(file)
     late = replace(message, levels=tuple(replace(level, skew=0.5) for level in message.levels))
-    waiting = plan(Loss(), torch.ones(8, 8), cluster=late, mesh="4", baseline="ddp")
+    waiting = plan(Loss(), torch.ones(8, 8), cluster=late, mesh="4", baseline="ddp", buckets=False)
     waits = (waiting.estimate.seconds["all_reduce"] - made.estimate.seconds["all_reduce"]) / skew_seconds(
         axis_links(late, (4,), (0,))
     )

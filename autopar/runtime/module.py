@@ -196,7 +196,8 @@ class DistributedModule(Trainable):
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
-        """From now on run under `torch.compile(fullgraph=True)`, with the same numbers, collectives and kept tensors.
+        """From now on run under `torch.compile(fullgraph=True)`, with the same numbers, collectives and kept tensors;
+        what rides along with gradients (`passes.ride_along`) goes alone.
 
         backend: inductor (needs a C++ compiler on CPUs) or aot_eager.
         by_block: compile each kind of block once, instead of the whole graph.
