@@ -107,17 +107,18 @@ def _alike(node: fx.Node) -> tuple[object, ...] | None:
         return None
     if node.target is collectives.all_gather:
         keywords = node.kwargs
-        return node.target, _axis(node), keywords.get("backward", "reduce_scatter"), keywords.get("regather", False)
-    return node.target, _axis(node), _axis(node, "inside")
+        return node.target, axis_of(node), keywords.get("backward", "reduce_scatter"), keywords.get("regather", False)
+    return node.target, axis_of(node), axis_of(node, "inside")
 
 
-def _axis(node: fx.Node, keyword: str = "axis") -> tuple[str, ...]:
+def axis_of(node: fx.Node, keyword: str = "axis") -> tuple[str, ...]:
+    """The axes that a call of a collective names."""
     axis = node.kwargs.get(keyword, ())
     return (axis,) if isinstance(axis, str) else tuple(str(name) for name in axis)  # type: ignore[union-attr]
 
 
 def _num_ranks(node: fx.Node, plan: Plan) -> int:
     ranks = 1
-    for name in (*_axis(node), *_axis(node, "inside")):
+    for name in (*axis_of(node), *axis_of(node, "inside")):
         ranks *= plan.mesh.shape[plan.mesh.names.index(name)]
     return ranks

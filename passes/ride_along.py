@@ -15,9 +15,8 @@ from autopar.errors import BatchError
 from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket, all_reduce_riding
 from autopar.ops.collectives import all_gather, all_reduce_gradient
-from autopar.ops.groups import names_of
 from autopar.passes.accumulate_gradients import is_mean_over_labels, rows_of_mean
-from autopar.passes.fuse_collectives import fused_groups
+from autopar.passes.fuse_collectives import axis_of, fused_groups
 from autopar.passes.recompute import is_replayed
 from autopar.passes.start_early import counts_labels
 from autopar.passes.wait_late import last_sum
@@ -34,7 +33,7 @@ def find_rider(local: LocalModel) -> Rider | None:
     told = last_sum(local.graph)
     if told is None or dtype_of(told) not in (torch.float32, torch.float64):
         return None
-    axis = names_of(told.kwargs["axis"])  # type: ignore[arg-type]
+    axis = axis_of(told)
     buckets = [
         group
         for group in fused_groups(local.graph, captured.parameters, plan)
@@ -52,7 +51,7 @@ def find_rider(local: LocalModel) -> Rider | None:
 
 def _reduces(call: fx.Node, axis: tuple[str, ...]) -> bool:
     """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes."""
-    if names_of(call.kwargs["axis"]) != axis or call.kwargs.get("inside"):  # type: ignore[arg-type]
+    if axis_of(call) != axis or axis_of(call, "inside"):
         return False
     if call.target in (all_gather, all_gather_bucket):
         return call.kwargs.get("backward", "reduce_scatter") == "reduce_scatter"
@@ -62,7 +61,7 @@ def _reduces(call: fx.Node, axis: tuple[str, ...]) -> bool:
 def _rows(local: LocalModel, told: fx.Node, axis: tuple[str, ...]) -> float | None:
     """Of how many labels the loss is a mean whose count can go along."""
     for node in filter(is_mean_over_labels, local.graph.nodes):
-        if not counts_labels(node) or set(names_of(node.kwargs["row_axes"])) != set(axis) or is_replayed(node):
+        if not counts_labels(node) or set(axis_of(node, "row_axes")) != set(axis) or is_replayed(node):
             return None  # divided by the count where it stands
     return countable_rows(local.captured)
 
@@ -85,7 +84,7 @@ def ride_along(graph: fx.Graph, rider: Rider) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     told = last_sum(copy)
     assert told is not None
-    axis, keywords = names_of(told.kwargs["axis"]), {"axis": told.kwargs["axis"]}  # type: ignore[arg-type]
+    axis, keywords = axis_of(told), {"axis": told.kwargs["axis"]}
     for node in list(copy.nodes):
         target = all_gather_bucket if rider.scatters else all_reduce_gradient_bucket
         if node.target is target and rider.bucket in node.kwargs.get("names", ()) and _reduces(node, axis):

@@ -155,8 +155,9 @@ def all_gather_bucket(
     With `regather` backward gathers the bucket again, once, when it first needs one of the results. carries: the sink's
     cargo goes along with what is scattered.
     """
-    keywords = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names, "carries": carries}
-    return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)  # type: ignore[arg-type]
+    keywords: dict[str, Any] = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names}
+    keywords["carries"] = carries
+    return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)
 
 
 def _gathered(

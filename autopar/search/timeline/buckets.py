@@ -68,7 +68,8 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     def made(most: float) -> Plan:
         buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most)
         found = replace(plan, buckets=buckets, ways=ways)
-        return _carrying(found.with_estimate(evaluate_program(found, program, pricer)), program, pricer, flatten)
+        found = found.with_estimate(evaluate_program(found, program, pricer))
+        return _carrying(found, program, pricer, limit) if flatten else found
 
     found = [made(math.inf)]
     merged = [names for names in found[0].buckets if len(names) > 1 and plan.lifetimes.get(names[0]) != "use"]
@@ -84,10 +85,10 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     return min(free or found, key=lambda p: p.estimate.peak_nbytes)
 
 
-def _carrying(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Plan:
+def _carrying(plan: Plan, program: Program, pricer: Pricer, limit: float) -> Plan:
     """The plan with its smallest bucket on the way that makes the whole step cheapest: the loss may go along with it
     (`costs.late`), which is not to be seen in what the bucket itself costs."""
-    if pricer.cluster.library != "gloo" or not flatten or not plan.buckets:
+    if pricer.cluster.library != "gloo" or not plan.buckets:
         return plan
     names = min(plan.buckets, key=lambda names: sum(_nbytes(program.tensors[name]) for name in names))
     journeys = make_journeys(program, replace(plan, ways={}), pricer)
@@ -96,7 +97,8 @@ def _carrying(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Pl
     for word in next(iter(ways.values())):
         other = replace(plan, ways={**plan.ways, **{name: own[word] for name, own in ways.items()}})
         options.append(other.with_estimate(evaluate_program(other, program, pricer)))
-    return min(options, key=lambda option: option.estimate.step_seconds)
+    as_fitting = [o for o in options if o.estimate.peak_nbytes <= max(limit, plan.estimate.peak_nbytes)]
+    return min(as_fitting, key=lambda option: option.estimate.step_seconds)
 
 
 def used_last(plan: Plan, program: Program) -> list[str]:
