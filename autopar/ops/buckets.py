@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops import collectives
-from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, padded, send
+from autopar.ops.collectives import begin, begin_level_sums, cut, padded, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
+from autopar.ops.straight import Room
 from autopar.ops.traced import gathered_together, reduced_together
 from autopar.placement import chunk_size
 
@@ -189,26 +190,40 @@ def _gathered(
 
 
 def all_reduce_gradient_bucket(
-    *values: Tensor, axis: Axis, inside: Axis = (), names: tuple[str, ...] = (), carries: bool = False
-) -> tuple[Tensor, ...]:
+    *values: Tensor,
+    axis: Axis,
+    inside: Axis = (),
+    names: tuple[str, ...] = (),
+    carries: bool = False,
+    straight: bool = False,
+) -> tuple[Any, ...]:
     """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward.
 
-    carries: the sink's cargo goes along.
+    carries: the sink's cargo goes along. straight: behind the values is the `Room` that gradients may be computed into.
     """
     if torch.compiler.is_compiling():
         return reduced_together(values, axis, inside)
     groups, sink = active_groups(), _sink.get()
 
-    def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        cargo = sink.cargo if carries and sink is not None else None
-        load = None if cargo is None else cargo.take()
-        if cargo is None or load is None:
-            return _sums(gradients, axis, groups, inside)
-        (*found, came), arrived = _sums([*gradients, load], axis, groups, inside)
-        return found, cargo.unloaded(arrived, came)
+    def cargo() -> Cargo | None:
+        return sink.cargo if carries and sink is not None else None
 
+    def extra() -> Tensor | None:
+        return None if (found := cargo()) is None else found.take()
+
+    def back(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
+        flat, found, came = room.filled(places, gradients)
+        if inside:
+            arrived = begin_level_sums(flat, axis, inside, groups)
+        else:
+            nbytes = flat.numel() * flat.element_size()
+            arrived = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
+        riding = cargo()
+        return found, arrived if riding is None or came is None else riding.unloaded(arrived, came)
+
+    room = Room(values, groups.size(inside), extra)
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
-    return out
+    return (*out, room) if straight else out
 
 
 def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
@@ -319,17 +334,6 @@ def _scatter_sums(
         lambda g: collectives.run_reduce_scatter(row, rows.view(-1), group=g, async_op=True),
     )
     return out, finish if cargo is None or load is None else cargo.unloaded(finish, row[start:])
-
-
-def _sums(
-    gradients: Sequence[Tensor], axis: Axis, groups: Groups, inside: Axis = ()
-) -> tuple[Sequence[Tensor], Finish]:
-    flat, out = in_parts(gradients, groups.size(inside))
-    if inside:
-        return out, begin_level_sums(flat, axis, inside, groups)
-    nbytes = flat.numel() * flat.element_size()
-    finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
-    return out, finish
 
 
 def _rows_of(whole: Tensor, dim: int, n: int) -> Tensor:

@@ -24,6 +24,7 @@ from autopar.ops.groups import use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.call_natively import call_natively
+from autopar.passes.compute_straight import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
@@ -280,6 +281,8 @@ class DistributedModule(Trainable):
             if self._kind == EAGER:
                 rider = self.local.rider if self._rides else None
                 graph = start_early(wait_late(graph)) if rider is None else start_early(ride_along(graph, rider))
+                if self.training and self.running.captured.accumulation is None:
+                    graph = compute_straight(graph, self.local)
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
                 graph = call_natively(graph)

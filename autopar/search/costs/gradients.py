@@ -54,7 +54,8 @@ class Gradients:
     first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
     outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
     `grad` does, or are handed both. A permuted one is given back as a copy.
-    received: bytes of the gradient that a step gives.
+    received: bytes of the gradient that a step gives. straight: of values whose gradients are computed where their
+    bucket is sent from, that bucket's number: the buffer of all is there from the first of them on.
 
     summed: bytes of sums that were written anew, by moment. released: what the pass let go; held: what it leaves, on
     leaves; arrived: what came to each call; passed: what came to leaves from outside.
@@ -72,9 +73,11 @@ class Gradients:
         buckets: Mapping[int, int] = MappingProxyType({}),
         outside: Iterable[Value] = (),
         copies: bool = True,
+        straight: Mapping[Value, int] = MappingProxyType({}),
     ) -> None:
         self.nbytes, self.received, self.copies = nbytes, received, copies
-        self.buckets = buckets
+        self.buckets, self.straight = buckets, straight
+        self.since: dict[int, int] = {}  # when a bucket's buffer is made
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
         self.expanded: dict[Value | None, Tensor] = {}
@@ -122,11 +125,11 @@ class Gradients:
         self.waiting.setdefault(first, []).append((call, given))
         if number != first:
             return
-        calls = self.waiting.pop(first)
+        calls, since = self.waiting.pop(first), self.since.get(first, now)
         for own, arrived in calls:
             if any(own.gradients) and any(gradient is not None for gradient in arrived):
                 value = own.operands[0]
-                self._arrive(value, Gradient(value[0], self.nbytes(value), now, now), now)
+                self._arrive(value, Gradient(value[0], self.nbytes(value), since, now), now)
         for _, arrived in calls:
             for gradient in arrived:
                 if gradient is not None:
@@ -148,6 +151,9 @@ class Gradients:
         if handed and not is_copied:
             arrived.owners += 1
             return arrived
+        if call.op is not None and value in self.straight:
+            self.since.setdefault(self.straight[value], now)
+            return Gradient(value[0], 0, now, now)
         nbytes = self.nbytes(value) if call.step is None else self.received(call.step, value[0])
         return Gradient(value[0], nbytes, now, now)
 

@@ -11,7 +11,7 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
                             them; the part that is cast to what is computed on: for the step, or as long as it is read
     buckets                 (`search.fused`) are gathered, or gathered again, when the first of them is used, beside
-                            flat buffers; gradients wait for the last of their bucket
+                            flat buffers; gradients wait for the last of their bucket, in its buffer (`straight`) or not
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
                             a call allocates beside (`rules.spare`, buffers of collectives along a dim but the first)
@@ -37,6 +37,7 @@ from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.replays import Replays, Value, root_of
+from autopar.search.costs.straight import find_straight
 
 
 class Live:
@@ -277,17 +278,17 @@ class Live:
         ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
         begin = frozenset({*first, *begins})
-        buckets = {
-            i: self.first[group] for i, call in enumerate(self.calls) if (group := self._group(call)) is not None
-        }
-        captured = self.program.captured
-        journeys = [self.journeys[name] for name in captured.sends if name in captured.received]
+        groups = {i: self._group(call) for i, call in enumerate(self.calls)}
+        buckets = {i: self.first[group] for i, group in groups.items() if group is not None}
+        sent, received = self.program.captured.sends, self.program.captured.received
+        journeys = [self.journeys[name] for name in sent if name in received]
         passed = {
             (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self._is_once_a_step)
-        return Gradients(*own, wanted, buckets, outside, copies)
+        found = find_straight(self.program, self.plan, self.pricer, self.journeys, self.fused)
+        return Gradients(*own, wanted, buckets, outside, copies, {v: self.first[group] for v, group in found.items()})
 
     def _gradients(self) -> None:
         """Backward, call by call."""

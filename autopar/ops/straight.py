@@ -1,0 +1,113 @@
+"""Gradients of weights that are computed straight into their bucket's flat buffer, so that nothing copies them there.
+
+A bucket of gradients that are summed over ranks (`ops.buckets`) has a `Room`: its buffer, made when the first gradient
+is computed into it, with a place for each. What comes to the bucket from elsewhere is copied in when all are there.
+`passes.compute_straight` says which calls do this.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.ops.collectives import in_parts
+
+LEAST_NBYTES = 1 << 19
+"""The smallest gradient that is worth it: a call through Python takes as long as copying about this much."""
+
+
+class Room:
+    """The buffer of the gradients of `values`, each padded to `num_parts` equal parts, and of what else goes along.
+
+    extra: what goes along, asked for once a backward pass.
+    """
+
+    def __init__(self, values: Sequence[Tensor], num_parts: int, extra: Callable[[], Tensor | None]) -> None:
+        self.shapes = [value.shape for value in values]
+        self.like: dict[str, Any] = {"dtype": values[0].dtype, "device": values[0].device}
+        self.num_parts, self.extra = num_parts, extra
+        self.flat: Tensor | None = None
+        self.places: list[Tensor] = []
+        self.free: set[int] = set()
+
+    def take(self, place: int) -> Tensor | None:
+        """Where a gradient is to be computed; None if one was, for what is there must not be written over."""
+        if self.flat is None:
+            self._make()
+        if place not in self.free:
+            return None
+        self.free.remove(place)
+        return self.places[place]
+
+    def _make(self) -> None:
+        load = self.extra()
+        sizes = [math.prod(shape) for shape in self.shapes] + ([] if load is None else [load.numel()])
+        lengths = [size + -size % self.num_parts for size in sizes]
+        make = torch.empty if lengths == sizes else torch.zeros
+        self.flat = make(sum(lengths), **self.like)
+        parts = [part[:size] for part, size in zip(self.flat.split_with_sizes(lengths), sizes, strict=True)]
+        self.places = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+        self.free = set(range(len(self.places)))
+        if load is not None:
+            self.places.append(parts[-1])
+            parts[-1].copy_(load)
+
+    def filled(self, places: Sequence[int], gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """The buffer with the gradients for these places, views of them in it, and the view of what goes along.
+
+        After that it is the bucket's, and the next backward pass makes another.
+        """
+        made, rooms = self.flat, self.places
+        self.flat, self.places = None, []
+        if made is None or len(places) < len(self.shapes):
+            load = self.extra() if made is None else rooms[-1] if len(rooms) > len(self.shapes) else None
+            flat, views = in_parts([*gradients, *([] if load is None else [load])], self.num_parts)
+            return flat, views[: len(gradients)], None if load is None else views[-1]
+        own = rooms[: len(self.shapes)]
+        moved = [(room, g) for room, g in zip(own, gradients, strict=True) if room.data_ptr() != g.data_ptr()]
+        for room, gradient in moved:
+            room.copy_(gradient)
+        return made, own, rooms[-1] if len(rooms) > len(own) else None
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` whose weight's gradient is written to a place of a room: of the weight, or of its transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, room: Room, place: int, is_transposed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.room, ctx.place, ctx.is_transposed = room, place, is_transposed
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        into = ctx.room.take(ctx.place) if to_weight else None
+        if into is not None and ctx.is_transposed:
+            into = into.t()
+        return (
+            rows.mm(weight).view(x.shape) if to_x else None,
+            torch.mm(rows.t(), x.view(-1, x.shape[-1]), out=into) if to_weight else None,
+            rows.sum(0) if to_bias else None,
+            None,
+            None,
+            None,
+        )
+
+
+def linear_straight(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, room: Room, place: int, is_transposed: bool = False
+) -> Tensor:
+    """`linear`, whose weight (or its transpose) is the value at `place` of a bucket."""
+    if not x.is_contiguous() or weight.dim() != 2 or not weight.requires_grad or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)  # of what is strided, autograd keeps a copy made in forward
+    out: Tensor = _Linear.apply(x, weight, bias, room, place, is_transposed)  # type: ignore[no-untyped-call]
+    return out
