@@ -12,8 +12,7 @@ A replay sees the groups and draws of its forward pass, so dropout masks are the
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from typing import Any
 
@@ -50,35 +49,53 @@ class Slot:
 
 
 class Call:
-    """One call to be replayed: packed arguments, and slots by number while something waits for them."""
+    """One call to be replayed: its arguments, tensors packed, and slots by number while something waits for them."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, context: Context) -> None:
+    __slots__ = ("args", "context", "function", "gradients", "kwargs", "order", "places", "results", "saved")
+
+    def __init__(self, function: Callable[..., Any], arguments: "_Arguments", context: Context) -> None:
         self.function, self.context, self.order = function, context, next(_order)
-        self.gradients = [t.requires_grad for t in _tensors((args, kwargs))]
-        self.packed: Any = _mapped(pack, (args, kwargs))
-        self.results: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
-        self.saved: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self.args, self.kwargs, self.places = arguments.args, arguments.kwargs, arguments.places
+        self.gradients = [tensor.requires_grad for tensor in arguments.tensors]
+        for (container, key), tensor in zip(self.places, arguments.tensors, strict=True):
+            container[key] = pack(tensor)
+        self.results: dict[int, weakref.ref[Slot]] = {}
+        self.saved: dict[int, weakref.ref[Slot]] = {}
 
     def waiting(self) -> "Iterator[Call]":
         """Calls that must be replayed before this one."""
-        for part in _leaves(self.packed, View):
-            source = part.source
-            if isinstance(source, Slot) and source.call is not None:
-                yield source.call
+        for container, key in self.places:
+            part = container[key]
+            if isinstance(part, View) and isinstance(part.source, Slot) and part.source.call is not None:
+                yield part.source.call
 
     def replay(self) -> None:
-        flags = iter(self.gradients)
-        args, kwargs = _mapped(lambda kept: unpack(kept).detach().requires_grad_(next(flags)), self.packed)
-        self.packed = ()
+        tensors = []
+        for (container, key), flag in zip(self.places, self.gradients, strict=True):
+            tensor = unpack(container[key]).detach()
+            tensors.append(tensor.requires_grad_() if flag else tensor)
+            container[key] = tensor
+        args, kwargs = self.args, self.kwargs
+        self.args, self.kwargs, self.places = [], {}, []
 
         def fill(number: int, tensor: Tensor) -> None:
-            if (slot := self.saved.get(number)) is not None:
-                slot.fill(tensor)
+            _fill(self.saved, number, tensor)
 
-        with torch.enable_grad(), _inside((args, kwargs), lambda _: None, fill):
+        packing = _Packing(tensors, _nothing, fill)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing, _taken):
             result = self.context.copy().run(self.function, *args, **kwargs)
-        for index, slot in list(self.results.items()):
-            slot.fill(_each(result)[index])
+        packing.close()
+        if self.results:
+            for index, tensor in enumerate(_each(result)):
+                _fill(self.results, index, tensor)
+
+
+def _fill(slots: "dict[int, weakref.ref[Slot]]", number: int, tensor: Tensor) -> None:
+    """Fill a slot that something still waits for."""
+    found = slots.get(number)
+    slot = None if found is None else found()
+    if slot is not None:
+        slot.fill(tensor)
 
 
 def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,44 +106,85 @@ def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = surroundings()
     if context is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = Call(function, args, kwargs, context)
+    arguments = _Arguments(args, kwargs)
+    call = Call(function, arguments, context)
 
     def keep(number: int, _: Tensor) -> Slot:
-        slot = call.saved[number] = Slot(call)
+        slot = Slot(call)
+        call.saved[number] = weakref.ref(slot)
         return slot
 
-    with _inside((args, kwargs), pack, keep) as is_argument:
-        result = function(*args, **kwargs)
-        for index, tensor in enumerate(_each(result)):
-            if not is_argument(tensor):
-                slot = call.results[index] = Slot(call)
-                attach(tensor, slot)
+    packing = _Packing(arguments.tensors, pack, keep)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(packing, _taken):
+            result = function(*args, **kwargs)
+            for index, tensor in enumerate(_each(result)):
+                if not packing.is_argument(tensor):
+                    slot = Slot(call)
+                    call.results[index] = weakref.ref(slot)
+                    attach(tensor, slot)
+    finally:
+        packing.close()
     return result
 
 
-@contextmanager
-def _inside(
-    arguments: Any, pack_argument: Callable[[Tensor], Any], pack_other: Callable[[int, Tensor], Any]
-) -> Iterator[Callable[[Tensor], bool]]:
-    """A call during which autograd packs its arguments (by storage) one way, other tensors, by number, another way."""
-    # Saved tensors keep their pack hook: what it refers to must be let go when the call is over.
-    packers: list[Callable[..., Any]] = [pack_argument, pack_other]
-    storages = {id(storage): storage for storage in (t.untyped_storage() for t in _tensors(arguments))}
-    number = itertools.count()
+class _Arguments:
+    """Arguments of a call, in containers that may be changed, and the tensors among them with where each is."""
 
-    def is_argument(tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in storages
+    __slots__ = ("args", "kwargs", "places", "tensors")
 
-    def hook(tensor: Tensor) -> Any:
-        argument, other = packers
-        return argument(tensor) if is_argument(tensor) else other(next(number), tensor)
+    def __init__(self, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = [*args], {**kwargs}
+        self.places: list[tuple[Any, Any]] = []
+        self._find(self.args, range(len(self.args)))
+        self._find(self.kwargs, kwargs)
+        self.tensors: list[Tensor] = [container[key] for container, key in self.places]
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(hook, _taken):
-            yield is_argument
-    finally:
-        packers.clear()
-        storages.clear()
+    def _find(self, container: Any, keys: Iterable[Any]) -> None:
+        for key in keys:
+            value = container[key]
+            if isinstance(value, Tensor):
+                self.places.append((container, key))
+            elif isinstance(value, tuple | list):
+                before, inner = len(self.places), [*value]
+                self._find(inner, range(len(inner)))
+                if len(self.places) > before:
+                    container[key] = inner
+
+
+class _Packing:
+    """How autograd packs what a call saves: arguments (by storage) one way, other tensors, by number, another way.
+
+    Saved tensors keep their pack hook: what it refers to must be let go when the call is over (`close`).
+    """
+
+    __slots__ = ("argument", "number", "other", "storages")
+
+    def __init__(
+        self, tensors: Iterable[Tensor], argument: Callable[[Tensor], Any], other: Callable[[int, Tensor], Any]
+    ) -> None:
+        self.argument: Callable[[Tensor], Any] | None = argument
+        self.other: Callable[[int, Tensor], Any] | None = other
+        self.storages = {id(storage): storage for storage in [tensor.untyped_storage() for tensor in tensors]}
+        self.number = 0
+
+    def is_argument(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self.storages
+
+    def __call__(self, tensor: Tensor) -> Any:
+        assert self.argument is not None and self.other is not None, "a call saves nothing when it is over"
+        if self.is_argument(tensor):
+            return self.argument(tensor)
+        number, self.number = self.number, self.number + 1
+        return self.other(number, tensor)
+
+    def close(self) -> None:
+        self.argument = self.other = None
+        self.storages = {}
+
+
+def _nothing(_: Tensor) -> None:
+    """A replay's arguments are not kept."""
 
 
 def _taken(kept: Any) -> Tensor:
@@ -148,30 +206,3 @@ def _replay(last: Call) -> None:
 
 def _each(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-
-def _tensors(arguments: Any) -> Iterator[Tensor]:
-    return _leaves(arguments, Tensor)
-
-
-def _leaves(value: Any, kind: Any) -> Iterator[Any]:
-    """Parts of that kind of nested arguments, in order."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _leaves(part, kind)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _leaves(part, kind)
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Nested arguments with every tensor, packed or not, changed, in the order of `_leaves`."""
-    if isinstance(value, Tensor | View):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(change, part) for part in value)
-    if isinstance(value, dict):
-        return {key: _mapped(change, part) for key, part in value.items()}
-    return value
