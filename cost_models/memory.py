@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_models.compute import Rates
+from autopar.cost_models.compute import HOST, Rates
 from autopar.errors import ArgumentError
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -39,8 +39,6 @@ KERNELS: dict[str, tuple[int, ...]] = {
     **{name + FUSED: (3 + 2 * count,) for name, count in STATES.items()},
 }
 """Tensors that each kernel of a step of torch's reads and writes."""
-HOST = "cpu"
-"""The device on which torch loops over parameters by default, and has the kernels of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ def _charges(
         yield from sent(op.name, price.forward_sent, backward=False)
         yield from sent(op.name, price.backward_sent)
         if op.position in replays.ops:
-            yield Charge("recompute", op.name, price.forward * parts, backward=True)
+            yield Charge("recompute", op.name, pricer.again(op, price) * parts, backward=True)
             yield from sent(op.name, price.forward_sent)
     for (name, _), (step, _) in replays.steps.items():
         yield from sent(name, stepped(journeys[name].tensor, step)[0])

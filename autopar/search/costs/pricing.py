@@ -16,9 +16,9 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest_in_step, least, skew_seconds
-from autopar.cost_models.compute import Rates, rates_of
+from autopar.cost_models.compute import HOST, Rates, rates_of
 from autopar.cost_models.links import axis_links
-from autopar.cost_models.memory import HOST, optimizer_state_nbytes, optimizer_step_seconds
+from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
 from autopar.mesh import Mesh
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
@@ -202,6 +202,10 @@ class Pricer:
         if price is None:
             price = self._ops[key] = self._price(op, names)
         return price
+
+    def again(self, op: Op, price: OpPrice) -> float:
+        """Seconds of a replay, without what it sends: forward's, and what having it run again takes."""
+        return price.forward + (self.rates.replay_seconds if op.rule.alias is None else 0.0)
 
     def _price(self, op: Op, names: tuple[str, ...]) -> OpPrice:
         rule = op.rule

@@ -187,7 +187,8 @@ class _Finder:
         makes = tuple(("again", *value, -1) for value in call.results if value is not None)
         if call.op is not None:
             price = self._price(call)
-            yield from _of_op("recompute", call.op.name, price.forward, price.forward_sent, reads, makes)
+            again = self.pricer.again(call.op, price)
+            yield from _of_op("recompute", call.op.name, again, price.forward_sent, reads, makes)
         else:
             yield self._sent(call, 0, reads, makes)
 

@@ -112,7 +112,7 @@ class RecomputeBuilder(Builder):
 
     def _again(self, op: Op, names: tuple[str, ...]) -> float:
         price = self.pricer.op(op, names)
-        return price.forward + total(price.forward_sent) if any(op.result_grads) else 0.0
+        return self.pricer.again(op, price) + total(price.forward_sent) if any(op.result_grads) else 0.0
 
     def _passing(self, cluster: Cluster, names: tuple[tuple[str, ...], ...]) -> int:
         """Bytes of what members hand to each other and nothing saves: they exist during a replay alone."""
