@@ -30,7 +30,7 @@ def predicted_messages(local: LocalModel, *, splits: bool = False, by_processor:
 
     splits: backward in two parts, both of which read what some calls keep.
     by_processor: what computes sends too, as with Gloo, so that the loss goes along with gradients (`ride_along`);
-        not of a compiled module, or of a step that begins with gradients there.
+        not of a compiled module.
     """
     rider = local.rider if by_processor else None
     return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits, rider).sent

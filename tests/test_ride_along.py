@@ -60,8 +60,13 @@ def one_process(data: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def step(plan: Plan, data: dict[str, Tensor], steps: int) -> tuple[float, dict[str, Tensor], list[str]]:
-    """Loss and gradients after some steps on the same batch, and of each whether it sent what rides or all alone."""
+def step(
+    plan: Plan, data: dict[str, Tensor], steps: int, cleared_by: int | None = None
+) -> tuple[float, dict[str, Tensor], list[str]]:
+    """Loss and gradients after some steps on the same batch, and of each whether it sent what rides or all alone.
+
+    cleared_by: the rank that alone forgets its gradients between steps.
+    """
     module = cases.distributed(plan)
     riding, alone = (predicted_messages(module.local, by_processor=by_processor) for by_processor in (True, False))
     kinds = []
@@ -69,6 +74,8 @@ def step(plan: Plan, data: dict[str, Tensor], steps: int) -> tuple[float, dict[s
         module.num_calls = 0
         with count_messages(module) as sent:
             loss = float(module.train_step(data))
+        if cleared_by == torch.distributed.get_rank() and len(kinds) < steps - 1:
+            module.zero_grad()
         kinds.append("riding" if sent == riding else "alone" if sent == alone else f"{sent}")
     gradients = {name: cases.whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
     return loss, gradients, kinds
@@ -86,15 +93,25 @@ def test_a_step_is_that_of_one_process(shape: tuple[int, ...], stored: str, kind
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_a_step_that_adds_to_gradients_sends_the_count_before() -> None:
-    """Its own could not be told from those that were there, to be scaled."""
+@pytest.mark.parametrize("stored", ["whole", "split"])
+def test_a_step_that_adds_to_gradients_scales_its_own_alone(stored: str) -> None:
     data = ignored(cases.batch(1), "unevenly")
     loss, gradients = one_process(data)
-    for got, found, kinds in ranks(2).run(step, data_parallel((2,)), data, 3):
-        assert kinds == ["riding", "alone", "alone"]
+    for got, found, kinds in ranks(2).run(step, data_parallel((2,), stored), data, 3):
+        assert kinds == ["riding"] * 3
         assert got == pytest.approx(loss, rel=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(found[name], 3 * gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_ranks_that_begin_with_other_gradients_send_the_same() -> None:
+    data = ignored(cases.batch(1), "unevenly")
+    loss, gradients = one_process(data)
+    for rank, (got, found, kinds) in enumerate(ranks(2).run(step, data_parallel((2,)), data, 2, 1)):
+        assert kinds == ["riding"] * 2 and got == pytest.approx(loss, rel=1e-12)
+        for name, gradient in gradients.items():
+            times = 1 if rank == 1 else 2
+            torch.testing.assert_close(found[name], times * gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_where_every_label_is_ignored_loss_and_gradients_are_those_of_one_process() -> None:

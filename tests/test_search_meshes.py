@@ -12,10 +12,13 @@ from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint.best_first import INTERRUPTED, TIMED_OUT, Known, best_first
+from autopar.search.joint.at_hand import at_hand
+from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, best_first
+from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.microbatches import _part
@@ -53,6 +56,7 @@ class Drawn:
         self.fine: set[int] = set()
         self.begun: set[int] = set()
         self.solved: list[int] = []
+        self.handed: int | None = None
         self.trap = trap
 
     def bound(self, key: int) -> float:
@@ -78,11 +82,17 @@ class Drawn:
         assert all(self.bound(key) < math.inf for key in keys)
 
     def foresee(self, keys: Iterable[tuple[int, Known]], cutoff: float, seconds: float | None, solve: bool) -> None:
-        assert bool(self.solved) == solve
+        assert (bool(self.solved) or self.handed is not None) == solve
         for key, known in keys:
             assert (known > Known.LITTLE) == (key in self.sharp) and key not in self.solved
             assert (known == Known.REFINED) == (key in self.fine)
             assert self.bound(key) < cutoff or (not self.solved and key in self.scouts(range(30)))
+
+    def at_hand(self, keys: Sequence[int], seconds: float | None) -> tuple[int, str, float] | None:
+        """Some answer, not the best."""
+        assert not self.solved and self.handed is None
+        self.handed = max((key for key in keys if self.costs[key] < math.inf), key=self.costs.__getitem__, default=None)
+        return None if self.handed is None else (self.handed, "at hand", self.costs[self.handed])
 
     def sharpen(self, key: int, cutoff: float) -> bool:
         """Now and then it takes two goes."""
@@ -136,7 +146,29 @@ def test_stopped_early_the_gap_is_still_true(seed: int) -> None:
     assert outcome.bound <= min(problems.costs) <= outcome.cost
     assert outcome.status == INTERRUPTED or outcome.cost == min(problems.costs)
     with pytest.raises(SearchTimeoutError, match="give more time"):
-        best_first(Drawn(seed), range(30), relative_gap=0.0, seconds=1e-9)
+        best_first(Empty(seed), range(30), relative_gap=0.0, seconds=1e-9)
+
+
+class Empty(Drawn):
+    """Nothing is at hand."""
+
+    def at_hand(self, keys: Sequence[int], seconds: float | None) -> None:
+        self.asked = [*keys]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_at_hand_is_an_answer_until_there_is_a_better_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = Drawn(seed)
+    outcome = best_first(problems, range(30), relative_gap=0.0, seconds=1e-9)
+    assert outcome.status == TIMED_OUT and outcome.answer == "at hand" and outcome.key == problems.handed
+    assert outcome.bound <= min(problems.costs) <= outcome.cost and not outcome.solved
+    monkeypatch.setattr("autopar.search.joint.best_first.PATIENCE", 0.0)
+    patient = Drawn(seed)
+    outcome = best_first(patient, range(30), relative_gap=0.0)
+    assert outcome.cost == min(patient.costs) and patient.handed is not None and outcome.status == PROVED
+    none = Empty(seed)
+    assert best_first(none, range(30), relative_gap=0.0).cost == min(none.costs)
+    assert none.asked == [*range(30)]
 
 
 def test_an_interrupt_before_any_answer_is_an_interrupt() -> None:
@@ -218,6 +250,9 @@ def test_problems_given_up_beside_such_as_have_no_answer_are_told_apart() -> Non
         def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
             return None
 
+        def at_hand(self, keys: Sequence[int], seconds: float | None) -> None:
+            assert set(keys) <= set(range(0, 30, 2)) or not self.none
+
     outcome = best_first(GivenUp(0), range(30), relative_gap=0.01)
     assert outcome.answer is None and math.isinf(outcome.cost)
     assert set(outcome.failures) == set(range(1, 30, 2)) and set(outcome.excluded) == set(range(0, 30, 2))
@@ -260,6 +295,28 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float) -> No
     assert found.estimate.gap <= GAP
     facts = found.estimate.solver["search"]
     assert facts["candidates"] == 6 and facts["planned"] < 6 and facts["status"] == "proved"
+
+
+def test_a_recipe_at_hand_fits_where_the_fastest_plan_does_not() -> None:
+    cluster, counts = machine(4), divisors(4)
+    programs = {count: make_program(_part(graph_of, 4, count)) for count in counts}
+    keys = candidates(cluster, counts, (1,), "auto", 3)
+
+    def found(nbytes: float, seconds: float | None = None) -> tuple[Candidate, Plan] | None:
+        config = TrainConfig(memory_nbytes=nbytes)
+
+        def pricer(key: Candidate) -> Pricer:
+            return Pricer(mesh=key.arrangement.mesh, cluster=cluster, config=config)
+
+        return at_hand(keys, programs.__getitem__, pricer, nbytes, seconds)
+
+    most = without_a_limit().estimate.peak_nbytes
+    taken = found(most)
+    assert taken is not None and taken[1].mesh == taken[0].arrangement.mesh
+    key, plan = taken
+    assert plan.microbatches == key.microbatches and plan.recompute and plan.estimate.peak_nbytes <= most
+    assert plan.estimate.step_seconds >= without_a_limit().estimate.step_seconds * (1 - GAP)
+    assert found(1000.0) is None and found(most, 0.0) is None
 
 
 def test_in_the_api_every_mesh_is_searched() -> None:

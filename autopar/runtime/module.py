@@ -160,15 +160,17 @@ class DistributedModule(Trainable):
         """`train_step` for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
         if accumulation is None:
-            self._rides = self._can_ride and self.state.is_fresh
-            with self._late.telling():
-                try:
-                    loss = self.run(inputs)
-                finally:
-                    self._rides = False
-                loss.backward()  # type: ignore[no-untyped-call]
-            if self._late.cargo is not None and self._late.cargo.scale is not None:
-                self.state.scale_gradients(self._late.cargo.scale)
+            self._rides = self._can_ride
+            counts = self._rides and self.local.rider is not None and self.local.rider.rows is not None
+            with self.state.apart() if counts else nullcontext():  # what is there is not to be scaled
+                with self._late.telling():
+                    try:
+                        loss = self.run(inputs)
+                    finally:
+                        self._rides = False
+                    loss.backward()  # type: ignore[no-untyped-call]
+                if self._late.cargo is not None and self._late.cargo.scale is not None:
+                    self.state.scale_gradients(self._late.cargo.scale)
             return loss.detach()
         self.check_initialized()
         parts = self._parts(inputs)
@@ -304,7 +306,7 @@ class DistributedModule(Trainable):
 
     @property
     def _can_ride(self) -> bool:
-        """Whether the loss can go along with gradients in a step that begins without any."""
+        """Whether the loss goes along with gradients in a step."""
         return self.local.rider is not None and self.device.type == "cpu" and self._kind == EAGER
 
     @property

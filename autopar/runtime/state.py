@@ -9,7 +9,8 @@ precision) a step computes on a local cast of it. Autograd's gradient of a leaf 
 and typed as the parameter is.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -162,10 +163,20 @@ class State:
         else:
             local_tensor(held).add_(gradient)
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether no parameter has a gradient yet."""
-        return all(parameter.grad is None for parameter in self.parameters.values())
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Gradients made inside are alone first, and added to those there were in the end."""
+        before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, held in before:
+                if held is not None:
+                    if parameter.grad is not None:
+                        local_tensor(held).add_(local_tensor(parameter.grad))
+                    parameter.grad = held
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiply all gradients."""

@@ -1,6 +1,10 @@
 """What does an op or a tensor hold, and from when to when? What `search.costs.live` finds of a step, piece by piece."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.placement import Layout
 
@@ -23,3 +27,14 @@ class Holding:
     last: int
     role: str = ""
     layout: Layout | None = None
+
+
+def bytes_at(holdings: Iterable[Holding], end: int) -> dict[str, NDArray[np.float64]]:
+    """By kind, the bytes held at each of the moments 0 to `end`."""
+    changes = {kind: [0.0] * (end + 2) for kind in MEMORY_KINDS}
+    for holding in holdings:
+        if holding.first <= holding.last:
+            own = changes[holding.kind]
+            own[holding.first] += holding.nbytes
+            own[holding.last + 1] -= holding.nbytes
+    return {kind: np.cumsum(own[:-1]) for kind, own in changes.items()}

@@ -22,8 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from math import prod
 
-import numpy as np
-
 from autopar.placement import Layout, Shard, chunk_size
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
@@ -32,7 +30,7 @@ from autopar.search.costs.copies import woven_calls
 from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
 from autopar.search.costs.fused import Fused, find_fused, gathered_from
 from autopar.search.costs.gradients import Gradients
-from autopar.search.costs.holding import MEMORY_KINDS, Holding
+from autopar.search.costs.holding import Holding, bytes_at
 from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -69,7 +67,6 @@ class Live:
         self.replay: dict[int, int] = {}
         self._order()
         self.holdings: list[Holding] = []
-        self.bytes = {kind: np.zeros(self.end + 1) for kind in MEMORY_KINDS}
         self._values()
         self._parameters()
         self._gradients()
@@ -77,6 +74,7 @@ class Live:
             self._beside(number, call)
         for holding in list(self._again()):
             self._hold(holding)
+        self.bytes = bytes_at(self.holdings, self.end)
 
     def _order(self) -> None:
         """Moments of the calls' backward passes and replays, by number of the call."""
@@ -103,7 +101,6 @@ class Live:
 
     def _hold(self, holding: Holding) -> None:
         if holding.nbytes:
-            self.bytes[holding.kind][holding.first : holding.last + 1] += holding.nbytes
             self.holdings.append(holding)
 
     def _group(self, call: Call) -> Fused | None:
@@ -387,9 +384,11 @@ class Live:
                 taken[again, name] = whole + sum(self._nbytes(hop) for hop in hops if hop in self.fused)
         for moment, values in self.alone.items():
             taken[moment, values[0][0]] = max(map(self._beside_gather, values))
+        made: dict[int, float] = defaultdict(float)
+        for holding in self.holdings if taken else ():
+            made[holding.first] += holding.nbytes if holding.kind == "working" else 0.0
         for (moment, name), nbytes in taken.items():
-            made = sum(h.nbytes for h in self.holdings if h.first == moment and h.kind == "working")
-            yield Holding("working", name, max(nbytes - made, 0.0), moment, moment)
+            yield Holding("working", name, max(nbytes - made[moment], 0.0), moment, moment)
 
     def _beside_gather(self, value: Value) -> float:
         """The same of a copy that travels alone."""

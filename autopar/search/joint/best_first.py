@@ -32,6 +32,8 @@ BETTER = 0.05
 """After so many more bounds a promising one is solved if it is expected so much, as a part, below the best answer."""
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same bound."""
+PATIENCE, PATIENT_PART = 60.0, 0.4
+"""Seconds, or which part of those given, after which what is at hand is taken if there is no answer yet."""
 ALIKE = (1.2, 1.03)
 """Of the promising, those expected so near the least are as good: the one of least effort is taken. For a first answer,
 then for better ones."""
@@ -84,6 +86,9 @@ class Problems(Protocol[Asked, Given]):
     def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
         """These are tightened next."""
 
+    def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> tuple[Asked, Given, float] | None:
+        """An answer that takes no search, of one of these, and its cost; better than none at all."""
+
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
 
@@ -135,13 +140,19 @@ def best_first(
     scouts = list(problems.scouts(keys))
     tried: set[Key] = set()
     last = 0
+    patience = PATIENCE if seconds is None else min(PATIENCE, PATIENT_PART * seconds)
     try:
         while (first := left_open.first()) is not None:
             cutoff = outcome.cost * (1 - relative_gap)
             if left_open.bounds[first] >= cutoff:
                 left_open.exclude(first)
                 continue
-            left = None if seconds is None else seconds - (time.monotonic() - began)
+            waited = time.monotonic() - began
+            left = None if seconds is None else seconds - waited
+            if outcome.answer is None and waited > patience:
+                patience = math.inf
+                _take(problems, list(left_open.bounds), outcome, left, tell)
+                continue
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
@@ -177,6 +188,8 @@ def best_first(
                 tell(f"planning {key}: {best}bound {left_open.least():.4g} s, {so_far}{until}")
             _solve(problems, key, outcome, relative_gap, left)
             left_open.remove(key)  # only now: an interrupted one is still open
+        if outcome.answer is None and outcome.excluded and patience < math.inf:
+            _take(problems, list(outcome.excluded), outcome, None, tell)
     except KeyboardInterrupt:
         if outcome.answer is None:
             raise
@@ -311,6 +324,19 @@ def _tighten(
             outcome.solved[key] = found[1]
             cutoff = min(cutoff, outcome.cost * (1 - relative_gap))
         cutoff = min(cutoff, owners[key][key])
+
+
+def _take(
+    problems: Problems[Key, Answer],
+    keys: Sequence[Key],
+    outcome: Outcome[Key, Answer],
+    left: float | None,
+    tell: Callable[[str], None],
+) -> None:
+    """An answer that is at hand, if there is one."""
+    tell("looking for a plan that takes no search")
+    if (found := problems.at_hand(keys, left)) is not None:
+        outcome.key, outcome.answer, outcome.cost = found
 
 
 def _solve(

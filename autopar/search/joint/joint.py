@@ -30,6 +30,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
+from autopar.search.joint.at_hand import at_hand
 from autopar.search.joint.best_first import Known
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way
@@ -51,6 +52,7 @@ from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
 from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
+from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 
 MANY = 32
@@ -193,6 +195,11 @@ class Joint:
             scouts(keys, lambda key: self._step.work_bound(key, key.microbatches) * self._step.again(key))
         )
         return sorted(self._scouts, key=self.bound)
+
+    def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> tuple[Candidate, Answer, float] | None:
+        limit = memory_limit(self.setup.cluster, self.setup.config)
+        found = at_hand(keys, self.program, self.pricer, limit, seconds)
+        return None if found is None else (*found, found[1].estimate.step_seconds)
 
     def foresee(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
