@@ -1,8 +1,9 @@
 """Collectives of several parameters in one message: what each would send alone, flat, one after the other.
 
 A gather's operand is all chunks of this rank, its result one such row a rank; gradients are scattered from rows and
-reduced in place. Every value is copied once on its way in or out, and gradients that were reduced are views of the flat
-buffer. Gradients of one backward node are all there before it runs, so a bucket goes out when its last one appears.
+reduced in place. Every value is copied once on its way in or out, but gradients that are computed straight into their
+bucket (`ops.straight`); those that were reduced are views of the flat buffer. Gradients of one backward node are all
+there before it runs, so a bucket goes out when its last one appears.
 
 What of a step's loss goes along (`passes.ride_along`) is one more value at the end of a bucket that `carries`.
 

@@ -82,9 +82,11 @@ class Call:
             _fill(self.saved, number, tensor)
 
         packing = _Packing(tensors, _nothing, fill)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing, _taken):
-            result = self.context.copy().run(self.function, *args, **kwargs)
-        packing.close()
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing, _taken):
+                result = self.context.copy().run(self.function, *args, **kwargs)
+        finally:
+            packing.close()
         if self.results:
             for index, tensor in enumerate(_each(result)):
                 _fill(self.results, index, tensor)

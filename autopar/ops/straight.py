@@ -68,8 +68,8 @@ class Room:
             return flat, views[: len(gradients)], None if load is None else views[-1]
         own = rooms[: len(self.shapes)]
         moved = [(room, g) for room, g in zip(own, gradients, strict=True) if room.data_ptr() != g.data_ptr()]
-        for room, gradient in moved:
-            room.copy_(gradient)
+        if moved:
+            torch._foreach_copy_([room for room, _ in moved], [gradient for _, gradient in moved])
         return made, own, rooms[-1] if len(rooms) > len(own) else None
 
 
@@ -107,7 +107,8 @@ def linear_straight(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, room: Room, place: int, is_transposed: bool = False
 ) -> Tensor:
     """`linear`, whose weight (or its transpose) is the value at `place` of a bucket."""
-    if not x.is_contiguous() or weight.dim() != 2 or not weight.requires_grad or not torch.is_grad_enabled():
+    is_plain = weight.dim() == 2 and weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
+    if not (is_plain and x.is_contiguous() and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)  # of what is strided, autograd keeps a copy made in forward
     out: Tensor = _Linear.apply(x, weight, bias, room, place, is_transposed)  # type: ignore[no-untyped-call]
     return out

@@ -166,17 +166,16 @@ class State:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Gradients made inside are alone first, and added to those there were in the end."""
-        before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        before = [(own, own.grad) for own in self.parameters.values() if own.grad is not None]
         for parameter, _ in before:
             parameter.grad = None
         try:
             yield
         finally:
             for parameter, held in before:
-                if held is not None:
-                    if parameter.grad is not None:
-                        local_tensor(held).add_(local_tensor(parameter.grad))
-                    parameter.grad = held
+                if parameter.grad is not None:
+                    local_tensor(held).add_(local_tensor(parameter.grad))
+                parameter.grad = held
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiply all gradients."""

@@ -2,10 +2,12 @@
 for a use, every block run again."""
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from autopar.errors import ArgumentError, BatchError, InfeasibleError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -14,7 +16,8 @@ from autopar.search.known.baselines import baseline_plan
 
 RECIPES = ("fsdp:recompute=full", "megatron:zero=3,recompute=full")
 MOST_AXES = 2
-MOST_SECONDS = 30.0
+MOST_SECONDS, PART = 30.0, 0.5
+"""For all, and which part of the time that is left."""
 
 
 def at_hand(
@@ -23,27 +26,28 @@ def at_hand(
     pricer: Callable[[Candidate], Pricer],
     limit: float,
     seconds: float | None,
-) -> tuple[Candidate, Plan] | None:
-    """The fastest such plan that fits among problems without stages, None if none does or the time was over first.
+) -> Iterator[tuple[Candidate, Plan]]:
+    """Such plans that fit, each faster than those before, of problems without stages; as far as the time goes.
 
-    Most micro-batches come first: what a few samples are too large for, more are.
+    Most micro-batches come first: what a few samples are too large for, more are. It ends with a number of them of
+    which none is faster. `estimate.solver["recipe"]` names the recipe.
     """
-    until = time.monotonic() + min(MOST_SECONDS, seconds if seconds is not None else MOST_SECONDS)
+    until = time.monotonic() + min(MOST_SECONDS, math.inf if seconds is None else PART * seconds)
     flat = [key for key in keys if key.arrangement.pipeline == 1 and key.arrangement.mesh.num_axes <= MOST_AXES]
-    best: tuple[Candidate, Plan] | None = None
+    best = math.inf
     for count in sorted({key.microbatches for key in flat}, reverse=True):
         own = sorted((k for k in flat if k.microbatches == count), key=lambda key: key.arrangement.mesh.num_axes)
-        fits = False
+        before = best
         for key, recipe in itertools.product(own, RECIPES):
             if time.monotonic() >= until:
-                return best
+                return
             try:
-                plan = baseline_plan(recipe, program(count), pricer(key), limit)
-            except (InfeasibleError, BatchError, ArgumentError):  # it does not fit, or apply
+                plan = baseline_plan(recipe, program(count), pricer(key), limit, until=until)
+            except (InfeasibleError, SearchTimeoutError, BatchError, ArgumentError):  # it does not fit, or apply
                 continue
-            fits = True
-            if best is None or plan.estimate.step_seconds < best[1].estimate.step_seconds:
-                best = key, plan
-        if best is not None and not fits:
-            break
-    return best
+            estimate = plan.estimate
+            if estimate.step_seconds < best:
+                best = estimate.step_seconds
+                yield key, plan.with_estimate(replace(estimate, solver={**estimate.solver, "recipe": recipe}))
+        if best < math.inf and best == before:
+            return

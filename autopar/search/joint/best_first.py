@@ -86,8 +86,8 @@ class Problems(Protocol[Asked, Given]):
     def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
         """These are tightened next."""
 
-    def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> tuple[Asked, Given, float] | None:
-        """An answer that takes no search, of one of these, and its cost; better than none at all."""
+    def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
+        """Answers that take no search, of some of these, and their costs; better than none at all."""
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
@@ -139,7 +139,7 @@ def best_first(
         left_open.add(key)
     scouts = list(problems.scouts(keys))
     tried: set[Key] = set()
-    last = 0
+    last, handed = 0, math.inf
     patience = PATIENCE if seconds is None else min(PATIENCE, PATIENT_PART * seconds)
     try:
         while (first := left_open.first()) is not None:
@@ -151,12 +151,12 @@ def best_first(
             left = None if seconds is None else seconds - waited
             if outcome.answer is None and waited > patience:
                 patience = math.inf
-                _take(problems, list(left_open.bounds), outcome, left, tell)
+                handed = _take(problems, [*left_open.bounds, *outcome.excluded], outcome, left, tell)
                 continue
             if left is not None and left <= 0:
                 outcome.status = TIMED_OUT
                 break
-            is_first, sharpened = outcome.answer is None, left_open.sharpened
+            is_first, sharpened = outcome.cost == handed, left_open.sharpened
             aim = min(map(problems.expected, sharpened), default=math.inf) * (1 - relative_gap) if is_first else cutoff
             so_far = f"{len(left_open.bounds)} of {len(keys)} open"
             scouts = [scout for scout in scouts if left_open.of(scout) == Known.LITTLE]
@@ -173,7 +173,7 @@ def best_first(
             else:
                 problems.foresee(left_open.following(aim), aim, left, not is_first)
             key = promising[0] if promising else first
-            best = "" if is_first else f"best {outcome.cost:.4g} s, "
+            best = "" if outcome.answer is None else f"best {outcome.cost:.4g} s, "
             if left_open.of(key) != Known.REFINED:
                 within = " within memory" if left_open.of(key) == Known.SHARPENED else ""
                 tell(f"bounding {key}{within}: {best}bound {left_open.least():.4g} s, {so_far}")
@@ -189,7 +189,8 @@ def best_first(
             _solve(problems, key, outcome, relative_gap, left)
             left_open.remove(key)  # only now: an interrupted one is still open
         if outcome.answer is None and outcome.excluded and patience < math.inf:
-            _take(problems, list(outcome.excluded), outcome, None, tell)
+            over = None if seconds is None else seconds - (time.monotonic() - began)
+            _take(problems, list(outcome.excluded), outcome, over, tell)
     except KeyboardInterrupt:
         if outcome.answer is None:
             raise
@@ -272,6 +273,9 @@ class _Open(Generic[Key, Answer]):
             elif self.problems.sharpen(key, cutoff):
                 self.sharpened.add(key)
         except InfeasibleError as error:
+            if key == self.outcome.key:  # a plan of it is at hand, which holds less than was counted
+                self.exclude(key)
+                return
             self.outcome.solved[key], self.outcome.failures[key] = None, error
             self.remove(key)
 
@@ -332,11 +336,13 @@ def _take(
     outcome: Outcome[Key, Answer],
     left: float | None,
     tell: Callable[[str], None],
-) -> None:
-    """An answer that is at hand, if there is one."""
+) -> float:
+    """The best answer at hand, if there is one; what it costs."""
     tell("looking for a plan that takes no search")
-    if (found := problems.at_hand(keys, left)) is not None:
-        outcome.key, outcome.answer, outcome.cost = found
+    for found in problems.at_hand(keys, left):
+        if found[2] < outcome.cost:  # taken at once, for whoever interrupts the next
+            outcome.key, outcome.answer, outcome.cost = found
+    return outcome.cost
 
 
 def _solve(
@@ -348,6 +354,9 @@ def _solve(
         outcome.excluded[key] = max(error.bound, problems.bound(key))
         return
     except InfeasibleError as error:
+        if key == outcome.key:  # a plan of it is at hand, which holds less than was counted
+            outcome.excluded[key] = min(problems.bound(key), outcome.cost)
+            return
         outcome.solved[key] = None
         outcome.failures[key] = error
         return

@@ -196,10 +196,11 @@ class Joint:
         )
         return sorted(self._scouts, key=self.bound)
 
-    def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> tuple[Candidate, Answer, float] | None:
+    def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> Iterator[tuple[Candidate, Answer, float]]:
         limit = memory_limit(self.setup.cluster, self.setup.config)
-        found = at_hand(keys, self.program, self.pricer, limit, seconds)
-        return None if found is None else (*found, found[1].estimate.step_seconds)
+        for key, plan in at_hand(keys, self.program, self.pricer, limit, seconds):
+            self._best = min(self._best, plan.estimate.step_seconds)
+            yield key, plan, plan.estimate.step_seconds
 
     def foresee(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool

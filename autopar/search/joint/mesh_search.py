@@ -173,7 +173,7 @@ def _certified(
     assert outcome.answer is not None and outcome.key is not None
     plan, key = outcome.answer, outcome.key
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
-    left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items())
+    left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items() if k != key)
     staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
     places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
     facts: dict[str, Any] = {

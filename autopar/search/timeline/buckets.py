@@ -14,8 +14,9 @@ What is gathered for use after the last block, and so needed again at once, is k
 keeps what is in no block; not where the plan would not fit the memory limit then. Nor are there buckets where with them
 it would not fit.
 
-While a bucket of gradients is sent, those it was made of are held too. Where that raises the plan's peak its largest
-buckets are halved, some times, as long as the step takes no longer than `SLACK` for it.
+While a bucket of gradients is sent, those it was copied from are held too, and one that gradients are computed straight
+into is there from the first of them on (`costs.straight`). Where that raises the plan's peak its largest buckets are
+halved, some times, as long as the step takes no longer than `SLACK` for it.
 """
 
 import itertools
