@@ -16,7 +16,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint.at_hand import at_hand
+from autopar.search.joint.at_hand import ROUGH, at_hand
 from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, best_first
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.mesh_search import search_meshes
@@ -300,7 +300,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float) -> No
     assert facts["candidates"] == 6 and facts["planned"] < 6 and facts["status"] == "proved"
 
 
-def test_a_recipe_at_hand_fits_where_the_fastest_plan_does_not() -> None:
+def test_a_plan_is_at_hand_where_few_fit() -> None:
     cluster, counts = machine(4), divisors(4)
     programs = {count: make_program(_part(graph_of, 4, count)) for count in counts}
     keys = candidates(cluster, counts, (1,), "auto", 3)
@@ -311,17 +311,18 @@ def test_a_recipe_at_hand_fits_where_the_fastest_plan_does_not() -> None:
         def pricer(key: Candidate) -> Pricer:
             return Pricer(mesh=key.arrangement.mesh, cluster=cluster, config=config)
 
-        return [*at_hand(keys, programs.__getitem__, pricer, nbytes, seconds)]
+        return [*at_hand(keys, programs.__getitem__, pricer, seconds)]
 
-    most = without_a_limit().estimate.peak_nbytes
+    most = 0.8 * without_a_limit().estimate.peak_nbytes
     taken = found(most)
     assert taken and not found(1000.0) and not found(most, 0.0)
+    assert taken[0][0].microbatches == 4
     seconds = [plan.estimate.step_seconds for _, plan in taken]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] >= without_a_limit().estimate.step_seconds * (1 - GAP)
     for key, plan in taken:
         assert plan.mesh == key.arrangement.mesh and plan.microbatches == key.microbatches
-        assert plan.recompute and plan.estimate.peak_nbytes <= most and plan.estimate.solver["recipe"] == plan.origin
+        assert plan.estimate.peak_nbytes <= most and plan.estimate.solver[ROUGH]
 
 
 def test_in_the_api_every_mesh_is_searched() -> None:

@@ -13,8 +13,8 @@ few, and win in buckets. So the plan's problem is solved again with a part of th
 
 Bounds count everything in turn. Candidates are these, the plan at hand and the named baselines: each with its own
 buckets, and with what of their reductions runs beside backward taken off, the cheapest is taken. No search is begun
-that would take more than a part of what planning took before, nor where the plan at hand is a recipe, taken because no
-search had found any in time (`joint.at_hand`): then nothing is proved in buckets.
+that would take more than a part of what planning took before, nor where the plan at hand is a rough one, as no search
+had found another in time (`joint.at_hand`): then nothing is proved in buckets.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def best_in_buckets(
     found, bound = {"the search": first}, 0.0
     gap = float(search["relative_gap"])
     facts = plan.estimate.solver
-    needed = math.inf if "recipe" in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
+    needed = math.inf if "rough" in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
     end = time.process_time() + max(PART * spent, LEAST)
 
     def best() -> Plan:

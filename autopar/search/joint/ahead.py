@@ -35,6 +35,7 @@ class Ahead:
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _asked: dict[Hashable, Future[Any]] = field(default_factory=dict)
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
+    _sent: set[int] = field(default_factory=set)
 
     def of(self, question: Hashable) -> Any:
         """The answer."""
@@ -61,18 +62,18 @@ class Ahead:
         return waiting
 
     def foresee(self, questions: Iterable[Hashable]) -> None:
-        """These will probably be asked, in this order, and none before them."""
+        """These will probably be asked, in this order, and none before them. A helper begins with those whose graphs
+        it has, for to read one and make its program takes seconds."""
         if self.helpers is None:
             return
         while self._next() is not None:
             pass
         room = QUEUED * len(self.helpers.processes)
         left, later = room, dict[Hashable, None]()
-        for one in questions:
+        fresh = dict.fromkeys(one for one in questions if one not in self._found and one not in self._asked)
+        for one in sorted(fresh, key=lambda one: not self.needs(one) <= self._sent):
             if not left:
                 return
-            if one in self._found or one in self._asked:
-                continue
             if self.needs(one) <= self._graphs.keys():
                 self._asked[one] = self._ask(one)
                 left -= 1
@@ -91,6 +92,7 @@ class Ahead:
                 told.update(search=self, sent=set())
             new = {count: dump(self._graphs[count]) for count in self.needs(question) - told["sent"]}
             told["sent"].update(new)
+            self._sent.update(new)
             return (self.setup if is_new else None), new, self.fresh(question)
 
         return self.helpers.ask(request)

@@ -87,7 +87,7 @@ class Problems(Protocol[Asked, Given]):
         """These are tightened next."""
 
     def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
-        """Answers that take no search, of some of these, and their costs; better than none at all."""
+        """Answers that are soon found, of some of these, and their costs; better than none at all."""
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
         """The best answer found, its cost and a bound.
@@ -338,7 +338,7 @@ def _take(
     tell: Callable[[str], None],
 ) -> float:
     """The best answer at hand, if there is one; what it costs."""
-    tell("looking for a plan that takes no search")
+    tell("looking for any plan that fits")
     for found in problems.at_hand(keys, left):
         if found[2] < outcome.cost:  # taken at once, for whoever interrupts the next
             outcome.key, outcome.answer, outcome.cost = found

@@ -52,7 +52,6 @@ from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
 from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
-from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement, divisors
 
 MANY = 32
@@ -197,8 +196,7 @@ class Joint:
         return sorted(self._scouts, key=self.bound)
 
     def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> Iterator[tuple[Candidate, Answer, float]]:
-        limit = memory_limit(self.setup.cluster, self.setup.config)
-        for key, plan in at_hand(keys, self.program, self.pricer, limit, seconds):
+        for key, plan in at_hand(keys, self.program, self.pricer, seconds, fold=self.setup.fold):
             self._best = min(self._best, plan.estimate.step_seconds)
             yield key, plan, plan.estimate.step_seconds
 

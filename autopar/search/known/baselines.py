@@ -13,7 +13,6 @@ With keys (`megatron:tp=8,zero=1,recompute=full`, see `named_configuration`) mor
 data-parallel ranks and for how long a gathered copy lives, whether sequences are split too, what is run again.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,8 +41,6 @@ from autopar.search.known.named_configuration import KINDS, NamedConfiguration, 
 BASELINES = tuple(KINDS)
 
 GAP = 1e-3
-LEAST_SECONDS = 0.1
-"""Given to a solver when the time is over."""
 
 Meaning = Callable[[Op, str], str]
 """(op, choice) -> what people call the factor that it splits, or `whole`, or `summands`."""
@@ -67,16 +64,8 @@ def memory_limit(cluster: Cluster, config: TrainConfig) -> float:
     return cluster.device.memory_bytes if config.memory_nbytes is None else config.memory_nbytes
 
 
-def baseline_plan(
-    text: str, program: Program, pricer: Pricer, limit: float | None, *, until: float | None = None
-) -> Plan:
-    """`make_baseline` for a program and prices at hand; `limit` bytes a device, None for unlimited.
-
-    until: when, by `time.monotonic`, it has to be found.
-
-    Raises:
-        SearchTimeoutError: if it was not.
-    """
+def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | None) -> Plan:
+    """`make_baseline` for a program and prices at hand; `limit` bytes a device, None for unlimited."""
     configuration = parse_configuration(text)
     name = configuration.kind
     if pricer.mesh.size == 1 and configuration.pp == 1:
@@ -89,10 +78,10 @@ def baseline_plan(
         )
     restriction = _restriction(configuration, program, pricer)
     if limit is None:
-        return _solved(configuration, program, pricer, None, restriction, until)
+        return _solved(configuration, program, pricer, None, restriction)
 
     def search(aim: float) -> Plan:
-        return _solved(configuration, program, pricer, aim, restriction, until)
+        return _solved(configuration, program, pricer, aim, restriction)
 
     try:
         return fitting(search, lambda plan: plan.estimate.peak_nbytes, limit)
@@ -100,7 +89,7 @@ def baseline_plan(
         if error.least_nbytes is None:
             raise
         # The strategy graph counts memory from above, and what is run again by whole clusters: the plan may fit.
-        plan = _solved(configuration, program, pricer, None, restriction, until)
+        plan = _solved(configuration, program, pricer, None, restriction)
         if plan.estimate.peak_nbytes <= limit:
             return plan
         raise InfeasibleError(
@@ -111,17 +100,11 @@ def baseline_plan(
 
 
 def _solved(
-    configuration: NamedConfiguration,
-    program: Program,
-    pricer: Pricer,
-    limit: float | None,
-    restriction: Restriction,
-    until: float | None,
+    configuration: NamedConfiguration, program: Program, pricer: Pricer, limit: float | None, restriction: Restriction
 ) -> Plan:
     builder = Builder if restriction.recompute is None else RecomputeBuilder
     problem = build(program, pricer, limit=limit, restriction=restriction, builder=builder)
-    seconds = None if until is None else max(until - time.monotonic(), LEAST_SECONDS)
-    solution = solve(problem.graph, relative_gap=GAP, seconds=seconds)
+    solution = solve(problem.graph, relative_gap=GAP)
     plan = extract(problem, solution, pricer.cluster, pricer.config, str(configuration))
     if configuration.recompute == "selective":
         plan = replace(plan, recompute=plan.recompute & attention_core(program))
