@@ -68,8 +68,8 @@ class Room:
             return flat, views[: len(gradients)], None if load is None else views[-1]
         own = rooms[: len(self.shapes)]
         moved = [(room, g) for room, g in zip(own, gradients, strict=True) if room.data_ptr() != g.data_ptr()]
-        if moved:
-            torch._foreach_copy_([room for room, _ in moved], [gradient for _, gradient in moved])
+        for room, gradient in moved:
+            room.copy_(gradient)
         return made, own, rooms[-1] if len(rooms) > len(own) else None
 
 
