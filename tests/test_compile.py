@@ -60,15 +60,15 @@ def equal(
     by_block: bool,
     batches: list[dict[str, Tensor]],
 ) -> int:
-    """What rides along in the first eager step, compiled goes alone."""
+    """What rides along in an eager step, compiled goes alone."""
     compiled.compile(backend=backend, by_block=by_block)
-    for number, data in enumerate(batches):
+    rides = eager.local.rider is not None
+    for data in batches:
         with count_messages(eager) as sent:
             loss = eager.train_step(data)
         calls = dict(sent)
         with count_messages(compiled) as sent:
             torch.testing.assert_close(compiled.train_step(data), loss, rtol=1e-12, atol=0)
-        rides = number == 0 and eager.local.rider is not None
         assert sent == (predicted_messages(eager.local, by_processor=False) if rides else calls)
         for spec in eager.local.captured.parameters:
             if spec.trainable:

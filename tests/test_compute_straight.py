@@ -101,11 +101,11 @@ def test_what_it_cannot_do_autograd_does(kind: str) -> None:
     assert room.flat is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mixtral", "t5", "vit"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5"])
 def test_tables_say_what_the_graph_does(family: str) -> None:
     captured, program, rng = captured_of(family), program_of(family), random.Random(family)
     some = 0
-    for shape in ((2,), (2, 2), (2, 1)):
+    for shape in ((2,), (2, 2)):
         plans = [make_baseline("ddp", captured, machine(prod(shape)), make_mesh(shape), TrainConfig())]
         plans += [random_plan(captured, make_mesh(shape), rng) for _ in range(4)]
         plans.append(random_recompute(plans[0], captured, rng, share=0.5))
