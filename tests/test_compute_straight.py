@@ -88,12 +88,12 @@ def test_a_pass_that_leaves_gradients_out_sends_the_others_alone() -> None:
     assert extra is not None and torch.equal(extra, EXTRA)
 
 
-@pytest.mark.parametrize("kind", ["strided", "no gradient", "frozen", "vector"])
+@pytest.mark.parametrize("kind", ["strided", "no gradient", "frozen", "vector", "autocast"])
 def test_what_it_cannot_do_autograd_does(kind: str) -> None:
     x = leaf(5, 4).t() if kind == "strided" else leaf(4, 5)
     weight = leaf(5) if kind == "vector" else leaf(7, 5).detach().requires_grad_(kind != "frozen")
     room = Room([weight], 1, lambda: None)
-    with torch.set_grad_enabled(kind != "no gradient"):
+    with torch.set_grad_enabled(kind != "no gradient"), torch.autocast("cpu", enabled=kind == "autocast"):
         out = linear_straight(x, weight, room=room, place=0)
     assert torch.equal(out, F.linear(x, weight))
     if kind != "no gradient":

@@ -16,7 +16,8 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint.at_hand import ROUGH, at_hand
+from autopar.search.in_buckets import ROUGH
+from autopar.search.joint.at_hand import at_hand
 from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, best_first
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.mesh_search import search_meshes

@@ -46,6 +46,8 @@ from autopar.search.timeline.staged_buckets import MARK
 SHARES = (0.0, 0.1)
 """Parts of a start that count; the first proves."""
 COPIES_GAP = 1e-2
+ROUGH = "rough"
+"""What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
 PART, LEAST = 0.25, 5.0
 """What may be spent, in CPU seconds: so much of what was spent before, and so many in any case."""
 
@@ -80,7 +82,7 @@ def best_in_buckets(
     found, bound = {"the search": first}, 0.0
     gap = float(search["relative_gap"])
     facts = plan.estimate.solver
-    needed = math.inf if "rough" in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
+    needed = math.inf if ROUGH in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
     end = time.process_time() + max(PART * spent, LEAST)
 
     def best() -> Plan:

@@ -13,11 +13,10 @@ from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.in_buckets import ROUGH
 from autopar.search.joint.candidates import Candidate
 from autopar.search.planner import plan_program
 
-ROUGH = "rough"
-"""What `estimate.solver` says of such a plan."""
 GAP, BETTER = 0.3, 0.05
 """How far from the best of its mesh a plan may be, and how much, as a part, another has to be below the best so far."""
 MOST_AXES = 2
