@@ -17,8 +17,8 @@ from autopar.ops.collectives import in_parts
 
 LEAST_NBYTES = 1 << 20
 """The smallest gradient that is worth it. What a linear takes more than with a copy, in microseconds, two runs: of
-256 KiB 94 and 112, 511 KiB 73 and 62, 1 MiB 9 and -2, 2 MiB -93 and -119, 4 MiB -240 and -292 (six linears in a bucket, 64
-rows, one thread, forward and back; 2 cores, 2026-11-26)."""
+256 KiB 94 and 112, 511 KiB 73 and 62, 1 MiB 9 and -2, 2 MiB -93 and -119, 4 MiB -240 and -292
+(six linears in a bucket, 64 rows, one thread, forward and back; 2 cores, 2026-11-26)."""
 
 
 class Room:
