@@ -41,12 +41,7 @@ Microbatches = Annotated[
         help="parts of the global batch whose gradients add up: a number or auto, the best; 1 for one given mesh"
     ),
 ]
-Pipeline = Annotated[
-    str | None,
-    typer.Option(
-        help="pipeline ranks, --mesh that of each; 1 for none; with --mesh auto by default auto, the best number"
-    ),
-]
+Pipeline = Annotated[str | None, typer.Option(help="pipeline ranks, --mesh that of each; 1 for none; auto the best")]
 Schedule = Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b or interleaved-1f1b, or auto")]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
@@ -225,6 +220,7 @@ def verify(
     weave: Annotated[bool, typer.Option("--weave", help="two micro-batches at once")] = False,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="fp64, fp32, fp32-mixed (fp64 weights), bf16 or bf16-mixed")] = "fp64",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: this machine's GPUs, shared if there are too few")] = "cpu",
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -245,6 +241,7 @@ def verify(
         weave=weave,
         seq=seq,
         precision=precision,
+        device=device,
         overrides=overrides(set_),
     )
     with _one_answer(as_json) as answer:

@@ -1,9 +1,10 @@
 """Does a plan do what it says? Loss and gradients of one process on every rank, the bytes it sends and holds.
 
-The processes are started here (Gloo, loopback), live for many plans, and receive the captured model as bytes. Rank 0
-computes the reference: the captured graph on one process, on the global batch. Relative error of a gradient: largest
-difference over the largest entry, with a floor of `FLOOR` times the model's largest gradient entry for gradients that
-are zero in truth (key biases under softmax).
+The processes are started here, live for many plans, and receive the captured model as bytes. They are the CPU's (Gloo,
+loopback) or this machine's GPUs', by NCCL where every rank has a GPU of its own, else by Gloo, ranks sharing GPUs. Rank
+0 computes the reference on the same device: the captured graph on one process, on the global batch. Relative error of a
+gradient: largest difference over the largest entry, with a floor of `FLOOR` times the model's largest gradient entry
+for gradients that are zero in truth (key biases under softmax).
 """
 
 import json
@@ -20,7 +21,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from autopar.errors import RankError
+from autopar.errors import MeshError, RankError
 from autopar.graph import Accumulation, CapturedModel
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.accumulate_gradients import has_batch_statistics
@@ -90,6 +91,9 @@ TOLERANCES = {
 }
 """Largest relative error of the loss and of any gradient that rounding explains, by precision."""
 
+DEVICES = {"cpu": "cpu", "cuda": "h100"}
+"""What plans can be run on, and a preset device that holds as much: of GPUs it is the same on every one."""
+
 
 def verify_plans(
     captured: CapturedModel,
@@ -98,16 +102,20 @@ def verify_plans(
     plans: Mapping[str, Plan | StagedPlan],
     *,
     reference: CapturedModel | None = None,
+    device: str = "cpu",
     timeout_seconds: float = 120.0,
 ) -> Iterator[Check]:
     """Checks of `plans` (label -> plan, all for one number of ranks), in order, as they are made.
 
     values: parameters and buffers by placeholder; inputs: by placeholder, the global batch. reference: the graph of the
-    global batch, if `captured` is that of a micro-batch.
+    global batch, if `captured` is that of a micro-batch. device: one of `DEVICES`.
 
     Raises:
+        MeshError: if `device` is "cuda" and torch sees no GPU.
         RankError: if a process dies or a plan takes longer than `timeout_seconds`.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
     sizes = {num_ranks(plan) for plan in plans.values()}
     assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
@@ -121,7 +129,7 @@ def verify_plans(
         store = meeting_place()
         with _quiet_threads():
             processes = [
-                context.Process(target=_worker, args=(rank, world, str(folder), store.port), daemon=True)
+                context.Process(target=_worker, args=(rank, world, str(folder), store.port, device), daemon=True)
                 for rank in range(world)
             ]
             for process in processes:
@@ -171,7 +179,7 @@ def _results(
         yield pickle.loads(file.read_bytes())
 
 
-def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
+def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> None:
     """One rank: checks plan after plan; rank 0 writes the results."""
     import torch.distributed as dist
 
@@ -180,7 +188,10 @@ def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(environment(rank, world, port))
-    init(backend="gloo", timeout_seconds=100)
+    if device == "cuda" and torch.cuda.device_count() >= world:
+        own = init(backend="nccl", timeout_seconds=100)
+    else:
+        own = init(backend="gloo", share_gpus=device == "cuda", timeout_seconds=100)
     folder = Path(folder_name)
     captured = load((folder / "captured").read_bytes())
     tensors = torch.load(folder / "tensors.pt", weights_only=True, mmap=True)
@@ -189,10 +200,12 @@ def _worker(rank: int, world: int, folder_name: str, port: int) -> None:
         whole = load((folder / "reference").read_bytes())
         mixed = captured.microbatches > 1 and has_batch_statistics(captured)
         of = captured if mixed else whole
-        loss, gradients = reference_gradients(of, tensors["values"], tensors["inputs"], run_captured)
+        given = ({name: value.to(own) for name, value in tensors[key].items()} for key in ("values", "inputs"))
+        loss, gradients = reference_gradients(of, *given, run_captured)
+        del given
         torch.save({"loss": loss, "gradients": gradients}, folder / "reference.pt")
     dist.barrier()
-    reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
+    reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True, map_location="cpu")
     for number, (label, text) in enumerate(texts.items()):
         plan = staged_plan_from_json(text) if is_staged(text) else plan_from_json(text)
         check = _check(label, plan, captured, tensors, reference)
@@ -262,7 +275,7 @@ def _check(
         loss = module.step(inputs)
     error, worst = _gradient_error(module, reference["gradients"])
     peak = _least_peak(module, inputs, predicted_peak, memory.peak)
-    whole = reference["loss"]
+    loss, whole = loss.detach().cpu(), reference["loss"]
     return Check(
         plan=label,
         loss=float(loss),
@@ -309,7 +322,7 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     module = DistributedModule(local, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
     whole = tensors["inputs"]
     own = {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
-    peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}xcpu"))
+    peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
     return module, own, predicted_messages(local, by_processor=module.device.type == "cpu"), peak
 
 
@@ -323,7 +336,8 @@ def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any
     module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=DRAWS.seed, exact_random=True)
     locals_ = {stage.number: stage.local for stage in module.stages}
     sent = predicted_rank_messages(stages, plan, locals_, module.groups.rank)
-    peaks = peaks_without_optimizer(plan, stages, load_cluster(f"{plan.mesh.size}xcpu"))
+    cluster = load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}")
+    peaks = peaks_without_optimizer(plan, stages, cluster)
     return module, tensors["inputs"], sent, peaks[module.pipeline_rank]
 
 
@@ -342,7 +356,7 @@ def _gradient_error(module: Any, gradients: Mapping[str, Tensor]) -> tuple[float
                 continue
             if got is None or got.shape != part.shape:
                 return float("inf"), parameter.names[0]
-            error = float((got - part).abs().max()) / max(float(whole.abs().max()), floor, 1e-300)
+            error = float((got.cpu() - part).abs().max()) / max(float(whole.abs().max()), floor, 1e-300)
             if not error <= worst:
                 worst, name = error, parameter.names[0]
     return worst, name

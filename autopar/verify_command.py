@@ -27,7 +27,7 @@ from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan, parse_pipeline
-from autopar.verification import PEAK_TOLERANCE, TOLERANCES, Check, num_ranks, verify_plans
+from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, num_ranks, verify_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class Request:
     weave: bool = False
     seq: int | None = None
     precision: str = "fp64"
+    device: str = "cpu"
     overrides: dict[str, str] | None = None
 
 
@@ -56,6 +57,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
         AutoparError: for bad input; RankError if a process dies.
     """
     check_choice("precision", request.precision, PRECISIONS)
+    check_choice("device", request.device, DEVICES)
     if request.pipeline is not None and (not request.num_random or request.plan or request.baselines):
         raise ArgumentError("--pipeline 1f1b:4 is for random plans alone: give --random N and no plan or baseline")
     if request.weave and (request.plan is not None or request.pipeline is not None):
@@ -85,7 +87,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     checks = []
     if plans:
         console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
-    for check in verify_plans(captured, values, inputs, plans, reference=reference):
+    for check in verify_plans(captured, values, inputs, plans, reference=reference, device=request.device):
         checks.append(check)
         _print_row(check, request.precision, console)
     return _result(request, mesh, checks, console)
@@ -251,7 +253,8 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
         stages = f"stages {request.pipeline} of " if request.pipeline else ""
         said = "equal to one process" if passed else f"NOT as predicted or as on one process: {', '.join(failed)}"
         console.print(
-            f"{len(checks)} {'plan' if len(checks) == 1 else 'plans'} on {stages}mesh {mesh}, {request.precision}: "
+            f"{len(checks)} {'plan' if len(checks) == 1 else 'plans'} on {stages}mesh {mesh}, {request.precision}, "
+            f"{request.device}: "
             f"largest relative error of the loss {worst_loss:.1e} (tolerance {loss:.0e}), of a gradient "
             f"{worst.gradient_error:.1e} ({worst.worst_gradient or 'none'}, plan {worst.plan}; tolerance "
             f"{gradient:.0e}), of predicted peak memory {farthest:+.1%} (tolerance {PEAK_TOLERANCE:.0%}): {said}",
@@ -264,6 +267,7 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
         "model": request.spec,
         "mesh": list(mesh.shape),
         "precision": request.precision,
+        "device": request.device,
         "tolerance": {"loss": loss, "gradient": gradient, "peak": PEAK_TOLERANCE},
         "passed": passed,
         "loss_error": worst_loss,

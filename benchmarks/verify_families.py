@@ -1,6 +1,7 @@
 """Do all eight model families train as one process does, under the best plan, every baseline and random plans?
 
     python -m benchmarks.verify_families [--families llama,t5] [--meshes 4,2x2,2x2x2] [--random 20] [--seed 0]
+                                        [--device cuda]
 
 Tiny float64 models (tests/zoo.py), real Gloo processes. A row a family and mesh; exit code 1 if any loss is off by more
 than 1e-10, any gradient on any rank by more than 1e-8 (relative), any collective sends other bytes than predicted, or
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu", help="cuda: on this machine's GPUs, shared if there are too few")
     arguments = parser.parse_args()
     console = Console(width=150)
     loss_tolerance, gradient_tolerance = TOLERANCES["fp64"]
@@ -74,7 +76,7 @@ def main() -> int:
             plans, reasons = plans_for(captured, mesh, arguments.random, arguments.seed)
             worst = [0.0, 0.0, 0.0]
             failed = []
-            for check in verify_plans(captured, values, inputs, plans):
+            for check in verify_plans(captured, values, inputs, plans, device=arguments.device):
                 found = check.loss_error, check.gradient_error, check.peak_error
                 worst = [max(pair, key=abs) for pair in zip(worst, found, strict=True)]
                 if check.wrong(loss_tolerance, gradient_tolerance):

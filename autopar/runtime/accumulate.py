@@ -6,8 +6,8 @@ that the copies came, one parameter at a time, so that no more than one gradient
 are as wide as what is stored; on their way back they are as narrow as what is computed on.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,9 +53,7 @@ class Prepared:
         self._dtypes = {name: masters[root] for name in self.used if (root := self.roots.get(name, name)) in masters}
         for name in self._dtypes:
             if self.used[name].requires_grad:
-                self.used[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._add, name)
-                )
+                self.used[name].register_post_accumulate_grad_hook(_adder(self, name))  # type: ignore[no-untyped-call]
 
     def collect(self) -> None:
         """Add gradients that hooks have not seen to their sums; after each part of a backward pass."""
@@ -221,3 +219,14 @@ def _added(total: Tensor | None, gradient: Tensor | None, dtype: torch.dtype | N
         return total
     gradient = gradient if dtype is None else gradient.to(dtype)
     return gradient if total is None else total.add_(gradient)
+
+
+def _adder(prepared: Prepared, name: str) -> Callable[[Tensor], None]:
+    """A leaf's hook that adds its gradient to a sum; it holds the sums weakly, for hooks are never collected."""
+    held = weakref.ref(prepared)
+
+    def add(leaf: Tensor) -> None:
+        if (own := held()) is not None:
+            own._add(name, leaf)
+
+    return add

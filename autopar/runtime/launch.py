@@ -13,18 +13,23 @@ from autopar.runtime.allocator import keep_freed_memory
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 _timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+_shares_gpu = False
 
 
-def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.device:
+def init(
+    *, backend: str | None = None, share_gpus: bool = False, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+) -> torch.device:
     """Join the processes that torchrun started, unless this process has joined already; returns its device.
 
     backend: "nccl" or "gloo"; by default NCCL where every local process has a GPU of its own, Gloo otherwise.
+    share_gpus: with Gloo compute on GPUs all the same, several processes on one: slow, for a look at what a plan does
+        on a GPU where there are too few for NCCL.
     timeout_seconds: a collective or a missing rank that takes longer is an error on the ranks that wait for it.
 
     Raises:
-        MeshError: if no launcher set RANK, WORLD_SIZE and MASTER_ADDR.
+        MeshError: if no launcher set RANK, WORLD_SIZE and MASTER_ADDR, or GPUs are to be shared and there is none.
     """
-    global _timeout_seconds
+    global _timeout_seconds, _shares_gpu
     if dist.is_initialized():
         return _ready()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -35,6 +40,8 @@ def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if share_gpus and not torch.cuda.is_available():
+        raise MeshError("processes are to share GPUs, and torch sees none; leave share_gpus out to compute on the CPU")
     if backend is None:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= max(local_world, local_rank + 1)
         backend = "nccl" if enough else "gloo"
@@ -45,6 +52,9 @@ def init(*, backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT
         own = torch.device("cuda", local_rank)
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
     else:
+        _shares_gpu = share_gpus
+        if share_gpus:
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
         dist.init_process_group(backend, timeout=timeout)
     return _ready()
 
@@ -72,8 +82,8 @@ def _ready() -> torch.device:
 
 
 def device() -> torch.device:
-    """Where this process computes: its GPU if the default group speaks NCCL, the CPU otherwise."""
-    if "nccl" in str(dist.get_backend_config()):
+    """Where this process computes: its GPU if the default group speaks NCCL or GPUs are shared, the CPU otherwise."""
+    if "nccl" in str(dist.get_backend_config()) or _shares_gpu:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -9,6 +9,7 @@ precision) a step computes on a local cast of it. Autograd's gradient of a leaf 
 and typed as the parameter is.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -125,7 +126,7 @@ class State:
             self.parameters[spec.placeholder] = parameter
             leaf = local_tensor(parameter.data).detach().requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
-                leaf.register_post_accumulate_grad_hook(self._mover(spec))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(_mover(parameter))  # type: ignore[no-untyped-call]
             self.stored[spec.placeholder] = leaf
         for buffer in self.local.captured.buffers:
             path, _, name = buffer.names[0].rpartition(".")
@@ -142,26 +143,9 @@ class State:
         """The dtype of each parameter that is stored in another than is computed on."""
         return {name: self.stored[name].dtype for name, spec in self.specs.items() if spec.stored is not None}
 
-    def _mover(self, spec: ParameterSpec) -> Callable[[Tensor], None]:
-        def move(leaf: Tensor) -> None:
-            gradient = leaf.grad
-            leaf.grad = None
-            if gradient is not None:  # what comes with a bucket comes later
-                self._add(spec, gradient)
-
-        return move
-
     def add_gradient(self, placeholder: str, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, in the layout it is stored in."""
-        self._add(self.specs[placeholder], gradient)
-
-    def _add(self, spec: ParameterSpec, gradient: Tensor) -> None:
-        parameter = self.parameters[spec.placeholder]
-        held = parameter.grad
-        if held is None:
-            parameter.grad = stored_like(gradient.to(parameter.dtype), parameter)
-        else:
-            local_tensor(held).add_(gradient)
+        _add(self.parameters[placeholder], gradient)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -203,6 +187,28 @@ class State:
         """This rank's part of a parameter's gradient, None before any backward pass."""
         held = self.parameters[placeholder].grad
         return None if held is None else local_tensor(held)
+
+
+def _mover(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+    """A leaf's hook that hands its gradient to the parameter. It holds the parameter weakly: hooks are kept where the
+    garbage collector does not look, and a parameter that they hold would never leave memory."""
+    held = weakref.ref(parameter)
+
+    def move(leaf: Tensor) -> None:
+        gradient, own = leaf.grad, held()
+        leaf.grad = None
+        if gradient is not None and own is not None:  # what comes with a bucket comes later
+            _add(own, gradient)
+
+    return move
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    held = parameter.grad
+    if held is None:
+        parameter.grad = stored_like(gradient.to(parameter.dtype), parameter)
+    else:
+        local_tensor(held).add_(gradient)
 
 
 def all_whole(layouts: Iterable[Layout]) -> bool:
