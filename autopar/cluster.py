@@ -25,7 +25,11 @@ from autopar.link import LinkLevel
 from autopar.link_file import level_toml, preset_networks, read_level
 from autopar.toml_tables import check_keys, figure_line, figures, quote, text
 
-IN_STEP = ("launch_in_step", "bytes_in_step")
+CALIBRATED = {
+    "host_seconds": 0.0, "attention": 1.0, "attention_per_head": 0.0, "launch_in_step": 1.0, "bytes_in_step": 1.0
+}  # fmt: skip
+"""Figures of a device that only calibration finds, and what they are where it did not."""
+
 TOML_FORM = """\
 name = "my cluster"
 device = "h100"            # a preset, or a [device] table as in cost_models/hardware/h100.toml
@@ -210,12 +214,12 @@ def _hardware(name: str) -> dict[str, Any]:
 def _device(table: Any, where: str) -> Device:
     where = f"{where}: [device]"
     scalars = ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency")
-    check_keys(table, {"name", "peak_flops", *scalars}, set(IN_STEP), where, TOML_FORM)
+    check_keys(table, {"name", "peak_flops", *scalars}, set(CALIBRATED), where, TOML_FORM)
     if not isinstance(table["peak_flops"], Mapping) or not table["peak_flops"]:
         raise ClusterError(
             f"{where}: peak_flops must be a table of flop/s by dtype, as in {{ bf16 = 989e12, fp32 = 67e12 }}"
         )
-    values, sources = figures(table, (*scalars, *IN_STEP), where, TOML_FORM)
+    values, sources = figures(table, (*scalars, *CALIBRATED), where, TOML_FORM)
     peaks, peak_sources = figures(table["peak_flops"], tuple(table["peak_flops"]), f"{where} peak_flops", TOML_FORM)
     return Device(
         name=text(table, "name", where),
@@ -224,8 +228,7 @@ def _device(table: Any, where: str) -> Device:
         memory_bandwidth=values["memory_bandwidth"],
         launch_seconds=values["launch_seconds"],
         efficiency=values["efficiency"],
-        launch_in_step=values.get("launch_in_step", 1.0),
-        bytes_in_step=values.get("bytes_in_step", 1.0),
+        **{field: values.get(field, default) for field, default in CALIBRATED.items()},
         sources=sources + tuple((f"peak_flops.{dtype}", source) for dtype, source in peak_sources),
     )
 
@@ -237,8 +240,8 @@ def cluster_toml(cluster: Cluster) -> str:
     lines += ["[device]", f"name = {quote(device.name)}"]
     for field in ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency"):
         lines.append(figure_line(field, getattr(device, field), sources.get(field)))
-    for field in IN_STEP:
-        if getattr(device, field) != 1 or field in sources:
+    for field, default in CALIBRATED.items():
+        if getattr(device, field) != default or field in sources:
             lines.append(figure_line(field, getattr(device, field), sources.get(field)))
     lines += ["", "[device.peak_flops]"]
     lines += [figure_line(quote(dtype), peak, sources.get(f"peak_flops.{dtype}")) for dtype, peak in device.peak_flops]

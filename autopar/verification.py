@@ -200,9 +200,9 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
         whole = load((folder / "reference").read_bytes())
         mixed = captured.microbatches > 1 and has_batch_statistics(captured)
         of = captured if mixed else whole
-        given = ({name: value.to(own) for name, value in tensors[key].items()} for key in ("values", "inputs"))
-        loss, gradients = reference_gradients(of, *given, run_captured)
-        del given
+        values, inputs = ({name: t.to(own) for name, t in tensors[key].items()} for key in ("values", "inputs"))
+        loss, gradients = reference_gradients(of, values, inputs, run_captured)
+        del values, inputs
         torch.save({"loss": loss, "gradients": gradients}, folder / "reference.pt")
     dist.barrier()
     reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True, map_location="cpu")

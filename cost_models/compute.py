@@ -8,10 +8,12 @@ plus a launch; gemm, scores, attention and memory are the parts of nominal rates
 devices (`cost_models.efficiency`). A device without such constants, and a calibrated one, whose figures are reached
 already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual ..."):
 
-    max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
+    max(max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch, host)
 
 where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
-calibrated). flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
+calibrated), and host what Python takes for it while the device waits (0 unless calibrated). Attention's flops count
+`attention + attention_per_head / d` times there, for heads of d elements: its kernels' softmax takes as long for short
+heads as for long ones. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
 """
 
 import math
@@ -40,7 +42,7 @@ def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> 
     """
     work = flops / (device.peak(dtype) * device.efficiency) if flops else 0.0
     moved = device.bytes_in_step * nbytes / device.memory_bandwidth
-    return max(work, moved) + device.launch_in_step * device.launch_seconds
+    return max(max(work, moved) + device.launch_in_step * device.launch_seconds, device.host_seconds)
 
 
 def product_seconds(
@@ -80,9 +82,11 @@ class Rates:
             seconds += nominal / (fitted.gemm if batch == 1 else fitted.scores) + fitted.kernel_seconds
         return seconds
 
-    def attention(self, flops: float, nbytes: float, dtype: str, *, backward: bool = False) -> float:
+    def attention(self, flops: float, nbytes: float, dtype: str, *, head: int, backward: bool = False) -> float:
+        """Of a flash kernel with heads of so many elements."""
         if self.fitted is None:
-            return compute_seconds(flops, nbytes, dtype, self.device)
+            longer = self.device.attention + self.device.attention_per_head / head
+            return compute_seconds(longer * flops, nbytes, dtype, self.device)
         nominal = attention_seconds(flops, nbytes, self.device.peak(dtype), self.device, backward=backward)
         return nominal / self.fitted.attention + self.fitted.kernel_seconds
 
@@ -96,6 +100,8 @@ class Rates:
         self, flops: float, nbytes: float, dtype: str, *, products: bool = False, attention: bool = False
     ) -> float:
         """What no operation of so many flops and bytes stays below, however they are shaped."""
+        if self.fitted is None and attention:
+            return self.other(min(1.0, self.device.attention) * flops, nbytes, dtype)
         if self.fitted is None or not (products or attention):
             return self.other(flops, nbytes, dtype)
         part = self.fitted.attention if attention else max(self.fitted.gemm, self.fitted.scores)

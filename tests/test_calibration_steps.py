@@ -1,16 +1,21 @@
 """Calibration by whole steps: what launches and bytes take in them is found, and planning counts it."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 import autopar.calibration.fit_steps as fitting
+from autopar.calibration import measure_work
 from autopar.calibration.check import compared, median_errors
 from autopar.calibration.fit import fit_cluster
+from autopar.calibration.fit_device import with_attention
 from autopar.calibration.fit_steps import fit_steps
-from autopar.calibration.reference_steps import BATCHES, predicted_step
-from autopar.calibration.samples import Measurements, StepSample
+from autopar.calibration.predict import predicted_work
+from autopar.calibration.reference_steps import STEPS, predicted_step
+from autopar.calibration.samples import Measurements, StepSample, WorkSample
+from autopar.cluster import load_cluster
 from autopar.link import LinkLevel
 from tests.test_calibration import WORK, cluster_of, device, origin, samples_of
 
@@ -21,7 +26,7 @@ def test_factors_within_a_step_are_recovered_and_explain_the_steps(
 ) -> None:
     own = device({"fp32": 5e10}, 8e9, 2e-5)  # of WORK too
     truth = replace(own, launch_in_step=launch, bytes_in_step=nbytes)
-    steps = tuple(StepSample(batch=batch, seconds=predicted_step(truth, batch)) for batch in BATCHES)
+    steps = tuple(StepSample(batch=batch, seconds=predicted_step(truth, batch)) for _, batch in STEPS["cpu"])
     with monkeypatch.context() as exact:
         exact.setattr(fitting, "WEIGHT", 1e-3)
         fitted = fit_steps(own, steps, origin())
@@ -37,3 +42,32 @@ def test_factors_within_a_step_are_recovered_and_explain_the_steps(
     cluster = fit_cluster(measured, "c")
     errors = median_errors(compared(cluster, measured))
     assert errors["steps"] < 0.02 and errors["memory-bound"] < 0.1, "steps by the factors, operations alone without"
+
+
+@pytest.mark.parametrize(("host", "nbytes"), [(2e-5, 1.4), (6e-6, 1.0)])
+def test_what_a_host_takes_to_launch_is_recovered_where_another_device_computes(host: float, nbytes: float) -> None:
+    own = device({"bf16": 6e14, "fp32": 5e13}, 4e12, 2e-6)
+    truth = replace(own, host_seconds=host, bytes_in_step=nbytes)
+    steps = tuple(
+        StepSample(batch=batch, size=size, seconds=predicted_step(truth, batch, size)) for size, batch in STEPS["cuda"]
+    )
+    fitted = fit_steps(own, steps, origin(backend="cpu:gloo,cuda:nccl"))
+    assert fitted.host_seconds == pytest.approx(host, rel=0.05)
+    assert fitted.bytes_in_step == pytest.approx(nbytes, rel=0.1) and fitted.launch_in_step == 1
+
+
+@pytest.mark.parametrize(("always", "per_head"), [(0.9, 81.0), (0.5, 150.0), (1.3, 10.0)])
+def test_attention_is_recovered_by_the_size_of_its_heads(always: float, per_head: float) -> None:
+    own = device({"bf16": 6e14}, 4e12, 2e-6)
+    truth = replace(load_cluster("1xcpu"), device=replace(own, attention=always, attention_per_head=per_head))
+    samples = []
+    for size in measure_work.ATTENTIONS["cuda"]:
+        nbytes = 2.0 * math.prod(size)
+        sample = WorkSample(
+            name="attention", dtype="bf16", attention=size, nbytes=4 * nbytes, backward_nbytes=8 * nbytes, seconds=1.0
+        )
+        samples.append(replace(sample, seconds=predicted_work(truth, sample)))
+    fitted = with_attention(own, samples, origin())
+    assert fitted.attention == pytest.approx(always, rel=0.02)
+    assert fitted.attention_per_head == pytest.approx(per_head, rel=0.02)
+    assert "attention with heads of 64 and 128" in dict(fitted.sources)["attention"]

@@ -35,6 +35,24 @@ def test_launches_and_bytes_within_a_step_take_their_factors_and_flops_none() ->
             replace(DEVICE, **{field: 0.0})
 
 
+def test_a_host_that_launches_is_waited_for_where_there_is_too_little_to_do() -> None:
+    own = replace(DEVICE, host_seconds=1e-5)
+    for nbytes in (0.0, 1e3, 1e7, 1e9):
+        assert compute_seconds(0, nbytes, "bf16", own) == max(compute_seconds(0, nbytes, "bf16", DEVICE), 1e-5)
+
+
+def test_calibrated_attention_takes_longer_than_products_the_shorter_its_heads() -> None:
+    own = replace(DEVICE, name="calibrated", launch_seconds=0.0, attention=0.9, attention_per_head=64.0)
+    rates = rates_of(own)
+    products = compute_seconds(1e15, 0.0, "bf16", own)
+    for head, times in ((64, 1.9), (128, 1.4), (256, 1.15)):
+        for backward in (False, True):
+            assert rates.attention(1e15, 0.0, "bf16", head=head, backward=backward) == pytest.approx(times * products)
+        assert rates.least(1e15, 0.0, "bf16", attention=True) <= times * products
+    with pytest.raises(ClusterError, match="attention and attention_per_head are both 0"):
+        replace(own, attention=0.0, attention_per_head=0.0)
+
+
 def test_no_operation_is_shorter_than_its_launch() -> None:
     assert compute_seconds(0, 0, "int64", DEVICE) == DEVICE.launch_seconds
 
@@ -57,8 +75,8 @@ def test_no_price_is_below_flops_at_the_peak_or_bytes_at_the_bandwidth(gpu: str)
         flops, nbytes = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
         floor = max(flops / peak, nbytes / device.memory_bandwidth)
         prices = [
-            rates.products([(batch, m, n, k)], nbytes, "fp16"), rates.attention(flops, nbytes, "fp16"),
-            rates.attention(flops, nbytes, "fp16", backward=True), rates.other(flops, nbytes, "fp16"),
+            rates.products([(batch, m, n, k)], nbytes, "fp16"), rates.attention(flops, nbytes, "fp16", head=128),
+            rates.attention(flops, nbytes, "fp16", head=128, backward=True), rates.other(flops, nbytes, "fp16"),
         ]  # fmt: skip
         assert min(prices) >= floor
         assert rates.least(flops, nbytes, "fp16", products=True) <= prices[0] * (1 + 1e-12)

@@ -64,7 +64,7 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
     ]
     rows += [
         Row(
-            subject=f"{sample.dtype} products" if sample.flops else "memory-bound",
+            subject=sample.subject,
             what=sample.name,
             nbytes=sample.nbytes,
             predicted=predicted_work(cluster, sample),
@@ -75,9 +75,9 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
     rows += [
         Row(
             subject="steps",
-            what=f"a small decoder's, {sample.batch} samples",
+            what=f"a {sample.size} decoder's, {sample.batch} samples",
             nbytes=0,
-            predicted=predicted_step(cluster.device, sample.batch),
+            predicted=predicted_step(cluster.device, sample.batch, sample.size),
             measured=sample.seconds,
         )
         for sample in measured.steps

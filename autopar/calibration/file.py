@@ -18,7 +18,7 @@ def calibration_toml(cluster: Cluster, measured: Measurements) -> str:
         lines.append(f"    {subject:16} {median:6.1%} {largest:6.1%}")
     lines += ["", "Products, rows x inner x columns: flop/s of one rank while all compute, forward and backward"]
     for sample in measured.work:
-        if sample.flops:
+        if sample.product:
             lines.append(f"    {sample.dtype} {sample.name:20} {3 * sample.flops / sample.seconds:.3g}")
     for late in measured.skew:
         if late is measured.skew[0]:

@@ -2,19 +2,24 @@
 
     seconds = sum over the passes of max(flops / (peak efficiency), nbytes / bandwidth) + launch
 
-forward and backward, flops and bytes as planning counts them. Constants minimise a robust sum of log errors (SciPy,
+forward and backward, flops and bytes as planning counts them; attention's flops as many times as `Device` says, found
+of its own measurements once all else is. Constants minimise a robust sum of log errors (SciPy,
 soft L1), so that being twice too fast is as bad as being twice too slow. The peak of the first dtype is that of its
 fastest product; the efficiency, which all dtypes share, is the part of it that products reach on the whole, and other
 dtypes' peaks are set so that peak times efficiency is what theirs reach.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+from autopar.calibration.predict import predicted_work
 from autopar.calibration.samples import Origin, WorkSample
+from autopar.cluster import load_cluster
 from autopar.device import Device
 from autopar.errors import ClusterError
 
@@ -28,6 +33,8 @@ def fit_device(samples: Sequence[WorkSample], origin: Origin) -> tuple[Device, t
     Raises:
         ClusterError: if there are no matrix products or no memory-bound operations among the samples.
     """
+    attention = [sample for sample in samples if sample.attention]
+    samples = [sample for sample in samples if not sample.attention]
     dtypes = list(dict.fromkeys(sample.dtype for sample in samples if sample.flops))
     if not dtypes or all(sample.flops for sample in samples):
         raise ClusterError("a device is fitted to matrix products and memory-bound operations; measure some of both")
@@ -72,7 +79,31 @@ def fit_device(samples: Sequence[WorkSample], origin: Origin) -> tuple[Device, t
         efficiency=efficiency,
         sources=tuple(sources),
     )
-    return device, errors
+    return with_attention(device, attention, origin), errors
+
+
+def with_attention(device: Device, samples: Sequence[WorkSample], origin: Origin) -> Device:
+    """The device with what attention takes beside products of as many flops, by the size of its heads."""
+    if not samples:
+        return device
+
+    def of(logs: npt.NDArray[np.float64]) -> Device:
+        always, per_head = np.exp(logs).tolist()
+        return replace(device, attention=always, attention_per_head=per_head)
+
+    def errors(logs: npt.NDArray[np.float64]) -> list[float]:
+        cluster = replace(load_cluster("1xcpu"), device=of(logs))
+        return [math.log(predicted_work(cluster, sample) / sample.seconds) for sample in samples]
+
+    answer = least_squares(errors, [0.0, math.log(64.0)], loss="soft_l1", f_scale=SOFT).x
+    said = _error_text(np.abs(np.expm1(errors(answer))).tolist())
+    source = f"{origin}: {said} of attention with heads of {_heads(samples)}"
+    own = (("attention", source), ("attention_per_head", source))
+    return replace(of(answer), sources=(*device.sources, *own))
+
+
+def _heads(samples: Sequence[WorkSample]) -> str:
+    return " and ".join(str(head) for head in sorted({sample.attention[-1] for sample in samples}))
 
 
 def _error_text(errors: Sequence[float]) -> str:

@@ -79,8 +79,7 @@ class Measuring:
         )
         self.skew = SkewRounds(levels, device=device, tell=tell) if levels else None
         self.work = WorkRounds(effort.dtypes, device=device, tell=tell)
-        # on a GPU small steps are the host's, whose time does not count there
-        self.steps = StepRounds(device, tell) if device.type == "cpu" else None
+        self.steps = StepRounds(device, tell)
 
     def run(self, tell: Tell) -> None:
         """One round of everything; operations twice, or all of a round's would fall into the same second or two."""
@@ -92,14 +91,12 @@ class Measuring:
 
     def _compute(self, tell: Tell) -> None:
         self.work.run(tell)
-        if self.steps is not None:
-            self.steps.run(tell)
+        self.steps.run(tell)
 
     def result(self) -> Measurements:
         collectives = () if self.collectives is None else self.collectives.samples()
         skew = () if self.skew is None else self.skew.samples()
-        steps = () if self.steps is None else self.steps.samples()
-        work = self.work.samples()
+        steps, work = self.steps.samples(), self.work.samples()
         return Measurements(origin=self.origin, collectives=collectives, work=work, skew=skew, steps=steps)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.calibration.reference_steps import BATCHES, training_step
+from autopar.calibration.reference_steps import STEPS, training_step
 from autopar.calibration.samples import StepSample
 from autopar.calibration.timing import Rounds, Tell
 
@@ -20,7 +20,8 @@ class StepRounds:
     """Training steps, round by round; all ranks make and call this together."""
 
     def __init__(self, device: torch.device, tell: Tell) -> None:
-        calls = [_in_a_row(training_step(batch)) for batch in BATCHES]
+        self.steps = STEPS[device.type]
+        calls = [_in_a_row(training_step(batch, size, device)) for size, batch in self.steps]
         self.rounds = Rounds(calls, device, tell, "training steps")
 
     def run(self, tell: Tell) -> None:
@@ -28,8 +29,8 @@ class StepRounds:
 
     def samples(self) -> tuple[StepSample, ...]:
         return tuple(
-            StepSample(batch=batch, seconds=seconds / IN_A_ROW)
-            for batch, seconds in zip(BATCHES, self.rounds.typical(), strict=True)
+            StepSample(batch=batch, seconds=seconds / IN_A_ROW, size=size)
+            for (size, batch), seconds in zip(self.steps, self.rounds.typical(), strict=True)
         )
 
 

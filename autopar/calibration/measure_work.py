@@ -1,7 +1,9 @@
-"""How long do operations take, forward and backward, while all ranks compute? Matrix products, elementwise, tiny ones.
+"""How long do operations take, forward and backward, while all ranks compute? Matrix products, elementwise, tiny ones,
+and a GPU's attention.
 
 Ranks of one machine share its cores and its memory, so each is measured with all of them at work. Autograd's part is
-in the measured time, as it is in a training step.
+in the measured time, as it is in a training step, where Python computes itself; a GPU replays what it was given once
+(a CUDA graph), and the time is the device's alone. Data is random: a GPU's clock depends on the bits that it flips.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.calibration.samples import WorkSample
-from autopar.calibration.timing import Rounds, Tell
+from autopar.calibration.timing import Rounds, Tell, replayed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -28,8 +30,14 @@ PRODUCTS = {
     ),
 }  # fmt: skip
 
+# (batch, heads, rows, head) of causal attention in bf16; on a CPU it is priced as products are
+ATTENTIONS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "cpu": (),
+    "cuda": ((2, 32, 4096, 128), (8, 32, 1024, 128), (2, 16, 2048, 128), (16, 12, 1024, 64), (4, 16, 2048, 64)),
+}
+
 # elements of memory-bound operations, the least of them a launch and no more
-ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_777_216, 134_217_728)}
+ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_777_216, 67_108_864)}
 
 
 class Work(NamedTuple):
@@ -39,17 +47,20 @@ class Work(NamedTuple):
     nbytes: float
     backward_nbytes: float
     call: Callable[[], object]
+    attention: tuple[int, ...] = ()
 
 
 class WorkRounds:
-    """Products in `dtypes` and memory-bound operations in fp32, round by round; all ranks call this together."""
+    """Products in `dtypes`, attention and, in fp32, memory-bound operations, round by round; all ranks together."""
 
     def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
         self.works = [_product(shape, name, device) for name in dtypes for shape in PRODUCTS[device.type]]
+        if "bf16" in dtypes:
+            self.works += [_attention(size, device) for size in ATTENTIONS[device.type]]
         self.works += [
             make(count, device) for count in ELEMENTS[device.type] for make in (_silu, _product_of_two, _softmax)
         ]
-        self.rounds = Rounds([work.call for work in self.works], device, tell, "operations")
+        self.rounds = Rounds([replayed(work.call, device) for work in self.works], device, tell, "operations")
 
     def run(self, tell: Tell) -> None:
         self.rounds.run(tell)
@@ -60,6 +71,7 @@ class WorkRounds:
                 name=work.name,
                 dtype=work.dtype,
                 product=work.product,
+                attention=work.attention,
                 nbytes=work.nbytes,
                 backward_nbytes=work.backward_nbytes,
                 seconds=seconds,
@@ -70,8 +82,8 @@ class WorkRounds:
 
 def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> Work:
     rows, inner, columns = shape
-    x = torch.ones(rows, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
-    weight = torch.ones(columns, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    x = torch.randn(rows, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    weight = torch.randn(columns, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
     elements = rows * inner + inner * columns + rows * columns
     call = _both_ways(lambda: F.linear(x, weight), (x, weight))
     name = f"{rows} x {inner} x {columns}"
@@ -79,18 +91,25 @@ def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> W
     return Work(name, dtype, (rows, columns, inner), nbytes, 2 * nbytes, call)
 
 
+def _attention(size: tuple[int, ...], device: torch.device) -> Work:
+    q, k, v = (torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+    call = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v))
+    nbytes = float(q.numel() * q.element_size())
+    return Work(f"{' x '.join(map(str, size))}, causal", "bf16", (), 4 * nbytes, 8 * nbytes, call, size)
+
+
 def _silu(count: int, device: torch.device) -> Work:
-    x = torch.ones(count, device=device, requires_grad=True)
+    x = torch.randn(count, device=device, requires_grad=True)
     return _memory_bound(f"silu of {count}", count, (2, 3), _both_ways(lambda: F.silu(x), (x,)))
 
 
 def _product_of_two(count: int, device: torch.device) -> Work:
-    x, y = (torch.ones(count, device=device, requires_grad=True) for _ in range(2))
+    x, y = (torch.randn(count, device=device, requires_grad=True) for _ in range(2))
     return _memory_bound(f"mul of {count}", count, (3, 5), _both_ways(lambda: x * y, (x, y)))
 
 
 def _softmax(count: int, device: torch.device) -> Work:
-    x = torch.ones(max(1, count // 128), min(128, count), device=device, requires_grad=True)
+    x = torch.randn(max(1, count // 128), min(128, count), device=device, requires_grad=True)
     return _memory_bound(f"softmax of {count}", count, (2, 3), _both_ways(lambda: x.softmax(-1), (x,)))
 
 
@@ -100,5 +119,5 @@ def _memory_bound(name: str, count: int, times: tuple[int, int], call: Callable[
 
 
 def _both_ways(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
-    gradient = torch.ones_like(forward())
+    gradient = torch.randn_like(forward())
     return lambda: torch.autograd.grad(forward(), inputs, gradient)

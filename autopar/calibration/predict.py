@@ -9,6 +9,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import rates_of
 from autopar.cost_models.links import Links, axis_links
+from autopar.rules.attention import BACKWARD_RATIO
 
 
 def predicted_collective(cluster: Cluster, sample: CollectiveSample) -> float:
@@ -31,10 +32,15 @@ def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
     Raises:
         ArgumentError: if the device has no peak for the operation's dtype.
     """
-    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0)
+    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0, host_seconds=0.0)
     rates, nbytes, dtype = rates_of(alone), sample.nbytes, sample.dtype
     if sample.product:
         m, n, k = sample.product
         forward = rates.products([(1, m, n, k)], nbytes, dtype)
         return forward + rates.products([(1, m, k, n), (1, k, n, m)], nbytes, dtype)
+    if sample.attention:
+        flops, head = sample.flops, sample.attention[-1]
+        forward = rates.attention(flops, nbytes, dtype, head=head)
+        back = rates.attention(BACKWARD_RATIO * flops, sample.backward_nbytes, dtype, head=head, backward=True)
+        return forward + back
     return rates.other(0.0, nbytes, dtype) + rates.other(0.0, sample.backward_nbytes, dtype)

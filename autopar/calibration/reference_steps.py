@@ -1,12 +1,13 @@
 """Which training steps are every device's yardstick, and how long does a cluster file say that they take?
 
-Of two blocks of a decoder, fp32, fused AdamW, small enough that what stands between its matrix products counts: with
-few samples that is launches, with more of them bytes. All ranks take them at once, each the whole of it, and nothing is
-sent.
+Of two blocks of a decoder with fused AdamW. On a CPU the decoder is small enough, in fp32, that what stands between its
+matrix products counts: with few samples that is launches, with more of them bytes. On a GPU the small one's time is its
+host's, and of a large one in bf16 bytes count beside products. All ranks take them at once, each the whole of it, and
+nothing is sent.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,23 +20,43 @@ from autopar.device import Device
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
+from autopar.precision import PRECISIONS
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.planner import make_plan
 
-HIDDEN, HEADS, LAYERS, WORDS, SEQ = 160, 5, 2, 256, 40
-BATCHES = (1, 8)
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a decoder of two blocks, and of its samples."""
+
+    hidden: int
+    heads: int
+    words: int
+    seq: int
+    precision: str
+
+
+SIZES = {
+    "small": Size(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
+    "large": Size(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
+}
+STEPS = {"cpu": (("small", 1), ("small", 8)), "cuda": (("small", 1), ("large", 4))}
+"""Kind of device -> sizes, and samples of a step."""
+
+LAYERS = 2
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
-        self.query, self.key, self.value, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        hidden, self.heads = size.hidden, size.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
-        q, k, v = (way(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for way in (self.query, self.key, self.value))
+        q, k, v = (way(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for way in (self.query, self.key, self.value))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         inner: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
         return x + inner
@@ -44,11 +65,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Gives its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, HIDDEN), nn.Embedding(SEQ, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WORDS, bias=False)
+        self.words, self.places = nn.Embedding(size.words, size.hidden), nn.Embedding(size.seq, size.hidden)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, size.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.words(ids) + self.places.weight
@@ -57,14 +78,16 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def batch_of_words(batch: int) -> dict[str, Tensor]:
-    ids = torch.arange(batch * SEQ).reshape(batch, SEQ) * 7 % WORDS
+def batch_of_words(batch: int, size: str = "small", device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    words, seq = SIZES[size].words, SIZES[size].seq
+    ids = torch.arange(batch * seq, device=device).reshape(batch, seq) * 7 % words
     return {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
-def training_step(batch: int) -> Callable[[], None]:
+def training_step(batch: int, size: str, device: torch.device) -> Callable[[], None]:
     """One step of a new model with so many samples, as a user writes it."""
-    model, words = Decoder(), batch_of_words(batch)
+    with device:
+        model, words = Decoder(SIZES[size]).to(_dtype(size)), batch_of_words(batch, size, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
@@ -76,15 +99,21 @@ def training_step(batch: int) -> Callable[[], None]:
     return step
 
 
-def predicted_step(device: Device, batch: int) -> float:
+def predicted_step(device: Device, batch: int, size: str = "small") -> float:
     """Seconds of it on one such device, as a plan prices them."""
-    captured, plan = _planned(batch)
+    captured, plan = _planned(batch, size)
     return evaluate(plan, captured, replace(load_cluster("1xcpu"), device=device)).step_seconds
 
 
 @cache
-def _planned(batch: int) -> tuple[CapturedModel, Plan]:
+def _planned(batch: int, size: str) -> tuple[CapturedModel, Plan]:
     """The graph, and what there is to plan on one device: nothing."""
-    captured = capture(Decoder(), (), batch_of_words(batch))
-    config = TrainConfig(optimizer="adamw-fused", precision="fp32")
-    return captured, make_plan(captured, load_cluster("1xcpu"), make_mesh((1,)), config, with_baselines=False)
+    with torch.device("meta"):
+        model, words = Decoder(SIZES[size]).to(_dtype(size)), batch_of_words(batch, size, "meta")
+    captured = capture(model, (), words)
+    config = TrainConfig(optimizer="adamw-fused", precision=SIZES[size].precision, memory_nbytes=1e15)
+    return captured, make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)
+
+
+def _dtype(size: str) -> torch.dtype:
+    return PRECISIONS[SIZES[size].precision].compute

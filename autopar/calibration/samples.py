@@ -35,13 +35,15 @@ class SkewSample:
 class WorkSample:
     """`seconds` of one operation, forward and backward, while all ranks run it.
 
-    product: (rows, columns, inner) of a matrix product, whose backward is two of as many flops and bytes; () of a
-    memory-bound operation, with the bytes that planning counts for each pass.
+    product: (rows, columns, inner) of a matrix product, whose backward is two of as many flops and bytes; attention:
+    (batch, heads, rows, head) of causal attention; both () of a memory-bound operation. The bytes are those that
+    planning counts for each pass.
     """
 
     name: str
     dtype: str
     product: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()
     nbytes: float
     backward_nbytes: float
     seconds: float
@@ -49,15 +51,28 @@ class WorkSample:
     @property
     def flops(self) -> float:
         """Of the forward pass."""
+        if self.attention:
+            return 2.0 * math.prod(self.attention) * self.attention[2]
         return 2.0 * math.prod(self.product) if self.product else 0.0
+
+    @property
+    def subject(self) -> str:
+        """What kind of operation it is."""
+        if self.attention:
+            return f"{self.dtype} attention"
+        return f"{self.dtype} products" if self.product else "memory-bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """`seconds` of a training step of `reference_steps` with so many samples on the slowest rank, while all take it."""
+    """`seconds` of a training step of `reference_steps` with so many samples on the slowest rank, while all take it.
+
+    size: which of its decoders.
+    """
 
     batch: int
     seconds: float
+    size: str = "small"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,8 +69,9 @@ def forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, 
         nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
         return rates.products([rule.product.sizes(local.operand_shapes, local.result_shapes)], nbytes, op.dtype)
     moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
-    price = rates.attention if rule.is_attention else rates.other
-    return price(rule.flops / parts, moved, op.dtype)
+    if rule.is_attention:
+        return rates.attention(rule.flops / parts, moved, op.dtype, head=op.operand_shapes[0][-1])
+    return rates.other(rule.flops / parts, moved, op.dtype)
 
 
 def backward_seconds(
@@ -86,5 +87,5 @@ def backward_seconds(
     moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
     flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
     if rule.is_attention:
-        return rates.attention(flops, moved, op.dtype, backward=True)
+        return rates.attention(flops, moved, op.dtype, head=op.operand_shapes[0][-1], backward=True)
     return rates.other(flops, moved, op.dtype)
