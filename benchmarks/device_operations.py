@@ -37,6 +37,12 @@ PRODUCTS = (
     (8192, 1280, 5120), (1000, 1000, 1000), (4100, 4096, 4096), (4096, 4096, 512), (4096, 512, 4096),
 )  # fmt: skip
 
+# whose rows are no multiple of 16 bytes, what tensor cores and wide loads are for
+UNALIGNED = (
+    (4096, 4096, 4097), (4096, 4096, 4098), (4096, 4096, 4100), (4096, 4097, 4096), (4096, 4098, 4096),
+    (4096, 4100, 4096), (4097, 4096, 4096), (16384, 768, 50258), (16384, 768, 50260), (16384, 768, 50264),
+)  # fmt: skip
+
 # (batch, heads, rows, head)
 ATTENTIONS = (
     (2, 32, 4096, 128), (1, 32, 8192, 128), (8, 32, 1024, 128), (16, 12, 1024, 64), (4, 16, 2048, 64),
@@ -79,7 +85,7 @@ def works(dtypes: list[str], device: torch.device, scale: int) -> Iterator[Calla
     for dtype in dtypes:
         kind = DTYPES[dtype]
         wide = PRODUCTS if dtype == "bf16" else PRODUCTS[:7:2] + PRODUCTS[10:14]
-        for m, k, n in wide:
+        for m, k, n in (*wide, *UNALIGNED):
             if m * k * n <= scale**3:
                 yield lambda m=m, k=k, n=n, kind=kind, dtype=dtype: _product(m, k, n, kind, dtype, device)
         for size in ATTENTIONS:
@@ -288,6 +294,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--quick", action="store_true", help="small sizes alone")
+    parser.add_argument("--unaligned", action="store_true", help="products alone, those of odd sizes")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = 256 if arguments.quick else 1 << 14
@@ -296,13 +303,19 @@ def main() -> int:
         file.write(f"# {origin(device)}\n")
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
-        for make in works(arguments.dtypes.split(","), device, scale):
+        kinds = arguments.dtypes.split(",")
+        made = (
+            (lambda m=m, k=k, n=n, kind=kind: _product(m, k, n, DTYPES[kind], kind, device))
+            for kind in kinds
+            for m, k, n in (*UNALIGNED, (4096, 4096, 4096), (16384, 768, 50304))
+        )
+        for make in made if arguments.unaligned else works(kinds, device, scale):
             try:
                 writer.writerow(asdict(measured(make(), device, arguments.rounds)))
             except RuntimeError as error:  # out of memory, or a capture that the library refuses
                 print(f"left out: {str(error).splitlines()[0]}", file=sys.stderr)
             file.flush()
-        for row in optimizer_rows(device, arguments.rounds, scale):
+        for row in () if arguments.unaligned else optimizer_rows(device, arguments.rounds, scale):
             writer.writerow(asdict(row))
             file.flush()
     return 0

@@ -37,9 +37,10 @@ KINDS = (
     ("attention", ("flash", "fmha", "attention", "cudnn")),
     ("products", ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")),
     ("optimizer", ("multi_tensor", "fused_adam")),
+    ("", ("optimizer.step",)),
     ("copies", ("memcpy", "memset")),
 )
-"""What a kernel's name says it is, the first that fits; the rest is elementwise and reductions."""
+"""What a kernel's name says it is, the first that fits ("": no kernel); the rest is elementwise and reductions."""
 
 
 def kind_of(kernel: str) -> str:
@@ -73,12 +74,15 @@ def measured(run: Run, steps: int, profile: Path | None) -> dict[str, Any]:
         "reserved_nbytes": torch.cuda.max_memory_reserved(),
     }
     gradients, whole, host = [], [], []
+    forward_host = []
     for _ in range(steps):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         torch.cuda.synchronize()
         began = time.perf_counter()
         events[0].record()
-        run.loss().backward()
+        loss = run.loss()
+        forward_host.append(time.perf_counter() - began)
+        loss.backward()
         events[1].record()
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -99,10 +103,25 @@ def measured(run: Run, steps: int, profile: Path | None) -> dict[str, Any]:
         "alone_seconds": statistics.median(whole),
         "gradient_seconds": statistics.median(gradients),
         "host_seconds": statistics.median(host),
+        "forward_host_seconds": statistics.median(forward_host),
     }
     if profile is not None:
         found["kernels"] = profiled(run, profile)
     return found
+
+
+def sustained(run: Run, seconds: float = 25.0) -> list[float]:
+    """Mean seconds of a step, over windows of some seconds one after the other."""
+    windows: list[float] = []
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        began, steps = time.perf_counter(), 0
+        while time.perf_counter() - began < 4.0:
+            run.step()
+            torch.cuda.synchronize()
+            steps += 1
+        windows.append((time.perf_counter() - began) / steps)
+    return windows
 
 
 def profiled(run: Run, file: Path) -> dict[str, Any]:
@@ -115,7 +134,7 @@ def profiled(run: Run, file: Path) -> dict[str, Any]:
     kinds: dict[str, list[float]] = {}
     kernels: dict[str, list[float]] = {}
     for event in seen.events():
-        if event.device_type.name != "CUDA":
+        if event.device_type.name != "CUDA" or not kind_of(event.name):
             continue
         for table, key in ((kinds, kind_of(event.name)), (kernels, event.name[:160])):
             entry = table.setdefault(key, [0.0, 0])
@@ -203,6 +222,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--compile", default="", help="names of folders whose module is compiled as well")
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--sustained", default="", help="names of folders that train for half a minute too")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         store = meeting_place()
@@ -235,7 +255,11 @@ def main() -> int:
             with clean():
                 profile = arguments.out.with_suffix(f".{folder.name}.{contender.replace(', ', '-')}.json")
                 try:
-                    row |= measured(make(), arguments.steps, profile if arguments.profile else None)
+                    run = make()
+                    row |= measured(run, arguments.steps, profile if arguments.profile else None)
+                    if contender == "ours" and folder.name in arguments.sustained.split(","):
+                        row["sustained"] = sustained(run)
+                    del run
                 except Exception as error:
                     row["error"] = f"{type(error).__name__}: {error}"[:2000]
             row["took"] = time.perf_counter() - began

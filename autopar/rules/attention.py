@@ -5,12 +5,14 @@ split query keeps key and value whole (`Replicate`); causal, it needs its offset
 be split yet (a ring). The op is linear in the value.
 
 A mask that needs a gradient (T5's relative positions) keeps torch from its fused kernel on a CPU
-(aten/src/ATen/native/transformers/sdp_utils_cpp.cpp): two products with a softmax between keep the weights.
+(aten/src/ATen/native/transformers/sdp_utils_cpp.cpp), and so do on a GPU float64, and fewer key heads than query heads
+in float32 (cuda/sdp_utils.cpp there): two products with a softmax between keep the weights.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.graph import operands, requires_grad
@@ -61,7 +63,9 @@ def attention_rule(node: fx.Node) -> Rule:
         saves=saved if graded else (),
         saves_results=(0,) if graded else (),
         saves_nbytes=kept if graded else 0,
-        products_nbytes=weights if len(sources) == 4 and requires_grad(sources[3]) else 0,
+        products_nbytes=weights,
+        products_on_host=len(sources) == 4 and requires_grad(sources[3]),
+        products_on_gpu=dtype == torch.float64 or (dtype == torch.float32 and len(q) == 4 and kv_heads != q[1]),
         flops=flops,
         backward_flops=BACKWARD_RATIO * flops if graded else 0.0,
         localize=_localize,

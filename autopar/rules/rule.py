@@ -115,7 +115,8 @@ class Rule:
     extra: choices that the factors do not give; they replace a factor's choice of the same name.
     saves, saves_results: operands and results that autograd keeps for backward.
     saves_nbytes: bytes that autograd keeps beside them (masks, statistics) for the whole op; split as the work is.
-    products_nbytes: of attention that a CPU has no kernel for: the weights, which products keep, and copies besides.
+    products_nbytes: of attention: the weights, which products keep, and copies besides, where no kernel does it all.
+    products_on_host, products_on_gpu: whether that is so where Python computes itself, and on a GPU.
     alias: the operand whose storage the result shares (views), or None.
     flops: forward floating-point operations of the whole op.
     backward_flops: of its backward pass, None for twice the forward (matmuls) .
@@ -139,6 +140,8 @@ class Rule:
     saves_results: tuple[int, ...] = ()
     saves_nbytes: int = 0
     products_nbytes: int = 0
+    products_on_host: bool = False
+    products_on_gpu: bool = False
     alias: int | None = None
     flops: float = 0.0
     backward_flops: float | None = None

@@ -289,7 +289,7 @@ class Pricer:
 
     def _are_products(self, op: Op) -> bool:
         """Whether the op is attention for which the device has no kernel."""
-        return op.rule.products_nbytes > 0 and self.rates.device.name == HOST
+        return op.rule.products_on_host if self.rates.device.name == HOST else op.rule.products_on_gpu
 
     def backward_towards(self, op: Op, names: tuple[str, ...], slots: frozenset[int]) -> float:
         """Seconds of the part of an op's backward pass that gives these operands their gradients, run by itself.
