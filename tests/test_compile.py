@@ -69,7 +69,8 @@ def equal(
         calls = dict(sent)
         with count_messages(compiled) as sent:
             torch.testing.assert_close(compiled.train_step(data), loss, rtol=1e-12, atol=0)
-        assert sent == (predicted_messages(eager.local, by_processor=False) if rides else calls)
+        want_sent = predicted_messages(eager.local, by_processor=False) if rides else calls
+        assert sent == want_sent, (dict(sent), want_sent)
         for spec in eager.local.captured.parameters:
             if spec.trainable:
                 want, got = eager.local_gradient(spec.placeholder), compiled.local_gradient(spec.placeholder)

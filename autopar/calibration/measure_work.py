@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.calibration.samples import WorkSample
-from autopar.calibration.timing import Rounds, Tell, replayed
+from autopar.calibration.timing import REPLAYS, Rounds, Tell, replayed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -60,7 +60,8 @@ class WorkRounds:
         self.works += [
             make(count, device) for count in ELEMENTS[device.type] for make in (_silu, _product_of_two, _softmax)
         ]
-        self.rounds = Rounds([replayed(work.call, device) for work in self.works], device, tell, "operations")
+        calls = [replayed(work.call, device) for work in self.works]
+        self.rounds = Rounds(calls, device, tell, "operations", times=REPLAYS[device.type])
 
     def run(self, tell: Tell) -> None:
         self.rounds.run(tell)

@@ -25,10 +25,13 @@ MOST_REPEATS = 5000
 
 
 class Rounds:
-    """Calls that all ranks make, as many of them and in the same order; making this warms them up."""
+    """Calls that all ranks make, as many of them and in the same order; making this warms them up.
 
-    def __init__(self, calls: Sequence[Call], device: torch.device, tell: Tell, what: str) -> None:
-        self.calls, self.device, self.what = calls, device, what
+    times: how often each does what is measured.
+    """
+
+    def __init__(self, calls: Sequence[Call], device: torch.device, tell: Tell, what: str, *, times: int = 1) -> None:
+        self.calls, self.device, self.what, self.times = calls, device, what, times
         self.seconds: list[list[float]] = []
         first = []
         for number, call in enumerate(calls):
@@ -48,7 +51,7 @@ class Rounds:
         seconds = [0.0] * len(self.calls)
         first = len(self.seconds) * 7 % max(len(self.calls), 1)
         for position in (*range(first, len(self.calls)), *range(first)):
-            seconds[position] = _timed(self.calls[position], self.repeats[position], self.device)
+            seconds[position] = _timed(self.calls[position], self.repeats[position], self.device) / self.times
         self.seconds.append(seconds)
 
     def typical(self) -> list[float]:
@@ -56,8 +59,12 @@ class Rounds:
         return [interquartile_mean(seconds) for seconds in zip(*_slowest(self.seconds), strict=True)]
 
 
+REPLAYS = {"cpu": 1, "cuda": 8}
+"""How often `replayed` does a call: a GPU takes some microseconds to begin."""
+
+
 def replayed(call: Call, device: torch.device) -> Call:
-    """The same call, which a GPU replays without the host: its kernels one behind the other."""
+    """The call `REPLAYS` times, which a GPU does without the host: its kernels one behind the other."""
     if device.type != "cuda":
         return call
     beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -67,7 +74,8 @@ def replayed(call: Call, device: torch.device) -> Call:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(REPLAYS["cuda"]):
+            call()
     return graph.replay
 
 

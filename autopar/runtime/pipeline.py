@@ -128,7 +128,7 @@ class PipelinedModule(Trainable):
         self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
         self.bind()
         install_check()
-        self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group)
+        self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group, self._loss_dtype)
 
     @property
     def device(self) -> torch.device:

@@ -6,13 +6,16 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
     DTensor(local, DTensor._spec, requires_grad=)      a DTensor like another (from_local: 150 us)
     torch.distributed.tensor.placement_types._StridedShard     a dim split by a later mesh axis first
     torch.distributed.distributed_c10d._get_default_store      the key-value store that made the default group
-    torch.autograd.Variable._execution_engine                  calls at the end of a backward pass
+    torch.autograd.Variable._execution_engine                  calls at the end of a backward pass; one that begins at
+                                                       edges (torch.autograd.grad of 2.11 asks for shapes there, which
+                                                       nodes of Python's functions do not have)
     torch._C._current_autograd_node                    the node of autograd's graph that runs now
+    torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops     messages that greet neighbouring stages
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +23,10 @@ from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+NODES_HOLD = RELEASE >= (2, 13)
+"""Whether what Python has of a node of autograd's graph keeps it there: before 2.13 not of a Python function's node."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -47,6 +54,29 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether a node of autograd's graph runs, or its gradients are being added up."""
     return torch._C._current_autograd_node() is not None
+
+
+def gradients_from(
+    roots: Sequence[Any], gradients: Sequence[Tensor], targets: Sequence[Tensor], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """As `torch.autograd.grad(roots, targets, gradients, retain_graph, allow_unused=True)`; roots: tensors or edges."""
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain_graph,
+        False,
+        tuple(targets),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def greet_others(stage: Any) -> None:
+    """Have a stage of `torch.distributed.pipelining` greet those neighbours alone that other ranks run: torch 2.11
+    sends greetings to its own rank too, which Gloo refuses."""
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.group_peer != stage.group_rank]
 
 
 class Store(Protocol):

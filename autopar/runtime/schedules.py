@@ -17,6 +17,7 @@ from torch.distributed import pipelining
 from autopar.errors import ArgumentError, AutoparError, RankError
 from autopar.graph import CapturedModel, dtype_of, requires_grad, shape_of
 from autopar.placement import local_shape
+from autopar.runtime.private_torch import RELEASE, greet_others
 from autopar.runtime.stage import Stage, sent_dtype
 from autopar.staged_plan import SPLITTING, StagedPlan
 
@@ -49,7 +50,7 @@ def schedule_class(schedule: str) -> Any:
 class Schedule:
     """Runs steps over a rank's stages, together with the other ranks of its pipeline.
 
-    captured: all stages of the model.
+    captured: all stages of the model. loss_dtype: what the last one gives (torch 2.11 checks it).
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Schedule:
         captured: Sequence[CapturedModel],
         stages: Sequence[Stage],
         group: dist.ProcessGroup,
+        loss_dtype: torch.dtype,
     ) -> None:
         self.plan, self.captured, self.stages, self.group = plan, captured, stages, group
+        self.loss_dtype = loss_dtype
+        self._check_received()
         described = self._described_stages = [self._described(stage) for stage in stages]
         self._schedule = schedule_class(plan.schedule)(
             described[0] if plan.schedule in SINGLE else described,
@@ -115,18 +119,34 @@ class Schedule:
             found.append(buffer)
         return tuple(found)
 
+    def _check_received(self) -> None:
+        """Raises ArgumentError, on every rank, if a stage receives what this torch cannot send."""
+        if RELEASE >= (2, 13):
+            return
+        for number in range(1, self.plan.num_stages):
+            received = zip(self.captured[number].received, self._examples(number), strict=True)
+            if whole := [name for name, example in received if not example.is_floating_point()]:
+                raise ArgumentError(
+                    f"stage {number} receives {', '.join(whole)}: integers or bools, which have no gradient; pipelines "
+                    f"of torch {torch.__version__} want one of all that a stage receives. Use torch 2.13, or plan with "
+                    "--pipeline 1"
+                )
+
     def _described(self, stage: Stage) -> pipelining.PipelineStage:
         is_last = stage.number + 1 == self.plan.num_stages
-        return pipelining.PipelineStage(
+        loss = (torch.empty((), dtype=self.loss_dtype, device="meta"),)
+        described = pipelining.PipelineStage(
             stage,
             stage.number,
             self.plan.num_stages,
             stage.device,
             input_args=self._examples(stage.number),
-            output_args=(torch.empty((), device="meta"),) if is_last else self._examples(stage.number + 1),
+            output_args=loss if is_last else self._examples(stage.number + 1),
             group=self.group,
             dw_builder=stage.later if self.plan.schedule in SPLITTING else None,
         )
+        greet_others(described)
+        return described
 
     def _examples(self, number: int) -> tuple[Tensor, ...]:
         """Meta tensors like those that one rank of a stage receives."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from autopar.runtime.private_torch import NODES_HOLD, gradients_from
+
 
 def backward_input(
     ends: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
@@ -59,10 +61,12 @@ def backward_input(
 
     order_met = [*(root for root in reversed(roots) if root not in way), *(node for node in received if node in way)]
     heads_left = [(node, received[node], later[node]) for node in reversed(order_met) if node in later]
+    whole = [] if NODES_HOLD else list(ends)
 
     def backward_weights() -> None:
         while heads_left:
             _back_from(*heads_left.pop())
+        whole.clear()
 
     return given[: len(inputs)], backward_weights
 
@@ -80,7 +84,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     if not roots or not targets:
         return (None,) * len(targets)
-    return torch.autograd.grad(roots, targets, gradients, retain_graph=retain_graph, allow_unused=True)
+    return gradients_from(roots, gradients, targets, retain_graph=retain_graph)
 
 
 def _noting(received: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Callable[[Any], None]:

@@ -91,7 +91,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ContestFileError(f"{where} must be a list, not {type(value).__name__}")
         return tuple(_read(get_args(kind)[0], part, f"{where}[{i}]") for i, part in enumerate(value))
-    if get_origin(kind) is np.ndarray:
+    if "ndarray" in str(kind).lower():  # NumPy's NDArray: a generic alias, or from 2.5 on a name for one
         dtype = np.int64 if "int64" in str(kind) else np.float64
         try:
             return np.array(_with_inf(value), dtype)

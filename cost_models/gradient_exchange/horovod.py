@@ -40,4 +40,4 @@ class Horovod:
         return (*out, self._message(model, ticks, first, len(ticks) - 1, total))
 
     def _message(self, model: ExchangeModel, ticks: list[float], first: int, last: int, nbytes: float) -> Message:
-        return Message(first, last, nbytes, delay=ticks[last] - float(model.ready[last]))
+        return Message(first, last, nbytes, delay=max(0.0, ticks[last] - float(model.ready[last])))
