@@ -21,12 +21,12 @@ DTYPE_NAMES = {
 class Device:
     """One accelerator. `peak_flops` are pairs (dtype name, flop/s): of dense matrix products, not of sparse ones.
 
-    `efficiency` is the part of the peak that large matrix products reach. `host_seconds`: what Python takes to have an
-    operation computed, which a device that has work meanwhile hides. `attention`, `attention_per_head`: attention with
-    heads of d elements takes `attention + attention_per_head / d` times as long as products of as many flops.
-    `launch_in_step`, `bytes_in_step`: how many times as much as alone launches and bytes take within a training step,
-    where `launch_seconds` and `memory_bandwidth` are of operations timed alone, as calibration does. `sources` are
-    pairs (field, source).
+    `efficiency` is the part of the peak that large matrix products reach. `attention`,
+    `attention_per_head`, `attention_per_key`: attention with heads of d elements, of whose queries each sees s keys on
+    the average, takes `attention + attention_per_head / d + attention_per_key / s` times as long as products of as many
+    flops. `launch_in_step`, `bytes_in_step`: how many times as much as alone launches and bytes
+    take within a training step, where `launch_seconds` and `memory_bandwidth` are of operations timed alone, as
+    calibration does. `sources` are pairs (field, source).
     """
 
     name: str
@@ -35,9 +35,9 @@ class Device:
     memory_bandwidth: float
     launch_seconds: float
     efficiency: float
-    host_seconds: float = 0.0
     attention: float = 1.0
     attention_per_head: float = 0.0
+    attention_per_key: float = 0.0
     launch_in_step: float = 1.0
     bytes_in_step: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
@@ -50,13 +50,13 @@ class Device:
         figures |= {f"peak_flops.{dtype}": peak for dtype, peak in self.peak_flops}
         for field, value in figures.items():
             require_positive(value, f"device {self.name}: {field}")
-        for field in ("launch_seconds", "host_seconds", "attention", "attention_per_head"):
+        for field in ("launch_seconds", "attention", "attention_per_head", "attention_per_key"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ClusterError(
                     f"device {self.name}: {field} {getattr(self, field)} must be finite and not negative"
                 )
-        if self.attention == self.attention_per_head == 0:
-            raise ClusterError(f"device {self.name}: attention and attention_per_head are both 0: one must be positive")
+        if not self.attention:
+            raise ClusterError(f"device {self.name}: attention 0.0 must be positive, 1 for as fast as products")
 
     def peak(self, dtype: str) -> float:
         """Peak flop/s in `dtype` ("bf16" or torch's "bfloat16").

@@ -1,6 +1,7 @@
 """How long does an operation take on one device? The formulas that planner and simulator share.
 
-    matrix product    max(slots / peak, nbytes / bandwidth) / gemm, batched / scores       (slots: `cost_models.gemm`)
+    matrix product    max(slots / peak, nbytes / bandwidth) / gemm, batched / scores       (slots: `cost_models.gemm`,
+                      where rows of an odd length take several times as long too)
     attention         max(flops / peak, nbytes / bandwidth) / attention, backward's flops at `FLASH_BACKWARD` of it
     anything else     max(flops / peak, nbytes / (bandwidth * memory))
 
@@ -8,12 +9,13 @@ plus a launch; gemm, scores, attention and memory are the parts of nominal rates
 devices (`cost_models.efficiency`). A device without such constants, and a calibrated one, whose figures are reached
 already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual ..."):
 
-    max(max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch, host)
+    max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
 where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
-calibrated), and host what Python takes for it while the device waits (0 unless calibrated). Attention's flops count
-`attention + attention_per_head / d` times there, for heads of d elements: its kernels' softmax takes as long for short
-heads as for long ones. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
+calibrated). Attention's flops count `attention + attention_per_head / d + attention_per_key / s` times there, for heads
+of d elements and s keys a query sees: its kernels' softmax takes as long for short heads as for long ones, and blocks
+of keys are begun, masked and ended. flops of one device, a multiply-add counting two; nbytes that the operation reads
+and writes.
 """
 
 import math
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.efficiency import Efficiency, fitted_efficiency
-from autopar.cost_models.gemm import slot_flops
+from autopar.cost_models.gemm import misaligned, slot_flops
 from autopar.device import Device
 
 HOST = "cpu"
@@ -42,7 +44,7 @@ def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> 
     """
     work = flops / (device.peak(dtype) * device.efficiency) if flops else 0.0
     moved = device.bytes_in_step * nbytes / device.memory_bandwidth
-    return max(max(work, moved) + device.launch_in_step * device.launch_seconds, device.host_seconds)
+    return max(work, moved) + device.launch_in_step * device.launch_seconds
 
 
 def product_seconds(
@@ -71,21 +73,30 @@ class Rates:
             return f"roofline of {self.device.name}"
         return self.fitted.title
 
-    def products(self, sizes: Sequence[tuple[int, int, int, int]], nbytes: float, dtype: str) -> float:
-        """Of the matrix products (batch, m, n, k) of one pass of an op, each of which moves `nbytes`."""
+    def products(
+        self, sizes: Sequence[tuple[int, int, int, int]], nbytes: float, dtype: str, *, rows: tuple[int, ...] = ()
+    ) -> float:
+        """Of the matrix products (batch, m, n, k) of one pass of an op, each of which moves `nbytes`.
+
+        rows: lengths of the rows of its operands and results in memory, where they matter.
+        """
+        longer = 1.0 if self.device.name == HOST else misaligned(rows, dtype)
         if self.fitted is None:
             flops = sum(2.0 * math.prod(size) for size in sizes)
-            return compute_seconds(flops, nbytes * len(sizes), dtype, self.device)
-        fitted, peak, seconds = self.fitted, self.device.peak(dtype), 0.0
+            return compute_seconds(longer * flops, nbytes * len(sizes), dtype, self.device)
+        fitted, peak, seconds = self.fitted, self.device.peak(dtype) / longer, 0.0
         for batch, m, n, k in sizes:
             nominal = product_seconds(m, n, k, nbytes, peak, self.device, fitted.num_sms, batch)
             seconds += nominal / (fitted.gemm if batch == 1 else fitted.scores) + fitted.kernel_seconds
         return seconds
 
-    def attention(self, flops: float, nbytes: float, dtype: str, *, head: int, backward: bool = False) -> float:
-        """Of a flash kernel with heads of so many elements."""
+    def attention(
+        self, flops: float, nbytes: float, dtype: str, *, head: int, keys: float, backward: bool = False
+    ) -> float:
+        """Of a flash kernel with heads of so many elements, whose queries see so many keys each."""
         if self.fitted is None:
-            longer = self.device.attention + self.device.attention_per_head / head
+            own = self.device
+            longer = own.attention + own.attention_per_head / max(head, 1) + own.attention_per_key / max(keys, 1)
             return compute_seconds(longer * flops, nbytes, dtype, self.device)
         nominal = attention_seconds(flops, nbytes, self.device.peak(dtype), self.device, backward=backward)
         return nominal / self.fitted.attention + self.fitted.kernel_seconds

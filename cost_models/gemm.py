@@ -10,7 +10,11 @@ for the best of the tiles and splits of k. NVIDIA, "Matrix Multiplication Backgr
 quantisation. Never below 2mnk.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
+
+from autopar.device import DTYPE_NAMES
 
 # (rows, columns, part of the device's best rate): small tiles load more bytes a flop. The rates are assumed, in the
 # order that the guide's figure 5 shows.
@@ -20,6 +24,21 @@ TILES = (
 )  # fmt: skip
 SPLITS = (1, 2, 4, 8)
 K0 = 64  # assumed: two steps of a 32-wide inner loop to fill, two to drain
+
+
+MISALIGNED = {1: 6.0, 2: 2.7, 4: 2.7}
+"""How many times as long a product of 16-bit numbers takes whose rows are a multiple of so many and no more: tensor
+cores are fed 16 bytes at a time. Odd rows took 5.6 to 7.8 times as long forward and 5.1 to 5.3 backward, even ones 2.6
+to 2.9, of 4096 x 4096 x 4097 to 4100 and of 4097 to 4100 in the middle; 16384 x 768 x 50257 took 6.7 and 4.8 times what
+50304 columns took. float32 takes no longer. H200, torch 2.11.0+cu130, 2026-11-26: benchmarks/device_operations.py
+--unaligned."""
+
+
+def misaligned(rows: Sequence[int], dtype: str) -> float:
+    """The factor of a product with rows of these lengths."""
+    if DTYPE_NAMES.get(dtype, dtype) not in ("bf16", "fp16"):
+        return 1.0
+    return MISALIGNED.get(math.gcd(*rows, 8), 1.0)
 
 
 @lru_cache(maxsize=65536)

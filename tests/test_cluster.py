@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import LIBRARIES, TOML_FORM, Cluster, cluster_toml, load_cluster, preset_devices, with_memory
+from autopar.cluster import (
+    CALIBRATED,
+    LIBRARIES,
+    TOML_FORM,
+    Cluster,
+    cluster_toml,
+    load_cluster,
+    preset_devices,
+    with_memory,
+)
 from autopar.cost_models.algorithms import LIBRARIES as ALGORITHMS_OF
 from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError
@@ -40,6 +49,7 @@ def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     cluster = load_cluster(f"2x4x{name}" if name != "cpu" else "4xcpu")
     fields = {"memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency"}
     fields |= {f"peak_flops.{dtype}" for dtype, _ in cluster.device.peak_flops}
+    fields |= {field for field, default in CALIBRATED.items() if getattr(cluster.device, field) != default}
     assert {field for field, source in cluster.device.sources if source} == fields
     for level in cluster.levels:
         assert {"alpha", "bandwidth"} <= {field for field, source in level.sources if source}

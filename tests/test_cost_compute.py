@@ -35,22 +35,33 @@ def test_launches_and_bytes_within_a_step_take_their_factors_and_flops_none() ->
             replace(DEVICE, **{field: 0.0})
 
 
-def test_a_host_that_launches_is_waited_for_where_there_is_too_little_to_do() -> None:
-    own = replace(DEVICE, host_seconds=1e-5)
-    for nbytes in (0.0, 1e3, 1e7, 1e9):
-        assert compute_seconds(0, nbytes, "bf16", own) == max(compute_seconds(0, nbytes, "bf16", DEVICE), 1e-5)
-
-
 def test_calibrated_attention_takes_longer_than_products_the_shorter_its_heads() -> None:
-    own = replace(DEVICE, name="calibrated", launch_seconds=0.0, attention=0.9, attention_per_head=64.0)
+    own = replace(
+        DEVICE, name="calibrated", launch_seconds=0.0, attention=0.8, attention_per_head=64.0, attention_per_key=100.0
+    )
     rates = rates_of(own)
     products = compute_seconds(1e15, 0.0, "bf16", own)
     for head, times in ((64, 1.9), (128, 1.4), (256, 1.15)):
         for backward in (False, True):
-            assert rates.attention(1e15, 0.0, "bf16", head=head, backward=backward) == pytest.approx(times * products)
+            assert rates.attention(1e15, 0.0, "bf16", head=head, keys=1000, backward=backward) == pytest.approx(
+                times * products
+            )
         assert rates.least(1e15, 0.0, "bf16", attention=True) <= times * products
-    with pytest.raises(ClusterError, match="attention and attention_per_head are both 0"):
-        replace(own, attention=0.0, attention_per_head=0.0)
+    with pytest.raises(ClusterError, match=r"attention 0\.0 must be positive"):
+        replace(own, attention=0.0)
+
+
+def test_rows_of_an_odd_length_take_longer_in_16_bits_on_a_gpu() -> None:
+    """A linear of 50257 words, and of 50304, which is whole pieces of 16 bytes."""
+    for device in (DEVICE, replace(DEVICE, name="calibrated")):
+        rates = rates_of(device)
+        for columns, longer in ((50304, 1.0), (50260, 2.7), (50258, 2.7), (50257, 6.0)):
+            sizes, nbytes = [(1, 16384, columns, 768)], 1e6
+            own = rates.products(sizes, nbytes, "bf16", rows=(columns, 768))
+            assert own == pytest.approx(longer * rates.products(sizes, nbytes, "bf16"), rel=1e-2)
+            assert rates.products(sizes, nbytes, "fp32", rows=(columns, 768)) == rates.products(sizes, nbytes, "fp32")
+    host = rates_of(load_cluster("1xcpu").device)
+    assert host.products([(1, 8, 7, 8)], 1.0, "bf16", rows=(7, 8)) == host.products([(1, 8, 7, 8)], 1.0, "bf16")
 
 
 def test_no_operation_is_shorter_than_its_launch() -> None:
@@ -75,9 +86,11 @@ def test_no_price_is_below_flops_at_the_peak_or_bytes_at_the_bandwidth(gpu: str)
         flops, nbytes = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + k * n + m * n)
         floor = max(flops / peak, nbytes / device.memory_bandwidth)
         prices = [
-            rates.products([(batch, m, n, k)], nbytes, "fp16"), rates.attention(flops, nbytes, "fp16", head=128),
-            rates.attention(flops, nbytes, "fp16", head=128, backward=True), rates.other(flops, nbytes, "fp16"),
-        ]  # fmt: skip
+            rates.products([(batch, m, n, k)], nbytes, "fp16"),
+            rates.attention(flops, nbytes, "fp16", head=128, keys=64),
+            rates.attention(flops, nbytes, "fp16", head=128, keys=64, backward=True),
+            rates.other(flops, nbytes, "fp16"),
+        ]
         assert min(prices) >= floor
         assert rates.least(flops, nbytes, "fp16", products=True) <= prices[0] * (1 + 1e-12)
         assert rates.least(flops, nbytes, "fp16", attention=True) <= prices[1] * (1 + 1e-12)

@@ -83,23 +83,25 @@ def fit_device(samples: Sequence[WorkSample], origin: Origin) -> tuple[Device, t
 
 
 def with_attention(device: Device, samples: Sequence[WorkSample], origin: Origin) -> Device:
-    """The device with what attention takes beside products of as many flops, by the size of its heads."""
+    """The device with what attention takes beside products of as many flops, by the size of its heads
+    and by the keys that queries see."""
     if not samples:
         return device
 
     def of(logs: npt.NDArray[np.float64]) -> Device:
-        always, per_head = np.exp(logs).tolist()
-        return replace(device, attention=always, attention_per_head=per_head)
+        always, per_head, per_key = np.exp(logs).tolist()
+        return replace(device, attention=always, attention_per_head=per_head, attention_per_key=per_key)
 
     def errors(logs: npt.NDArray[np.float64]) -> list[float]:
         cluster = replace(load_cluster("1xcpu"), device=of(logs))
         return [math.log(predicted_work(cluster, sample) / sample.seconds) for sample in samples]
 
-    answer = least_squares(errors, [0.0, math.log(64.0)], loss="soft_l1", f_scale=SOFT).x
+    start = [math.log(0.5), math.log(64.0), math.log(256.0)]
+    answer = least_squares(errors, start, loss="soft_l1", f_scale=SOFT).x
     said = _error_text(np.abs(np.expm1(errors(answer))).tolist())
     source = f"{origin}: {said} of attention with heads of {_heads(samples)}"
-    own = (("attention", source), ("attention_per_head", source))
-    return replace(of(answer), sources=(*device.sources, *own))
+    fields = ("attention", "attention_per_head", "attention_per_key")
+    return replace(of(answer), sources=(*device.sources, *((field, source) for field in fields)))
 
 
 def _heads(samples: Sequence[WorkSample]) -> str:

@@ -33,7 +33,14 @@ PRODUCTS = {
 # (batch, heads, rows, head) of causal attention in bf16; on a CPU it is priced as products are
 ATTENTIONS: dict[str, tuple[tuple[int, ...], ...]] = {
     "cpu": (),
-    "cuda": ((2, 32, 4096, 128), (8, 32, 1024, 128), (2, 16, 2048, 128), (16, 12, 1024, 64), (4, 16, 2048, 64)),
+    "cuda": (
+        (1, 32, 8192, 128),
+        (2, 32, 4096, 128),
+        (8, 32, 1024, 128),
+        (16, 12, 1024, 64),
+        (4, 16, 2048, 64),
+        (32, 12, 512, 64),
+    ),
 }
 
 # elements of memory-bound operations, the least of them a launch and no more

@@ -32,15 +32,15 @@ def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
     Raises:
         ArgumentError: if the device has no peak for the operation's dtype.
     """
-    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0, host_seconds=0.0)
+    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0)
     rates, nbytes, dtype = rates_of(alone), sample.nbytes, sample.dtype
     if sample.product:
         m, n, k = sample.product
-        forward = rates.products([(1, m, n, k)], nbytes, dtype)
-        return forward + rates.products([(1, m, k, n), (1, k, n, m)], nbytes, dtype)
+        forward = rates.products([(1, m, n, k)], nbytes, dtype, rows=(n, k))
+        return forward + rates.products([(1, m, k, n), (1, k, n, m)], nbytes, dtype, rows=(n, k))
     if sample.attention:
-        flops, head = sample.flops, sample.attention[-1]
-        forward = rates.attention(flops, nbytes, dtype, head=head)
-        back = rates.attention(BACKWARD_RATIO * flops, sample.backward_nbytes, dtype, head=head, backward=True)
-        return forward + back
+        flops, (_, _, rows, head) = sample.flops, sample.attention
+        forward = rates.attention(flops, nbytes, dtype, head=head, keys=rows / 2)
+        back_flops, moved = BACKWARD_RATIO * flops, sample.backward_nbytes
+        return forward + rates.attention(back_flops, moved, dtype, head=head, keys=rows / 2, backward=True)
     return rates.other(0.0, nbytes, dtype) + rates.other(0.0, sample.backward_nbytes, dtype)

@@ -1,9 +1,8 @@
 """Which training steps are every device's yardstick, and how long does a cluster file say that they take?
 
-Of two blocks of a decoder with fused AdamW. On a CPU the decoder is small enough, in fp32, that what stands between its
-matrix products counts: with few samples that is launches, with more of them bytes. On a GPU the small one's time is its
-host's, and of a large one in bf16 bytes count beside products. All ranks take them at once, each the whole of it, and
-nothing is sent.
+Of two blocks of a decoder with fused AdamW, small enough that what stands between its matrix products counts, with few
+samples launches, with more of them bytes; on a GPU, in bf16, large enough that the device and not its host is what the
+step waits for. All ranks take them at once, each the whole of it, and nothing is sent.
 """
 
 from collections.abc import Callable
@@ -40,7 +39,7 @@ SIZES = {
     "small": Size(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
     "large": Size(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
 }
-STEPS = {"cpu": (("small", 1), ("small", 8)), "cuda": (("small", 1), ("large", 4))}
+STEPS = {"cpu": (("small", 1), ("small", 8)), "cuda": (("large", 2), ("large", 8))}
 """Kind of device -> sizes, and samples of a step."""
 
 LAYERS = 2

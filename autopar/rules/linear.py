@@ -64,7 +64,7 @@ def product_rule(
         saves_nbytes=sum(filter(None, kept)),
         flops=flops,
         backward_flops=flops * (grads[first] + grads[second]),
-        product=Product(left=first, right=second, sizes=sizes),
+        product=Product(left=first, right=second, sizes=sizes, in_rows=True),
     )
 
 

@@ -94,12 +94,14 @@ Shapes = tuple[tuple[int, ...], ...]
 class Product:
     """An op whose work is matrix products: of operands `left` and `right`, each of the two products of their gradients.
 
-    `sizes` of operands' and results' shapes: (batch, m, n, k) of `batch` products (m, k) x (k, n).
+    `sizes` of operands' and results' shapes: (batch, m, n, k) of `batch` products (m, k) x (k, n). in_rows: whether n
+    and k are lengths of rows in memory, as of a library's matrix product (a convolution's are not).
     """
 
     left: int
     right: int
     sizes: Callable[[Shapes, Shapes], tuple[int, int, int, int]]
+    in_rows: bool = False
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

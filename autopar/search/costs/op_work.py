@@ -3,9 +3,10 @@
 So equal ops are worked out once for all meshes of the same devices, and for all choices that split them so.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cost_models.compute import Rates
 from autopar.placement import Layout
@@ -67,10 +68,11 @@ def forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, 
     rule, parts = op.rule, local.parts()
     if rule.product is not None:
         nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
-        return rates.products([rule.product.sizes(local.operand_shapes, local.result_shapes)], nbytes, op.dtype)
+        own = rule.product.sizes(local.operand_shapes, local.result_shapes)
+        return rates.products([own], nbytes, op.dtype, rows=own[2:] if rule.product.in_rows else ())
     moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
     if rule.is_attention:
-        return rates.attention(rule.flops / parts, moved, op.dtype, head=op.operand_shapes[0][-1])
+        return rates.attention(rule.flops / parts, moved, op.dtype, **_heads(op))
     return rates.other(rule.flops / parts, moved, op.dtype)
 
 
@@ -83,9 +85,17 @@ def backward_seconds(
         batch, m, n, k = rule.product.sizes(local.operand_shapes, local.result_shapes)
         nbytes = sizes[rule.product.left] + sizes[rule.product.right] + sum(results)
         gradients = {rule.product.left: (batch, m, k, n), rule.product.right: (batch, k, n, m)}
-        return rates.products([sizes for operand, sizes in gradients.items() if grads[operand]], nbytes, op.dtype)
+        wanted = [sizes for operand, sizes in gradients.items() if grads[operand]]
+        return rates.products(wanted, nbytes, op.dtype, rows=(n, k) if rule.product.in_rows else ())
     moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
     flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
     if rule.is_attention:
-        return rates.attention(flops, moved, op.dtype, head=op.operand_shapes[0][-1], backward=True)
+        return rates.attention(flops, moved, op.dtype, **_heads(op), backward=True)
     return rates.other(flops, moved, op.dtype)
+
+
+def _heads(op: Op) -> dict[str, Any]:
+    """Elements of attention's heads, and how many keys a query sees on the average: half of them where it is causal."""
+    query, _, value = op.operand_shapes[:3]
+    pairs = op.rule.flops / (2.0 * max(query[-1] + value[-1], 1))
+    return {"head": query[-1], "keys": pairs / max(math.prod(query[:-1]), 1)}

@@ -1,0 +1,87 @@
+"""What was measured on a GPU, one operation after the other, is what the preset made of it predicts."""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.calibration.predict import predicted_work
+from autopar.calibration.samples import WorkSample
+from autopar.cluster import load_cluster
+from autopar.cost_models.compute import rates_of
+from autopar.cost_models.gemm import MISALIGNED, misaligned
+
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "measured" / "h200_operations.csv"
+CLUSTER = load_cluster("1xh200-eager")
+
+
+def rows() -> Iterator[dict[str, str]]:
+    with MEASURED.open() as file:
+        yield from csv.DictReader(line for line in file if not line.startswith("#"))
+
+
+def sample(row: dict[str, str]) -> WorkSample:
+    sizes = tuple(map(int, row["sizes"].split("x")))
+    named = {}
+    if row["operation"] == "linear":
+        named = {"product": (sizes[0], sizes[2], sizes[1])}
+    elif row["operation"].startswith("attention"):
+        named = {"attention": sizes}
+    return WorkSample(
+        name=row["operation"],
+        dtype=row["dtype"],
+        nbytes=float(row["nbytes"]),
+        backward_nbytes=float(row["backward_nbytes"]),
+        seconds=float(row["both_seconds"]),
+        **named,
+    )
+
+
+def errors(operation: str, dtype: str, least_seconds: float) -> list[float]:
+    own = (sample(row) for row in rows() if (row["operation"], row["dtype"]) == (operation, dtype))
+    return [predicted_work(CLUSTER, s) / s.seconds - 1 for s in own if s.seconds >= least_seconds]
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "number", "median", "largest"),
+    [
+        ("linear", "bf16", 40, 0.06, 0.2),
+        ("linear", "fp32", 14, 0.02, 0.05),
+        ("attention causal", "bf16", 9, 0.15, 0.45),
+    ],
+)
+def test_products_and_attention(operation: str, dtype: str, number: int, median: float, largest: float) -> None:
+    """Of 50 microseconds and more, forward and backward: odd rows among the products."""
+    found = np.abs(errors(operation, dtype, 50e-6))
+    assert len(found) >= number
+    assert np.median(found) <= median and found.max() <= largest
+
+
+def test_operations_bound_by_memory() -> None:
+    """Of whole memory: what fits the 50 MB of L2 is faster. Float32 alone, in which calibration measures."""
+    for operation, most in (("silu", 0.1), ("mul", 0.05), ("softmax", 0.2)):
+        found = np.abs(errors(operation, "fp32", 200e-6))
+        assert len(found) >= 2 and np.median(found) <= most, operation
+
+
+def test_rows_that_are_no_whole_pieces() -> None:
+    """As many times as long as measured, by a third: the factors are of both passes together."""
+    own = [row for row in rows() if (row["operation"], row["dtype"]) == ("linear", "bf16")]
+    seconds = {row["sizes"]: float(row["both_seconds"]) for row in own}
+    wholes = {768: (16384, 768, 50304), 4096: (4096, 4096, 4096), 4098: (4096, 4096, 4096)}
+    for odd in ((4096, 4096, 4097), (4096, 4098, 4096), (4096, 4096, 4100), (16384, 768, 50257)):
+        whole = wholes[odd[1]]
+        measured = seconds["x".join(map(str, odd))] / seconds["x".join(map(str, whole))]
+        assert misaligned(odd[1:], "bf16") == pytest.approx(measured, rel=0.34)
+    assert misaligned((4096, 50304), "bf16") == misaligned((4097, 4097), "fp32") == 1.0
+    assert set(MISALIGNED) == {1, 2, 4}
+
+
+def test_a_head_of_odd_words_is_what_a_plan_pays_for() -> None:
+    rates = rates_of(replace(CLUSTER.device))
+    odd, even = (rates.products([(1, 8192, words, 768)], 1e9, "bf16", rows=(words, 768)) for words in (50257, 50304))
+    assert odd > 5 * even and math.isfinite(odd)
