@@ -13,10 +13,13 @@ from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.search.costs.ledger import Item
 from autopar.search.explanation.alternatives import Alternative
 from autopar.search.explanation.explain import Explanation, Offer
+from autopar.search.explanation.odd_rows import OddRows
 
 WIDTH = 120
 SHOWN = 10
 """Rows of each list of items."""
+WORTH = 0.01
+"""Part of the step from which on odd rows are spoken of."""
 NOISE = 1e-6
 """Parts of the step below which a difference is none."""
 
@@ -82,6 +85,15 @@ def _heading(explanation: Explanation) -> list[str]:
     return lines
 
 
+def _odd_text(odd: OddRows) -> str:
+    others = f" and {odd.count - 1} more" if odd.count > 1 else ""
+    lengths = " and ".join(str(n) for n in odd.rows if n % 8)
+    return (
+        f"rows of an odd length: {odd.name}{others} take {seconds_text(odd.seconds)} a step, {odd.times:g} times what "
+        f"rows of a multiple of 8 would: on a rank {lengths}; pad them, or split them otherwise"
+    )
+
+
 def _binds(explanation: Explanation) -> list[str]:
     """What stands between this plan and a faster one."""
     estimate, total = explanation.plan.estimate, explanation.plan.estimate.step_seconds
@@ -89,6 +101,7 @@ def _binds(explanation: Explanation) -> list[str]:
     shares = [f"compute {percent_text((total - sent) / total)}"]
     shares += [f"{name} {percent_text(s / total)}" for name, s in explanation.ledger.levels.items()]
     lines = [f"of the step: {', '.join(shares)} (a collective counts for the slowest links that it crosses)"]
+    lines += [_odd_text(odd) for odd in explanation.odd_rows if odd.lost > WORTH * total]
     room = explanation.limit - estimate.peak_nbytes
     if explanation.limit_costs is None:
         lines.append(f"memory: {nbytes_text(room)} are free; whether the limit binds was not asked")

@@ -22,6 +22,7 @@ from autopar.search.costs.ledger import Ledger, ledger
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.explanation.alternatives import Alternative, Space
+from autopar.search.explanation.odd_rows import OddRows, odd_rows
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
@@ -59,9 +60,9 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """All of it. limit: bytes a device. limit_costs: seconds that the limit costs the best plan at least and at most,
-    None if that was not asked. unanswered: what the time given did not suffice for. plan: each collective alone, as the
-    search counts; in_buckets: its seconds in buckets, and named baselines are in buckets too, None if it was made
-    without.
+    None if that was not asked. unanswered: what the time given did not suffice for. odd_rows: products that take long
+    for the lengths of their rows. plan: each collective alone, as the search counts; in_buckets: its seconds in
+    buckets, and named baselines are in buckets too, None if it was made without.
     """
 
     plan: Plan
@@ -72,6 +73,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     baselines: Mapping[str, float | str]
     unanswered: tuple[str, ...]
+    odd_rows: tuple[OddRows, ...] = ()
     in_buckets: float | None = None
 
     def __str__(self) -> str:
@@ -91,6 +93,7 @@ class Explanation:
             "alternatives": [other.to_json() for other in self.alternatives],
             "baselines": dict(self.baselines),
             "unanswered": list(self.unanswered),
+            "odd_rows": [asdict(odd) for odd in self.odd_rows],
             "in_buckets_seconds": self.in_buckets,
         }
 
@@ -187,6 +190,7 @@ class _Asker:
             alternatives=tuple(alternatives),
             baselines=plan.estimate.baselines or self._baselines(limit, unanswered),
             unanswered=tuple(unanswered),
+            odd_rows=odd_rows(plan, self.program, self.pricer),
             in_buckets=self.together,
         )
 
