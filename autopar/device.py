@@ -21,12 +21,12 @@ DTYPE_NAMES = {
 class Device:
     """One accelerator. `peak_flops` are pairs (dtype name, flop/s): of dense matrix products, not of sparse ones.
 
-    `efficiency` is the part of the peak that large matrix products reach. `attention`,
-    `attention_per_head`, `attention_per_key`: attention with heads of d elements, of whose queries each sees s keys on
-    the average, takes `attention + attention_per_head / d + attention_per_key / s` times as long as products of as many
-    flops. `launch_in_step`, `bytes_in_step`: how many times as much as alone launches and bytes
-    take within a training step, where `launch_seconds` and `memory_bandwidth` are of operations timed alone, as
-    calibration does. `sources` are pairs (field, source).
+    `efficiency` is the part of the peak that large matrix products reach. `attention`, `attention_per_head`,
+    `attention_per_key`: attention in 16 bits with heads of d elements, of whose queries each sees s keys on the
+    average, takes `attention + attention_per_head / d + attention_per_key / s` times as long as products of as many
+    flops, in other dtypes as long as products. `launch_in_step`, `bytes_in_step`: how many times as much as alone
+    launches and bytes take within a training step, where `launch_seconds` and `memory_bandwidth` are of operations
+    timed alone, as calibration does. `sources` are pairs (field, source).
     """
 
     name: str

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cost_models.efficiency import load_efficiency
+from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.gradient_exchange.network import network_of
 from autopar.cost_models.gradient_exchange.recommend import Choice, recommend
 from autopar.cost_models.gradient_exchange.transformer_gradients import transformer_gradients
@@ -98,7 +98,7 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
     """
     shape, config, cluster = read_row(row, where)
     try:
-        efficiency = load_efficiency(cluster.device.name)
+        efficiency = nominal_efficiency(cluster.device)
         time = simulate_step(shape, config, cluster, efficiency)
         memory = step_memory(shape, config)
     except AutoparError as error:
@@ -128,7 +128,7 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
 def _write_trace(row: dict[str, str], path: Path) -> float:
     """Seconds of the step on the timeline, which is written to `path`."""
     shape, config, cluster = read_row(row, "simulate")
-    pipeline = step_pipeline(shape, config, cluster, load_efficiency(cluster.device.name))
+    pipeline = step_pipeline(shape, config, cluster, nominal_efficiency(cluster.device))
     timeline = run_timeline(pipeline.tasks)
     write_trace(chrome_trace(pipeline.tasks, timeline, names=pipeline.describe(), streams=pipeline.streams()), path)
     return timeline.makespan
@@ -142,7 +142,7 @@ def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -
     """
     shape, config, cluster = read_row(row, where)
     try:
-        model = transformer_gradients(shape, config, cluster, load_efficiency(cluster.device.name))
+        model = transformer_gradients(shape, config, cluster, nominal_efficiency(cluster.device))
         links = axis_links(cluster, config.mesh_shape, (1, 2))  # data and context parallel ranks hold equal weights
         return recommend(model, network_of(cluster, config.tp), spare_machines=spare_machines, links=links)
     except AutoparError as error:

@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from autopar.errors import MeshError, RankError
+from autopar.errors import ArgumentError, MeshError, RankError
 from autopar.graph import Accumulation, CapturedModel
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.accumulate_gradients import has_batch_statistics
@@ -111,9 +111,12 @@ def verify_plans(
     global batch, if `captured` is that of a micro-batch. device: one of `DEVICES`.
 
     Raises:
-        MeshError: if `device` is "cuda" and torch sees no GPU.
+        ArgumentError: if there is no such `device`.
+        MeshError: if it is "cuda" and torch sees no GPU.
         RankError: if a process dies or a plan takes longer than `timeout_seconds`.
     """
+    if device not in DEVICES:
+        raise ArgumentError(f"plans are to be verified on {device!r}: choose one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
     sizes = {num_ranks(plan) for plan in plans.values()}
@@ -187,6 +190,7 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
     from autopar.runtime import init
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions would be off by more than float32 is
     os.environ.update(environment(rank, world, port))
     if device == "cuda" and torch.cuda.device_count() >= world:
         own = init(backend="nccl", timeout_seconds=100)
@@ -200,12 +204,9 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
         whole = load((folder / "reference").read_bytes())
         mixed = captured.microbatches > 1 and has_batch_statistics(captured)
         of = captured if mixed else whole
-        values, inputs = ({name: t.to(own) for name, t in tensors[key].items()} for key in ("values", "inputs"))
-        loss, gradients = reference_gradients(of, values, inputs, run_captured)
-        del values, inputs
-        torch.save({"loss": loss, "gradients": gradients}, folder / "reference.pt")
+        torch.save(_reference(of, tensors, own, run_captured), folder / "reference.pt")
     dist.barrier()
-    reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True, map_location="cpu")
+    reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
     for number, (label, text) in enumerate(texts.items()):
         plan = staged_plan_from_json(text) if is_staged(text) else plan_from_json(text)
         check = _check(label, plan, captured, tensors, reference)
@@ -216,6 +217,13 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
             part.write_bytes(pickle.dumps(_merge(gathered)))
             part.rename(folder / f"result{number}")
     dist.destroy_process_group()
+
+
+def _reference(captured: CapturedModel, tensors: Mapping[str, Any], device: torch.device, run: Any) -> dict[str, Any]:
+    """Loss and gradients of one process, on the CPU again."""
+    values, inputs = ({name: t.to(device) for name, t in tensors[key].items()} for key in ("values", "inputs"))
+    loss, gradients = reference_gradients(captured, values, inputs, run)
+    return {"loss": loss.cpu(), "gradients": {name: gradient.cpu() for name, gradient in gradients.items()}}
 
 
 def reference_gradients(

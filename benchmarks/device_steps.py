@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import AutoparError
 from autopar.model_plan import load_plan
 from autopar.models import load_model
 from autopar.runtime import init, load_exported
@@ -108,6 +109,13 @@ def measured(run: Run, steps: int, profile: Path | None) -> dict[str, Any]:
     if profile is not None:
         found["kernels"] = profiled(run, profile)
     return found
+
+
+def contended(make: Callable[[], Run], steps: int, profile: Path | None, long: bool) -> dict[str, Any]:
+    """What is measured of a contender, which is let go of whatever happens."""
+    run = make()
+    found = measured(run, steps, profile)
+    return found | ({"sustained": sustained(run)} if long else {})
 
 
 def sustained(run: Run, seconds: float = 25.0) -> list[float]:
@@ -255,12 +263,9 @@ def main() -> int:
             with clean():
                 profile = arguments.out.with_suffix(f".{folder.name}.{contender.replace(', ', '-')}.json")
                 try:
-                    run = make()
-                    row |= measured(run, arguments.steps, profile if arguments.profile else None)
-                    if contender == "ours" and folder.name in arguments.sustained.split(","):
-                        row["sustained"] = sustained(run)
-                    del run
-                except Exception as error:
+                    long = contender == "ours" and folder.name in arguments.sustained.split(",")
+                    row |= contended(make, arguments.steps, profile if arguments.profile else None, long)
+                except (RuntimeError, AutoparError) as error:
                     row["error"] = f"{type(error).__name__}: {error}"[:2000]
             row["took"] = time.perf_counter() - began
             rows.append(row)

@@ -27,7 +27,7 @@ from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
-from autopar.verification import TOLERANCES, verify_plans
+from autopar.verification import DEVICES, TOLERANCES, verify_plans
 from tests.zoo import FAMILIES, zoo
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--device", default="cpu", help="cuda: on this machine's GPUs, shared if there are too few")
+    parser.add_argument("--device", default="cpu", choices=tuple(DEVICES), help="cuda: GPUs, shared if too few")
     arguments = parser.parse_args()
     console = Console(width=150)
     loss_tolerance, gradient_tolerance = TOLERANCES["fp64"]

@@ -12,10 +12,10 @@ already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Ro
     max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
 where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
-calibrated). Attention's flops count `attention + attention_per_head / d + attention_per_key / s` times there, for heads
-of d elements and s keys a query sees: its kernels' softmax takes as long for short heads as for long ones, and blocks
-of keys are begun, masked and ended. flops of one device, a multiply-add counting two; nbytes that the operation reads
-and writes.
+calibrated). Flops of attention in 16 bits count `attention + attention_per_head / d + attention_per_key / s` times
+there, for heads of d elements and s keys a query sees: its kernels' softmax takes as long for short heads as for long
+ones, and blocks of keys are begun, masked and ended. flops of one device, a multiply-add counting two; nbytes that the
+operation reads and writes.
 """
 
 import math
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.efficiency import Efficiency, fitted_efficiency
-from autopar.cost_models.gemm import misaligned, slot_flops
+from autopar.cost_models.gemm import is_16_bit, misaligned, slot_flops
 from autopar.device import Device
 
 HOST = "cpu"
@@ -61,10 +61,14 @@ def attention_seconds(flops: float, nbytes: float, peak: float, device: Device, 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What operations cost on a device: by fitted constants where it has them, else (`fitted` None) by roofline."""
+    """What operations cost on a device: by fitted constants where it has them, else (`fitted` None) by roofline.
+
+    padded: as if rows in memory were whole pieces of 16 bytes all.
+    """
 
     device: Device
     fitted: Efficiency | None
+    padded: bool = False
 
     @property
     def name(self) -> str:
@@ -80,7 +84,7 @@ class Rates:
 
         rows: lengths of the rows of its operands and results in memory, where they matter.
         """
-        longer = 1.0 if self.device.name == HOST else misaligned(rows, dtype)
+        longer = 1.0 if self.padded or self.device.name == HOST else misaligned(rows, dtype)
         if self.fitted is None:
             flops = sum(2.0 * math.prod(size) for size in sizes)
             return compute_seconds(longer * flops, nbytes * len(sizes), dtype, self.device)
@@ -95,8 +99,9 @@ class Rates:
     ) -> float:
         """Of a flash kernel with heads of so many elements, whose queries see so many keys each."""
         if self.fitted is None:
-            own = self.device
-            longer = own.attention + own.attention_per_head / max(head, 1) + own.attention_per_key / max(keys, 1)
+            own, longer = self.device, 1.0
+            if is_16_bit(dtype):
+                longer = own.attention + own.attention_per_head / max(head, 1) + own.attention_per_key / max(keys, 1)
             return compute_seconds(longer * flops, nbytes, dtype, self.device)
         nominal = attention_seconds(flops, nbytes, self.device.peak(dtype), self.device, backward=backward)
         return nominal / self.fitted.attention + self.fitted.kernel_seconds

@@ -125,6 +125,21 @@ def fitted_efficiency(device: Device) -> Efficiency | None:
     return fitted if own == known else None
 
 
+def nominal_efficiency(device: Device) -> Efficiency:
+    """The constants of a device whose figures are nominal: parts of what a calibrated one reached would count twice.
+
+    Raises:
+        ClusterError: if there are none, or the device's figures are measured ones.
+    """
+    fitted = load_efficiency(device.name)
+    if fitted_efficiency(device) is None:
+        raise ClusterError(
+            f"the figures of this {device.name} are what it reached when it was calibrated, and constants of training "
+            f"steps are parts of nominal ones; simulate on the preset, as in 1x{device.name}, or plan with this cluster"
+        )
+    return fitted
+
+
 def efficiency_from_table(table: Mapping[str, Any], name: str) -> Efficiency:
     """Constants of a table of `{ value, source }`.
 

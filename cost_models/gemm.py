@@ -34,9 +34,14 @@ to 2.9, of 4096 x 4096 x 4097 to 4100 and of 4097 to 4100 in the middle; 16384 x
 --unaligned."""
 
 
+def is_16_bit(dtype: str) -> bool:
+    """Whether it is one of the dtypes that tensor cores take as they are."""
+    return DTYPE_NAMES.get(dtype, dtype) in ("bf16", "fp16")
+
+
 def misaligned(rows: Sequence[int], dtype: str) -> float:
     """The factor of a product with rows of these lengths."""
-    if DTYPE_NAMES.get(dtype, dtype) not in ("bf16", "fp16"):
+    if not is_16_bit(dtype):
         return 1.0
     return MISALIGNED.get(math.gcd(*rows, 8), 1.0)
 

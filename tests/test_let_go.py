@@ -10,6 +10,7 @@ import torch
 from process_group import ranks
 from torch import Tensor
 
+from autopar.ops.groups import use_groups
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Prepared
 
@@ -41,3 +42,23 @@ def test_what_a_module_held_is_let_go(stored: str, lifetime: str, count: int) ->
     plan = cases.data_parallel((2,), stored, lifetime, microbatches=count)
     for there, left, sums in ranks(2).run(forgotten, plan):
         assert there > 0 and left == 0 and sums == 0
+
+
+def unfinished() -> tuple[int, int]:
+    """Leaves and sums that are left of micro-batches whose gradients nobody took."""
+    module = cases.distributed(cases.data_parallel((2,), "split", "step", microbatches=2))
+    wide = {name: torch.float64 for name, leaf in module.state.stored.items() if leaf.requires_grad}
+    accumulator = module._accumulator(module.local.captured.accumulation)  # type: ignore[arg-type]
+    with use_groups(module.groups):
+        accumulator.masters = wide
+        prepared = accumulator.prepare(module.state.leaves)
+    assert wide and prepared.used
+    held = [weakref.ref(leaf) for leaf in prepared.used.values() if leaf.requires_grad]
+    del prepared
+    gc.collect()
+    return sum(reference() is not None for reference in held), len(held)
+
+
+def test_sums_that_nobody_takes_are_let_go() -> None:
+    for left, there in ranks(2).run(unfinished):
+        assert there > 0 and left == 0

@@ -1,9 +1,7 @@
 """What was measured on a GPU, one operation after the other, is what the preset made of it predicts."""
 
 import csv
-import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +49,7 @@ def errors(operation: str, dtype: str, least_seconds: float) -> list[float]:
     [
         ("linear", "bf16", 40, 0.06, 0.2),
         ("linear", "fp32", 14, 0.02, 0.05),
-        ("attention causal", "bf16", 9, 0.15, 0.45),
+        ("attention causal", "bf16", 9, 0.04, 0.35),
     ],
 )
 def test_products_and_attention(operation: str, dtype: str, number: int, median: float, largest: float) -> None:
@@ -82,6 +80,6 @@ def test_rows_that_are_no_whole_pieces() -> None:
 
 
 def test_a_head_of_odd_words_is_what_a_plan_pays_for() -> None:
-    rates = rates_of(replace(CLUSTER.device))
+    rates = rates_of(CLUSTER.device)
     odd, even = (rates.products([(1, 8192, words, 768)], 1e9, "bf16", rows=(words, 768)) for words in (50257, 50304))
-    assert odd > 5 * even and math.isfinite(odd)
+    assert odd > 5 * even

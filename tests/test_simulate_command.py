@@ -14,6 +14,8 @@ from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
+from autopar.errors import ClusterError
+from autopar.simulate_command import simulate_row
 
 HEADER = "model,cluster,tp,pp,dp,microbatch,global_batch,seq,recompute"
 ROW = "llama-3-8b,8xh100,2,1,4,1,16,4096,full"
@@ -192,3 +194,11 @@ def test_options_that_contradict_are_refused(tmp_path: Path, capsys: pytest.Capt
     ):
         code, _, err = run(capsys, *arguments)
         assert code == 2 and message in err
+
+
+def test_figures_that_were_reached_are_not_taken_for_nominal_ones() -> None:
+    """A calibrated device's, and the preset of one: constants of training steps are parts of nominal figures."""
+    row = {"model": "llama-3-8b", "micro_batch": "1", "global_batch": "1", "seq": "4096", "precision": "bf16"}
+    assert simulate_row({**row, "cluster": "1xh200"}, "row")["step_seconds"] > 0
+    with pytest.raises(ClusterError, match="figures of this h200 are what it reached when it was calibrated"):
+        simulate_row({**row, "cluster": "1xh200-eager"}, "row")

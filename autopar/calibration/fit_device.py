@@ -59,11 +59,12 @@ def fit_device(samples: Sequence[WorkSample], origin: Origin) -> tuple[Device, t
     efficiency = min(1.0, rates[0] / fastest[0])
     memory_bound = [error for error, k in zip(errors, product, strict=True) if k < 0]
     whose = "of the host, shared by its ranks" if origin.device == "cpu" else "of the device"
+    whose_launch = "autograd included" if origin.device == "cpu" else "the device's alone"
     peaks = []
     sources = [
         ("memory_bytes", f"{origin}: {whose}"),
         ("memory_bandwidth", f"{origin}: {_error_text(memory_bound)} of memory-bound operations"),
-        ("launch_seconds", f"{origin}: fitted together with the rates, autograd included"),
+        ("launch_seconds", f"{origin}: fitted together with the rates, {whose_launch}"),
         ("efficiency", f"{origin}: fitted {dtypes[0]} products over the fastest of them"),
     ]
     for k, (dtype, rate) in enumerate(zip(dtypes, rates, strict=True)):
@@ -92,8 +93,10 @@ def with_attention(device: Device, samples: Sequence[WorkSample], origin: Origin
         always, per_head, per_key = np.exp(logs).tolist()
         return replace(device, attention=always, attention_per_head=per_head, attention_per_key=per_key)
 
+    alone = load_cluster("1xcpu")
+
     def errors(logs: npt.NDArray[np.float64]) -> list[float]:
-        cluster = replace(load_cluster("1xcpu"), device=of(logs))
+        cluster = replace(alone, device=of(logs))
         return [math.log(predicted_work(cluster, sample) / sample.seconds) for sample in samples]
 
     start = [math.log(0.5), math.log(64.0), math.log(256.0)]

@@ -79,7 +79,7 @@ class Measuring:
         )
         self.skew = SkewRounds(levels, device=device, tell=tell) if levels else None
         self.work = WorkRounds(effort.dtypes, device=device, tell=tell)
-        self.steps = StepRounds(device, tell)
+        self.steps = StepRounds(effort.dtypes, device=device, tell=tell)
 
     def run(self, tell: Tell) -> None:
         """One round of everything; operations twice, or all of a round's would fall into the same second or two."""

@@ -4,11 +4,11 @@ Operations measured one by one find their operands in the caches, their code war
 follows another, and ranks that share a core take the caches from one another at every switch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.calibration.reference_steps import STEPS, training_step
+from autopar.calibration.reference_steps import SIZES, STEPS, training_step
 from autopar.calibration.samples import StepSample
 from autopar.calibration.timing import Rounds, Tell
 
@@ -17,10 +17,10 @@ IN_A_ROW = 5
 
 
 class StepRounds:
-    """Training steps, round by round; all ranks make and call this together."""
+    """Training steps, round by round, of those whose dtype is measured; all ranks make and call this together."""
 
-    def __init__(self, device: torch.device, tell: Tell) -> None:
-        self.steps = STEPS[device.type]
+    def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
+        self.steps = [step for step in STEPS[device.type] if SIZES[step[0]].precision in dtypes]
         calls = [_in_a_row(training_step(batch, size, device)) for size, batch in self.steps]
         self.rounds = Rounds(calls, device, tell, "training steps")
 

@@ -9,6 +9,8 @@ Quick calls are repeated within a round. A GPU's time is between events on its s
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,15 +70,22 @@ def replayed(call: Call, device: torch.device) -> Call:
     if device.type != "cuda":
         return call
     beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(beside):  # as torch asks: what a first call sets up is no part of a graph
         for _ in range(2):
             call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool()):
         for _ in range(REPLAYS["cuda"]):
             call()
     return graph.replay
+
+
+@cache
+def _pool() -> Any:
+    """Where all replayed calls put their results: nobody reads them, and no two calls run at once."""
+    return torch.cuda.graph_pool_handle()
 
 
 def interquartile_mean(values: Sequence[float]) -> float:

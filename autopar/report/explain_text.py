@@ -89,8 +89,8 @@ def _odd_text(odd: OddRows) -> str:
     others = f" and {odd.count - 1} more" if odd.count > 1 else ""
     lengths = " and ".join(str(n) for n in odd.rows if n % 8)
     return (
-        f"rows of an odd length: {odd.name}{others} take {seconds_text(odd.seconds)} a step, {odd.times:g} times what "
-        f"rows of a multiple of 8 would: on a rank {lengths}; pad them, or split them otherwise"
+        f"unaligned rows: {odd.name}{others} take {seconds_text(odd.seconds)} a step, {seconds_text(odd.padded)} if "
+        f"rows were a multiple of 8: on a rank {lengths}; pad them, or split them otherwise"
     )
 
 

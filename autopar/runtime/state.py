@@ -190,8 +190,8 @@ class State:
 
 
 def _mover(parameter: nn.Parameter) -> Callable[[Tensor], None]:
-    """A leaf's hook that hands its gradient to the parameter. It holds the parameter weakly: hooks are kept where the
-    garbage collector does not look, and a parameter that they hold would never leave memory."""
+    """A leaf's hook that hands its gradient to the parameter. It holds nothing that holds the leaf, as a module's state
+    does: hooks are kept where the garbage collector does not look, and such a circle would never leave memory."""
     held = weakref.ref(parameter)
 
     def move(leaf: Tensor) -> None:

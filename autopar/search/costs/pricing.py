@@ -17,7 +17,6 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest_in_step, least, skew_seconds
 from autopar.cost_models.compute import HOST, Rates, rates_of
-from autopar.cost_models.gemm import misaligned
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
 from autopar.mesh import Mesh
@@ -308,13 +307,16 @@ class Pricer:
             self._towards[key] = backward_seconds(op, grads, sizes, results, local, self.rates)
         return self._towards[key]
 
-    def odd_rows(self, op: Op, names: tuple[str, ...]) -> tuple[tuple[int, ...], float]:
-        """Of matrix products: lengths of their rows on a rank, how many times as long as others they take for them."""
-        if op.rule.product is None or not op.rule.product.in_rows or self.rates.device.name == HOST:
-            return (), 1.0
-        local = self._local(op, names, *self._layouts(op, names))
-        rows = op.rule.product.sizes(local.operand_shapes, local.result_shapes)[2:]
-        return rows, misaligned(rows, op.dtype)
+    def padded_seconds(self, op: Op, names: tuple[str, ...]) -> tuple[tuple[int, ...], float]:
+        """Of matrix products: lengths of their rows on a rank, and seconds forward and backward if rows were padded."""
+        assert op.rule.product is not None
+        wanted, given = self._layouts(op, names)
+        (sizes, results), local = self._sizes(op, wanted, given), self._local(op, names, wanted, given)
+        rates = replace(self.rates, padded=True)
+        seconds = forward_seconds(op, sizes, results, local, rates)
+        if op.has_backward:
+            seconds += backward_seconds(op, op.operand_grads, sizes, results, local, rates)
+        return op.rule.product.sizes(local.operand_shapes, local.result_shapes)[2:], seconds
 
     def _local(self, op: Op, names: tuple[str, ...], wanted: tuple[Layout, ...], given: tuple[Layout, ...]) -> Local:
         """What a rank has of an op under its choices."""

@@ -6,39 +6,43 @@ from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 
+NOISE = 1e-6
+"""Part of an op's seconds below which a difference is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddRows:
-    """`seconds` of a step that products with rows of these lengths on a rank take, `times` what whole pieces of 16
-    bytes would. name: the module of the first; count: how many ops."""
+    """Products with rows of these lengths on a rank, which are no whole pieces of 16 bytes. seconds: of a step; padded:
+    if their rows were. name: the module of the first; count: how many ops."""
 
     name: str
     rows: tuple[int, ...]
     count: int
     seconds: float
-    times: float
+    padded: float
 
     @property
     def lost(self) -> float:
-        """Seconds of a step for the lengths alone, where products are what takes the time."""
-        return self.seconds * (1 - 1 / self.times)
+        return self.seconds - self.padded
 
 
 def odd_rows(plan: Plan, program: Program, pricer: Pricer) -> tuple[OddRows, ...]:
-    """The slowest first."""
+    """Those that padding would save most of first."""
     found: dict[tuple[int, ...], OddRows] = {}
     for op in program.ops:
-        rows, times = pricer.odd_rows(op, plan.choices[op.name])
-        if times == 1:
+        if op.rule.product is None:
             continue
-        price = pricer.op(op, plan.choices[op.name])
-        seconds = (price.forward + price.backward) * plan.microbatches
+        names = plan.choices[op.name]
+        rows, padded = pricer.padded_seconds(op, names)
+        price = pricer.op(op, names)
+        if price.forward + price.backward <= padded * (1 + NOISE):
+            continue
         before = found.get(rows)
         found[rows] = OddRows(
             name=before.name if before else str(op.node.meta.get("module") or op.name),
             rows=rows,
             count=before.count + 1 if before else 1,
-            seconds=seconds + (before.seconds if before else 0.0),
-            times=times,
+            seconds=(price.forward + price.backward) * plan.microbatches + (before.seconds if before else 0.0),
+            padded=padded * plan.microbatches + (before.padded if before else 0.0),
         )
     return tuple(sorted(found.values(), key=lambda odd: -odd.lost))
