@@ -10,6 +10,7 @@ import torch
 from process_group import ranks
 from torch import Tensor
 
+from autopar.errors import ArgumentError
 from autopar.ops.groups import use_groups
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Prepared
@@ -62,3 +63,17 @@ def unfinished() -> tuple[int, int]:
 def test_sums_that_nobody_takes_are_let_go() -> None:
     for left, there in ranks(2).run(unfinished):
         assert there > 0 and left == 0
+
+
+def backward_without_a_module() -> str:
+    loss = cases.distributed(cases.data_parallel((2,), "whole", "always"))(**cases.batch(0)).loss
+    gc.collect()
+    try:
+        loss.backward()
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_has_nowhere_to_go_is_an_error() -> None:
+    assert all("let go before backward" in said for said in ranks(2).run(backward_without_a_module))

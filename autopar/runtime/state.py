@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.errors import ArgumentError
 from autopar.graph import BufferSpec, LocalModel, ParameterSpec
 from autopar.mesh import Mesh
 from autopar.placement import Layout, Shard
@@ -126,7 +127,7 @@ class State:
             self.parameters[spec.placeholder] = parameter
             leaf = local_tensor(parameter.data).detach().requires_grad_(parameter.requires_grad)
             if parameter.requires_grad:
-                leaf.register_post_accumulate_grad_hook(_mover(parameter))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(_mover(self, spec.placeholder))  # type: ignore[no-untyped-call]
             self.stored[spec.placeholder] = leaf
         for buffer in self.local.captured.buffers:
             path, _, name = buffer.names[0].rpartition(".")
@@ -189,16 +190,20 @@ class State:
         return None if held is None else local_tensor(held)
 
 
-def _mover(parameter: nn.Parameter) -> Callable[[Tensor], None]:
-    """A leaf's hook that hands its gradient to the parameter. It holds nothing that holds the leaf, as a module's state
-    does: hooks are kept where the garbage collector does not look, and such a circle would never leave memory."""
-    held = weakref.ref(parameter)
+def _mover(state: State, placeholder: str) -> Callable[[Tensor], None]:
+    """A leaf's hook that hands its gradient to the parameter. It holds the state weakly, which holds the leaf: hooks
+    are kept where no collector looks, and such a circle would never leave memory. (A parameter that is held weakly
+    cannot be swapped for another, as `module.float()` does.)"""
+    held = weakref.ref(state)
 
     def move(leaf: Tensor) -> None:
         gradient, own = leaf.grad, held()
         leaf.grad = None
-        if gradient is not None and own is not None:  # what comes with a bucket comes later
-            _add(own, gradient)
+        if gradient is None:  # what comes with a bucket comes later
+            return
+        if own is None:
+            raise ArgumentError("the module of this loss was let go before backward; keep it until gradients are there")
+        own.add_gradient(placeholder, gradient)
 
     return move
 
