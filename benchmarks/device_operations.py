@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.calibration.timing import REPLAYS, replayed
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SAMPLE_SECONDS = 8e-3
 
@@ -207,28 +209,10 @@ def _temporary(call: Callable[[], Any], device: torch.device) -> int:
 
 def _device_seconds(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
     """Of one call, launched by the device itself where it can."""
-    run = call
-    if device.type == "cuda":
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        times = 8
-        with torch.cuda.graph(graph):
-            for _ in range(times):
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-
-        def run() -> Any:
-            graph.replay()
-    else:
-        times = 1
+    run = replayed(call, device)
     once = _timed(run, 1, device)
     repeats = max(1, min(1000, round(SAMPLE_SECONDS / max(once, 1e-7))))
-    return statistics.median(_timed(run, repeats, device) for _ in range(rounds)) / times
+    return statistics.median(_timed(run, repeats, device) for _ in range(rounds)) / REPLAYS[device.type]
 
 
 def _timed(run: Callable[[], Any], repeats: int, device: torch.device) -> float:

@@ -96,6 +96,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch.autograd.Variable._execution_engine": ("autopar/runtime/private_torch.py",),
     "._local_tensor": ("autopar/runtime/private_torch.py",),
     "._spec": ("autopar/runtime/private_torch.py",),
+    "._get_init_p2p_neighbors_ops": ("autopar/runtime/private_torch.py", "tests/test_runtime_private_torch.py"),
 }
 
 MAX_LINES = 400
