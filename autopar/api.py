@@ -142,6 +142,8 @@ def plan(
                 with_baselines=with_baselines and not buckets,
                 fold=fold,
                 solver=solver,
+                buckets=buckets,
+                flatten=flatten,
                 progress=tell,
             )
         except ArgumentError as error:
@@ -157,9 +159,11 @@ def plan(
         from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
-        if isinstance(found, StagedPlan) or baseline is not None:
+        if baseline is not None:
             tell("choosing buckets")
             return in_buckets(found, captured, machine, flatten=flatten)
+        if isinstance(found, StagedPlan):
+            return found
         return best_in_buckets(
             found, captured, machine, flatten=flatten, with_baselines=with_baselines, tell=tell, seconds=seconds,
             spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
@@ -178,7 +182,7 @@ def plan(
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
             mesh=None if searched else own_mesh,
             schedule=schedule, relative_gap=relative_gap, seconds=seconds, fold=fold,
-            with_baselines=with_baselines and not buckets, tell=tell, finish=bucketed,
+            with_baselines=with_baselines and not buckets, tell=tell, finish=bucketed, buckets=buckets, flatten=flatten,
             shared=captures.sharing,
         )  # fmt: skip
         call = replace(call, bare=captures.bare)
@@ -191,7 +195,7 @@ def plan(
             call.batch(),
             captures.at,
             planned,
-            lambda graph: unlimited_bound(graph, part, own_mesh, config, relative_gap, solver) / num_pipeline,
+            lambda graph: unlimited_bound(graph, part, own_mesh, config, relative_gap, solver, buckets) / num_pipeline,
             relative_gap,
             tell,
             captures.sharing,
@@ -208,9 +212,7 @@ def plan(
 
         part_at = lambda count: captured_model(model, call, config.precision, loss_fn, count)[0]  # noqa: E731
         more = part_at if microbatches == "auto" and not searched else None
-        found, captured = best_woven(
-            found, captured, machine, planned, more, buckets=buckets, flatten=flatten, tell=tell
-        )
+        found, captured = best_woven(found, captured, machine, planned, more, tell=tell)
     if overlap is not None:
         from autopar.search.overlapped import best_overlapped
 

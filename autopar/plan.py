@@ -17,7 +17,7 @@ from autopar.placement import Layout, parse_layout
 from autopar.redistribution import Step, in_levels, route, step_between
 from autopar.version import TORCH_RANGE, in_range
 
-VERSION = 2
+VERSION = 3
 
 ROUNDING = 1e-9
 
@@ -64,9 +64,8 @@ class Estimate:
     saved_by_ways: those of them that ways over several axes save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
-    bound: a proved lower bound on the step seconds over the space searched, every collective alone.
-    bound_in_buckets: one on those of all plans in buckets on this mesh with as many micro-batches, everything in turn;
-        0 if none is proved.
+    bound: a proved lower bound on the step seconds, everything in turn, over the space searched: of plans in buckets
+        where it was searched for those, else of every collective alone. 0 if none is proved.
     baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
     """
 
@@ -77,7 +76,6 @@ class Estimate:
     memory: Mapping[str, float] = field(default_factory=dict)
     rates: str = ""
     bound: float = 0.0
-    bound_in_buckets: float = 0.0
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,7 +90,7 @@ class Estimate:
 
     @property
     def alone_seconds(self) -> float:
-        """The step if every collective went alone and nothing beside it, as the search and its bound count."""
+        """The step if every collective went alone and nothing beside it."""
         return sum(self.seconds.values()) + self.saved
 
     @property
@@ -102,17 +100,9 @@ class Estimate:
     @property
     def gap(self) -> float:
         """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
-        return _gap(self.alone_seconds, self.bound)
-
-    @property
-    def gap_in_buckets(self) -> float:
-        """How far it can be from the best plan in buckets, both in turn."""
-        return _gap(self.in_turn_seconds, self.bound_in_buckets)
-
-
-def _gap(seconds: float, bound: float) -> float:
-    gap = (seconds - bound) / seconds if seconds else 0.0
-    return gap if gap > ROUNDING else 0.0
+        seconds = self.in_turn_seconds
+        gap = (seconds - self.bound) / seconds if seconds else 0.0
+        return gap if gap > ROUNDING else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

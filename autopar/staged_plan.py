@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Estimate, Plan, TrainConfig, check_model, plan_from_json
 from autopar.version import TORCH_RANGE, in_range
 
-STAGED_VERSION = "stages-1"
+STAGED_VERSION = "stages-2"
 """Schema of a saved plan with stages; plans without have a number."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")

@@ -44,7 +44,7 @@ def render(explanation: Explanation) -> RenderableType:
     title = f"what a rank holds at the peak, {explanation.ledger.peak}"
     parts.append(items_table(title, explanation.ledger.nbytes, peak, nbytes_text))
     if explanation.baselines:
-        parts.append(baselines_table(explanation.baselines, explanation.in_buckets or total))
+        parts.append(baselines_table(explanation.baselines, total))
     if explanation.unanswered:
         listed = "; ".join(explanation.unanswered)
         parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
@@ -73,8 +73,8 @@ def _heading(explanation: Explanation) -> list[str]:
     parts = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     lines = [f"{plan.model} on {plan.cluster}, mesh {plan.mesh}{parts} [{plan.origin}]"]
     proved = f", none takes less than {seconds_text(estimate.bound)}" if estimate.bound else ""
-    if explanation.in_buckets is not None:
-        proved += f" (each collective alone; in buckets {seconds_text(explanation.in_buckets)})"
+    if explanation.hidden:
+        proved += f" (everything in turn; {seconds_text(explanation.hidden)} run beside compute)"
     lines.append(
         f"step {seconds_text(estimate.step_seconds)}{proved}; memory {nbytes_text(estimate.peak_nbytes)} of "
         f"{nbytes_text(explanation.limit)} a device"
@@ -160,18 +160,15 @@ def signed(seconds: float, total: float, plus: str = "+") -> str:
 def _alternatives(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
     title = "plans near this one (the best without what is named, under the same limit)"
-    together = explanation.in_buckets
-    more = ("in buckets",) if together is not None else ()
-    table = columns_of(title, "without", "instead", "step", "more than this", "at least", "peak", *more, folded=2)
+    table = columns_of(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
     alike: dict[tuple[object, ...], list[Alternative]] = {}
     for other in explanation.alternatives:
         alike.setdefault((other.instead, other.seconds, other.bound, other.why_not), []).append(other)
     for others in alike.values():
         other, without = others[0], "; or ".join(other.without for other in others)
         if other.seconds is None:
-            table.add_row(without, other.why_not, *[""] * (4 + len(more)))
+            table.add_row(without, other.why_not, *[""] * 4)
             continue
-        last = [] if together is None or other.in_buckets is None else [signed(other.in_buckets - together, together)]
         table.add_row(
             without,
             other.instead,
@@ -179,7 +176,6 @@ def _alternatives(explanation: Explanation) -> Table:
             signed(other.seconds - own.step_seconds, own.step_seconds),
             signed(other.bound - own.step_seconds, own.step_seconds),
             nbytes_text(other.nbytes),
-            *last,
         )
     return table
 

@@ -102,17 +102,13 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(search_text(searched))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
-        alone, proved = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}", ""
-        if estimate.bound:
-            bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
-            proved = f", in the space searched none takes less than {bound} (gap {gap})"
-            alone += f", and no plan of the space searched less than {bound} (gap {gap})"
         if estimate.hidden:
             step += f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}"
-        if plan.buckets and estimate.bound_in_buckets:
-            least, gap = seconds_text(estimate.bound_in_buckets), percent_text(estimate.gap_in_buckets)
-            step += f", and no plan in buckets on this mesh less than {least} (gap {gap})"
-        step += alone if plan.buckets else proved
+        if estimate.bound:
+            bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
+            step += f", in the space searched none takes less than {bound} (gap {gap})"
+        if plan.buckets:
+            step += f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
@@ -123,7 +119,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         if ranked := estimate.solver.get("timeline"):
             lines.append(timeline_text(ranked))
         if (folded := estimate.solver.get("folded_seconds")) is not None:
-            more = percent_text(folded / estimate.alone_seconds - 1)
+            more = percent_text(folded / estimate.solver["searched_seconds"] - 1)
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )

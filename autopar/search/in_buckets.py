@@ -1,20 +1,20 @@
-"""Which plan is best where parameters share messages? Searched with starts that many share, then priced in buckets.
+"""Which plan is best where parameters share messages? What a search for buckets found, and what it does not see.
 
-The search counts every collective alone, so a plan of many small messages (data parallelism) may lose to one that sends
-few, and win in buckets. So the plan's problem is solved again with a part of the start of parameters' collectives:
+In that search a parameter counts its share of a start (`Pricer.share`), so that its bound is one for all plans in
+buckets, and a plan whose parameters all go one way is priced as it will be. Where a plan sends them several ways, each
+of its buckets pays a whole start, of which the search counted a part: few where starts are a small part of a step, and
+then its plan is proved to be as near the best as was asked. Where it is not, others are priced in buckets too:
 
-    none        a parameter costs what its bytes take. A bucket costs its parameters no less, whatever it merges and
-                whichever way it goes, so the bound of this search is one for all plans in buckets; it is done first,
-                below what the plan at hand takes, and often proves that there is nothing to find
-    a tenth     nearer to what buckets of a block take
-    on axes     none, with parameters whole and some of the mesh's axes idle: where one message costs more than it saves
-                over a slow link, copies inside a host may still share a bucket, which neither search above sees, for
-                without starts the slow link pays too
+    as paid     searched again, where a way of which the last plan had a part counts as much more of a start as that
+                plan paid for it (dynamic slope scaling: Kim and Pardalos 1999, Operations Research Letters 24)
+    alone       searched with every start whole
+    on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
+                a slow link, copies inside a host may still share a bucket
+    baselines   the named ones
 
-Bounds count everything in turn. Candidates are these, the plan at hand and the named baselines: each with its own
-buckets, and with what of their reductions runs beside backward taken off, the cheapest is taken. No search is begun
-that would take more than a part of what planning took before, nor where the plan at hand is a rough one, as no search
-had found another in time (`joint.at_hand`): then nothing is proved in buckets.
+and the cheapest, with what of its reductions runs beside backward taken off, is taken. Nothing is begun that would take
+more than a part of what planning took before, nor where the plan at hand is a rough one, as no search had found another
+in time (`joint.at_hand`).
 """
 
 import itertools
@@ -28,7 +28,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.placement import Shard
-from autopar.plan import Estimate, Plan
+from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -43,8 +43,6 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import MARK
 
-SHARES = (0.0, 0.1)
-"""Parts of a start that count; the first proves."""
 COPIES_GAP = 1e-2
 ROUGH = "rough"
 """What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
@@ -64,8 +62,8 @@ def best_in_buckets(
     spent: float = 0.0,
     **search: Any,
 ) -> Plan:
-    """The cheapest in buckets of `plan`, of plans searched for buckets and of named baselines, on its mesh and number
-    of micro-batches; with `plan`'s bound of collectives alone. `estimate.solver["buckets"]` says what each takes.
+    """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
+    as many micro-batches; with `plan`'s bound. `estimate.solver["in_buckets"]` says what each takes.
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
     there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
@@ -73,14 +71,7 @@ def best_in_buckets(
     """
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-
-    def finish(other: Plan) -> Plan:
-        return bucketed(other, program, pricer, flatten=flatten)
-
-    tell("choosing buckets")
-    first = finish(plan)
-    found, bound = {"the search": first}, 0.0
-    gap = float(search["relative_gap"])
+    found, gap = {"the search": plan}, float(search["relative_gap"])
     facts = plan.estimate.solver
     needed = math.inf if ROUGH in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
     end = time.process_time() + max(PART * spent, LEAST)
@@ -88,21 +79,20 @@ def best_in_buckets(
     def best() -> Plan:
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
 
+    def finish(other: Plan) -> Plan:
+        return bucketed(other, program, pricer, flatten=flatten)
+
     def is_proved() -> bool:
         least = min(one.estimate.in_turn_seconds for one in found.values())
-        return plan.mesh.size == 1 or bound >= least * (1 - gap)
+        return plan.mesh.size == 1 or plan.estimate.bound >= least * (1 - gap)
 
     def is_over() -> bool:
         return time.process_time() + needed > end
 
-    for share in SHARES:
-        if is_proved() or is_over():
-            break
-        tell(f"planning for buckets, {share:.0%} of starts counted")
-        other, proved = _searched(program, pricer, share, best().estimate.in_turn_seconds, seconds, tell, search)
-        bound = bound if share else proved
-        if other is not None:
-            found[f"{share:.0%} of starts"] = finish(other)
+    if not is_proved() and not is_over():
+        tell("planning with every start counted")
+        if (other := _searched_alone(program, pricer, seconds, tell, search)) is not None:
+            found["every start counted"] = finish(other)
     for axes in _parts(program, pricer):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
@@ -117,40 +107,33 @@ def best_in_buckets(
         chosen = compare(chosen, program, pricer, tell, finish)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
+    own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}
+    others = {key: value for key, value in facts.items() if key != "recompute"}
     compared = {"seconds": {name: one.estimate.step_seconds for name, one in found.items()}}
-    own = replace(chosen.estimate, baselines=chosen.estimate.baselines if with_baselines else {})
-    return chosen.with_estimate(_certified(own, first.estimate, bound, compared))
+    return chosen.with_estimate(
+        replace(
+            chosen.estimate,
+            bound=min(plan.estimate.bound, chosen.estimate.in_turn_seconds),
+            baselines=chosen.estimate.baselines if with_baselines else {},
+            solver={**others, **own, MARK: compared},
+        )
+    )
 
 
-def _searched(
+def _searched_alone(
     program: Program,
     pricer: Pricer,
-    share: float,
-    cutoff: float,
     seconds: float | None,
     tell: Callable[[str], None],
     search: dict[str, Any],
-) -> tuple[Plan | None, float]:
-    """The best plan with so much of a start, if it is below the cutoff, and what is proved of all."""
-    own = Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, start_share=share)
+) -> Plan | None:
+    """The best plan of all whose collectives go alone."""
     try:
-        made = plan_program(
-            program,
-            own,
-            seconds=seconds,
-            with_baselines=False,
-            say_least=False,
-            cutoff=cutoff,
-            progress=tell,
-            **search,
+        return plan_program(
+            program, pricer, seconds=seconds, with_baselines=False, say_least=False, progress=tell, **search
         )
-    except CutoffError as error:
-        return None, min(error.bound, cutoff)
-    except (InfeasibleError, SearchTimeoutError):
-        return None, 0.0
-    bound = made.estimate.bound
-    made = made.with_estimate(replace(made.estimate, bound=0.0))
-    return made.with_estimate(evaluate_program(made, program, pricer)), bound
+    except (CutoffError, InfeasibleError, SearchTimeoutError):
+        return None
 
 
 def _parts(program: Program, pricer: Pricer) -> list[tuple[int, ...]]:
@@ -172,14 +155,14 @@ def _least_work(program: Program, pricer: Pricer, axes: tuple[int, ...]) -> floa
 def _copies_on(
     program: Program, pricer: Pricer, axes: tuple[int, ...], seconds: float | None, fold: bool
 ) -> Plan | None:
-    """The best plan without starts that splits nothing on other axes, and of parameters nothing; None if it does not
+    """The best plan in buckets that splits nothing on other axes, and of parameters nothing; None if it does not
     fit."""
-    free = Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, start_share=0.0)
+    together = Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, in_buckets=True)
     part = Restriction(
         choice=lambda op, axis, name: axis in axes or name == "invariant",
         storage=lambda tensor, storage: not any(isinstance(place, Shard) for place in storage.axes),
     )
-    problem = build(program, free, limit=None, fold=fold, restriction=part)
+    problem = build(program, together, limit=None, fold=fold, restriction=part)
     try:
         solution = solve(problem.graph, relative_gap=COPIES_GAP, seconds=seconds)
     except SearchTimeoutError:
@@ -187,15 +170,3 @@ def _copies_on(
     plan = extract(problem, solution, pricer.cluster, pricer.config, "search")
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))
     return plan if plan.estimate.peak_nbytes <= memory_limit(pricer.cluster, pricer.config) else None
-
-
-def _certified(chosen: Estimate, first: Estimate, bound: float, facts: dict[str, Any]) -> Estimate:
-    """What the chosen plan costs, with what was searched and proved."""
-    own = {key: value for key, value in chosen.solver.items() if key == "recompute"}
-    others = {key: value for key, value in first.solver.items() if key != "recompute"}
-    return replace(
-        chosen,
-        bound=min(first.bound, chosen.alone_seconds),
-        bound_in_buckets=min(bound, chosen.in_turn_seconds),
-        solver={**others, **own, MARK: facts},
-    )

@@ -61,7 +61,7 @@ def choose_microbatches(
     failures: list[InfeasibleError] = []
     for count in candidates:
         lower = max((seconds for n, seconds in least.items() if count % n == 0), default=0.0)
-        if best is not None and best[0].estimate.step_seconds * (1 - relative_gap) <= lower * (1 + TOLERANCE):
+        if best is not None and best[0].estimate.in_turn_seconds * (1 - relative_gap) <= lower * (1 + TOLERANCE):
             said[str(count)] = f"not searched: no plan takes less than {lower:.4g} s"
             proved.append(lower)
             continue
@@ -79,9 +79,9 @@ def choose_microbatches(
             failures.append(error)
             said[str(count)] = _needs(error)
         else:
-            said[str(count)] = made.estimate.step_seconds
+            said[str(count)] = made.estimate.in_turn_seconds
             proved.append(made.estimate.bound)
-            if best is None or made.estimate.step_seconds < best[0].estimate.step_seconds:
+            if best is None or made.estimate.in_turn_seconds < best[0].estimate.in_turn_seconds:
                 best = made, captured
         least[count] = max(lower, bound(captured))
     if best is None:
@@ -89,7 +89,7 @@ def choose_microbatches(
     made, captured = best
     estimate = replace(
         made.estimate,
-        bound=min([made.estimate.step_seconds, *proved]),
+        bound=min([made.estimate.in_turn_seconds, *proved]),
         solver={**made.estimate.solver, "microbatches": said},
     )
     return made.with_estimate(estimate), captured
@@ -139,11 +139,17 @@ def _part(capture: Callable[[int], CapturedModel], batch: int, count: int) -> Ca
 
 
 def unlimited_bound(
-    captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig, relative_gap: float, solver: str
+    captured: CapturedModel,
+    cluster: Cluster,
+    mesh: Mesh,
+    config: TrainConfig,
+    relative_gap: float,
+    solver: str,
+    buckets: bool = False,
 ) -> float:
     """Seconds that no plan of a graph takes less than, if memory has no limit."""
     program = make_program(captured)
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=config)
+    pricer = Pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets)
     if solver == "double-recursive" or mesh.num_axes > SEARCHED_AXES:
         return work_bound(program, pricer)
     return solve(build(program, pricer, limit=None).graph, relative_gap=relative_gap).bound

@@ -79,16 +79,10 @@ class Ranking:
         estimate = replace(
             plan.estimate,
             bound=first.estimate.bound,
-            bound_in_buckets=first.estimate.bound_in_buckets if _place(plan) == _place(first) else 0.0,
             baselines=first.estimate.baselines,
             solver=solver,
         )
         return plan.with_estimate(estimate), captured
-
-
-def _place(plan: Some) -> tuple[object, ...]:
-    """What a bound in buckets is for."""
-    return plan.mesh, plan.microbatches, isinstance(plan, StagedPlan)
 
 
 def best_overlapped(

@@ -33,6 +33,7 @@ from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.timeline.buckets import bucketed
 
 GB = 1e9
 SOLVERS = ("auto", "ilp", "double-recursive")
@@ -49,9 +50,14 @@ def make_plan(
     with_baselines: bool = True,
     fold: bool = True,
     solver: str = "auto",
+    buckets: bool = False,
+    flatten: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan of `captured` on `mesh`, with its estimate, bound and baselines.
+
+    buckets: parameters share messages, in the search, its bound, the plan and the baselines; flatten: see
+    `timeline.buckets.bucketed`.
 
     relative_gap: stop when the plan is proved to be within this of the best. seconds: stop solving then, with the best
     plan so far and its true gap. fold: equal blocks decide alike; without it the plan also says what folding costs, and
@@ -72,12 +78,13 @@ def make_plan(
         raise ArgumentError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
     return plan_program(
         make_program(captured),
-        Pricer(mesh=mesh, cluster=cluster, config=config),
+        Pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets),
         relative_gap=relative_gap,
         seconds=seconds,
         with_baselines=with_baselines,
         fold=fold,
         solver=solver,
+        flatten=flatten,
         progress=progress,
     )
 
@@ -98,8 +105,9 @@ def plan_program(
     prices: dict[int, float] | None = None,
     is_below: bool = False,
     mixes: Callable[[Plan, Plan], None] | None = None,
+    flatten: bool = True,
 ) -> Plan:
-    """`make_plan` for a program and prices at hand.
+    """`make_plan` for a program and prices at hand; in buckets if these are.
 
     cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
     share: of a pipeline rank, whose memory is limited instead of the whole model's; its plan is not priced. prices: of
@@ -156,16 +164,22 @@ def plan_program(
         facts["folded_seconds"] = folded.estimate.step_seconds
         if folded.estimate.step_seconds < plan.estimate.step_seconds:
             plan = folded
+    facts["searched_seconds"] = plan.estimate.step_seconds
+
+    def finish(other: Plan) -> Plan:
+        return bucketed(other, program, pricer.alone(), flatten=flatten) if pricer.in_buckets else other
+
+    plan = finish(plan)
     if plan.recompute or plan.remade:
-        facts["recompute"] = _traded(plan, program, pricer)
+        facts["recompute"] = _traded(plan, program, pricer.alone())
     plan = plan.with_estimate(
         replace(
             plan.estimate,
-            bound=min(bound, plan.estimate.step_seconds),
+            bound=min(bound, plan.estimate.in_turn_seconds),
             solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
         )
     )
-    return compare(plan, program, pricer, tell) if with_baselines else plan
+    return compare(plan, program, pricer.alone(), tell, finish) if with_baselines else plan
 
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
@@ -218,7 +232,7 @@ def compare(
         compared[name] = other.estimate.step_seconds
         if other.estimate.step_seconds < best.estimate.step_seconds:
             best = other
-    bound = min(plan.estimate.bound, best.estimate.alone_seconds)
+    bound = min(plan.estimate.bound, best.estimate.in_turn_seconds)
     facts = dict(plan.estimate.solver)
     if best is not plan:
         facts.pop("recompute", None)

@@ -18,7 +18,6 @@ from autopar.search.costs.evaluate import evaluate, itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
 from autopar.search.known.baselines import memory_limit
-from autopar.search.timeline.buckets import with_buckets
 from autopar.staged_plan import StagedPlan
 
 LEAST = 0.01
@@ -35,14 +34,12 @@ def best_woven(
     search: Callable[[CapturedModel], Plan | StagedPlan],
     capture: Capture | None = None,
     *,
-    buckets: bool = True,
-    flatten: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Plan, CapturedModel]:
     """`plan`, or the one of its answers that takes the shortest step within the memory limit; and its graph.
 
-    search: the best plan for a graph. capture: None if the number of micro-batches is given. buckets, flatten: of other
-    plans. `estimate.solver["copies"]` says what each takes.
+    search: the best plan for a graph. capture: None if the number of micro-batches is given.
+    `estimate.solver["copies"]` says what each takes.
     """
     limit = memory_limit(cluster, plan.config)
     found = {f"{plan.microbatches}, one at a time": (plan, captured)}
@@ -64,15 +61,14 @@ def best_woven(
             except (BatchError, InfeasibleError, SearchTimeoutError):
                 other = None
             if isinstance(other, Plan):
-                add(with_buckets(other, graph, cluster, flatten=flatten) if buckets else other, graph)
+                add(other, graph)
     best, graph = min(found.values(), key=lambda one: one[0].estimate.step_seconds)
     if len(found) == 1:
         return plan, captured
     first = plan.estimate
     estimate = replace(
         best.estimate,
-        bound=min(first.bound, best.estimate.alone_seconds),
-        bound_in_buckets=min(first.bound_in_buckets, best.estimate.in_turn_seconds),
+        bound=min(first.bound, best.estimate.in_turn_seconds),
         baselines=first.baselines,
         solver={**first.solver, "copies": {name: one.estimate.step_seconds for name, (one, _) in found.items()}},
     )

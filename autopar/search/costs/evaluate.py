@@ -124,7 +124,8 @@ def _charges(
         return (Charge(kind, name, duration * times, axes, backward) for kind, duration, axes in timed)
 
     def stepped(tensor: Tensor, step: Step) -> tuple[Timed, Timed]:
-        return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter")
+        share = pricer.share(tensor, plan.lifetimes.get(tensor.name, ""))
+        return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter", share)
 
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])

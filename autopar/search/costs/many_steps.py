@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autopar.placement import Layout, Shard, is_even, local_shape
 from autopar.redistribution import COLLECTIVES, Step
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, total
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -82,9 +82,12 @@ def make_steps(layouts: tuple[Layout, ...], steps: Sequence[Step]) -> Steps:
 
 
 def step_seconds(
-    found: Steps, shape: tuple[int, ...], element_size: int, pricer: Pricer, parameter: bool
+    found: Steps, shape: tuple[int, ...], element_size: int, pricer: Pricer, parameter: bool, share: float = 1.0
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
-    """Of each step of a tensor of this shape whether it is possible, and its seconds there and back."""
+    """Of each step of a tensor of this shape whether it is possible, and its seconds there and back.
+
+    share: what part of a start counts.
+    """
     mesh = pricer.mesh
     shapes = np.array([local_shape(shape, layout, mesh) for layout in found.layouts], dtype=np.int64)
     elements = shapes.reshape(len(found.layouts), len(shape)).prod(axis=1)
@@ -100,8 +103,14 @@ def step_seconds(
         elif sent.kind != "all_reduce":  # as many chunks as ranks, of the sharded side
             moved = moved * ranks
         sizes, place = np.unique(moved * element_size, return_inverse=True)
-        price = np.array([pricer.message(sent.kind, sent.axes, int(size), parameter)[0] for size in sizes])
+        price = np.array([pricer.message(sent.kind, sent.axes, int(size), parameter, share)[0] for size in sizes])
         seconds[int(sent.backward), sent.steps] += price[place]
+    if parameter and pricer.in_buckets:  # an all-reduce may go in levels
+        for number in found.flattened.tolist():
+            step = found.steps[number]
+            if "all_reduce" in (step.forward, step.backward):
+                pair = pricer.step(step, shape, element_size, True, share)
+                seconds[:, number] = [total(side) for side in pair]
     possible = np.ones(len(found.steps), dtype=bool)
     even = np.array([is_even(shape, layout, mesh) for layout in found.layouts], dtype=bool)
     possible[found.flattened] = even[found.divided]

@@ -56,9 +56,8 @@ class OpPrice:
 class Pricer:
     """Prices of one program on one mesh of one cluster: signatures of another program mean other ops.
 
-    start_share: what part of the start of a parameter's collective counts; less than 1 where several may share one. At
-    0 a parameter costs what its bytes take by the algorithm, and the levels, that take least a byte: no bucket costs
-    its parameters less.
+    in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
+    that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
@@ -67,15 +66,15 @@ class Pricer:
     mesh: Mesh
     cluster: Cluster
     config: TrainConfig
-    start_share: float = 1.0
+    in_buckets: bool = False
     loose: tuple[tuple[int, ...], ...] = ()
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     made: dict[object, Any] = field(default_factory=dict, init=False)
     parameters: dict[object, Any] = field(default_factory=dict, init=False)
     _ops: dict[tuple[int, tuple[str, ...]], OpPrice] = field(default_factory=dict)
-    _steps: dict[tuple[Step, tuple[int, ...], int, bool], tuple[Timed, Timed]] = field(default_factory=dict)
+    _steps: dict[tuple[Step, tuple[int, ...], int, bool, float], tuple[Timed, Timed]] = field(default_factory=dict)
     _forms: dict[tuple[str, tuple[int, ...]], tuple[Form, ...]] = field(default_factory=dict)
-    _sent: dict[tuple[str, tuple[int, ...], int, bool], tuple[float, str]] = field(default_factory=dict)
+    _sent: dict[tuple[str, tuple[int, ...], int, bool, float], tuple[float, str]] = field(default_factory=dict)
     _bytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict)
     _wholes: dict[tuple[Step, tuple[int, ...], int], tuple[int, int]] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], Split] = field(default_factory=dict)
@@ -87,7 +86,7 @@ class Pricer:
             mesh=self.mesh,
             cluster=self.cluster,
             config=self.config,
-            start_share=self.start_share,
+            in_buckets=self.in_buckets,
             loose=self.loose,
             ops=ops or OnAnyMesh(),
             _splits=self._splits,
@@ -106,13 +105,30 @@ class Pricer:
         other.made, other.parameters = self.made, self.parameters
         return other
 
+    def alone(self) -> "Pricer":
+        """The same prices with the whole start of every collective, as those are of which a plan is made."""
+        return replace(self, in_buckets=False, _steps={}) if self.in_buckets else self
+
     @cached_property
     def rates(self) -> Rates:
         return rates_of(self.cluster.device)
 
-    def message(self, kind: str, axes: tuple[int, ...], nbytes: int, parameter: bool) -> tuple[float, str]:
-        """Seconds of a collective along mesh axes, and the algorithm that takes them. `parameter`: of what is sent."""
-        key = (kind, axes, nbytes, parameter)
+    def share(self, tensor: Tensor, lifetime: str) -> float:
+        """What part of a start a tensor counts for each of its messages.
+
+        A bucket of what is gathered for each use is of one block, any other of any parameters (`timeline.buckets`). The
+        shares of all that may be in one are at most 1 together. A message takes s + n b of n bytes at least, each
+        algorithm with its own s and b; beyond n times the least b that grows with n, so what shares of it, of fewer
+        bytes, add up to is at most what the bucket takes.
+        """
+        return tensor.shares[lifetime != "use"] if self.in_buckets and tensor.kind == "parameter" else 1.0
+
+    def message(
+        self, kind: str, axes: tuple[int, ...], nbytes: int, parameter: bool, share: float = 1.0
+    ) -> tuple[float, str]:
+        """Seconds of a collective along mesh axes, with so much of its start, and the algorithm that takes them whole.
+        `parameter`: of what is sent."""
+        key = (kind, axes, nbytes, parameter, share)
         found = self._sent.get(key)
         if found is None:
             forms = self._forms.get((kind, axes))
@@ -121,9 +137,9 @@ class Pricer:
                 self._forms[kind, axes] = forms
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
-            if parameter and self.start_share < 1:
+            if share < 1.0:
                 moving = nbytes * min(form.seconds_per_byte for form in forms) / part
-                found = moving + self.start_share * (found[0] - moving), found[1]
+                found = moving + share * (found[0] - moving), found[1]
             self._sent[key] = found
         return found
 
@@ -141,18 +157,20 @@ class Pricer:
         crossings = axis_links(self.cluster, self.mesh.shape, axes).crossings
         return crossings[0].level.name if crossings else ""
 
-    def timed(self, sent: tuple[Message, ...], parameter: bool = False) -> Timed:
-        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter)[0], m.axes) for m in sent)
+    def timed(self, sent: tuple[Message, ...], parameter: bool = False, share: float = 1.0) -> Timed:
+        return tuple((m.kind, self.message(m.kind, m.axes, m.nbytes, parameter, share)[0], m.axes) for m in sent)
 
-    def step(self, step: Step, shape: tuple[int, ...], element_size: int, parameter: bool) -> tuple[Timed, Timed]:
-        """Collectives of the forward and of the backward pass of one redistribution step."""
-        key = (step, shape, element_size, parameter)
+    def step(
+        self, step: Step, shape: tuple[int, ...], element_size: int, parameter: bool, share: float = 1.0
+    ) -> tuple[Timed, Timed]:
+        """Collectives of the forward and of the backward pass of one redistribution step, with so much of a start."""
+        key = (step, shape, element_size, parameter, share)
         if key not in self._steps:
-            ways = (step, *levels_of(step, self.mesh)) if parameter and self.start_share < 1 else (step,)
+            ways = (step, *levels_of(step, self.mesh)) if parameter and self.in_buckets else (step,)
             found = []
             for way in ways:
                 forward, backward = messages(way, shape, element_size, self.mesh)
-                found.append((self.timed(forward, parameter), self.timed(backward, parameter)))
+                found.append((self.timed(forward, parameter, share), self.timed(backward, parameter, share)))
             self._steps[key] = min(found, key=lambda pair: total(pair[0]) + total(pair[1]))
         return self._steps[key]
 

@@ -5,6 +5,7 @@ with several. `getitem` nodes are no ops of their own. Backward passes run only 
 joins to the loss.
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor as TorchTensor
 from torch import fx
 
+from autopar.blocks import block_of
 from autopar.graph import CapturedModel, operands, requires_grad, target_name
 from autopar.passes.ride_along import countable_rows
 from autopar.rules.elementwise import is_positive
@@ -28,6 +30,8 @@ class Tensor:
     """One tensor. `kind`: `op`, or that of its placeholder; `producer`: position of its op, None for placeholders.
 
     stored_size: bytes of an element as it is stored, of a parameter under mixed precision more than as computed on.
+    shares: its part of the bytes of all parameters that the block of its first use is first to use, and of all there
+    are; those of all others are 1.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Tensor:
     requires_grad: bool
     producer: int | None = None
     index: int = 0
+    shares: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,12 +148,29 @@ def make_program(captured: CapturedModel) -> Program:
     return Program(
         captured=captured,
         ops=tuple(ops),
-        tensors=tensors,
+        tensors={**tensors, **_shared_out([t for t in tensors.values() if t.kind == "parameter"], ops, readers)},
         readers={name: tuple(readers.get(name, ())) for name in tensors},
         loss=captured.loss,
         ends=captured.ends,
         mutated=captured.results,
     )
+
+
+def _shared_out(
+    parameters: Sequence[Tensor], ops: Sequence[Op], readers: Mapping[str, Sequence[tuple[int, int]]]
+) -> dict[str, Tensor]:
+    """Parameters with their shares."""
+    used = [p for p in parameters if p.name in readers]
+    blocks = [block_of(ops[min(readers[p.name])[0]].module) for p in used]
+    sizes = [p.element_size * math.prod(p.shape) for p in used]
+    of_block: dict[str, int] = {}
+    for block, nbytes in zip(blocks, sizes, strict=True):
+        of_block[block] = of_block.get(block, 0) + nbytes
+    whole = sum(sizes)
+    return {
+        p.name: replace(p, shares=(nbytes / of_block[block], nbytes / whole) if nbytes else (0.0, 0.0))
+        for p, block, nbytes in zip(used, blocks, sizes, strict=True)
+    }
 
 
 def _tensor(

@@ -28,12 +28,13 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
+from autopar.search.timeline.buckets import bucketed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """What is forbidden, what is done instead ("" where that is many things), and seconds, a lower bound on those of
-    any such plan, and bytes; or `why_not`. plan: the best of these; in_buckets: its seconds in buckets, if asked."""
+    any such plan, and bytes; or `why_not`. plan: the best of these."""
 
     without: str
     instead: str = ""
@@ -41,7 +42,6 @@ class Alternative:
     bound: float = 0.0
     nbytes: float = 0.0
     why_not: str = ""
-    in_buckets: float | None = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ Question = tuple[str, Callable[[float], Alternative]]
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Where alternatives are looked for: the plan's own mesh, micro-batches and limit."""
+    """Where alternatives are looked for: the plan's own mesh, micro-batches and limit; in buckets, if prices are."""
 
     plan: Plan
     program: Program
@@ -218,14 +218,16 @@ class Space:
         except SearchTimeoutError:
             return Alternative(without=without, why_not=f"no plan found in {seconds:.0f} s")
         plan = extract(problem, solution, self.pricer.cluster, self.pricer.config, "ilp")
-        estimate = evaluate_program(plan, self.program, self.pricer)
+        if self.pricer.in_buckets:
+            plan = bucketed(plan, self.program, self.pricer.alone())
+        plan = plan.with_estimate(evaluate_program(plan, self.program, self.pricer.alone()))
         return Alternative(
             without=without,
             instead=said(plan),
-            seconds=estimate.step_seconds,
-            bound=min(solution.bound, estimate.step_seconds),
-            nbytes=estimate.peak_nbytes,
-            plan=plan.with_estimate(estimate),
+            seconds=plan.estimate.in_turn_seconds,
+            bound=min(solution.bound, plan.estimate.in_turn_seconds),
+            nbytes=plan.estimate.peak_nbytes,
+            plan=plan,
         )
 
 

@@ -61,8 +61,8 @@ class Offer:
 class Explanation:
     """All of it. limit: bytes a device. limit_costs: seconds that the limit costs the best plan at least and at most,
     None if that was not asked. unanswered: what the time given did not suffice for. odd_rows: products that take long
-    for the lengths of their rows. plan: each collective alone, as the search counts; in_buckets: its seconds in
-    buckets, and named baselines are in buckets too, None if it was made without.
+    for the lengths of their rows. plan: everything in turn, as the search counts; hidden: seconds of it that run beside
+    compute. is_in_buckets: so are all others, named baselines too.
     """
 
     plan: Plan
@@ -74,7 +74,8 @@ class Explanation:
     baselines: Mapping[str, float | str]
     unanswered: tuple[str, ...]
     odd_rows: tuple[OddRows, ...] = ()
-    in_buckets: float | None = None
+    hidden: float = 0.0
+    is_in_buckets: bool = False
 
     def __str__(self) -> str:
         from autopar.report.explain_text import explain_text
@@ -94,7 +95,8 @@ class Explanation:
             "baselines": dict(self.baselines),
             "unanswered": list(self.unanswered),
             "odd_rows": [asdict(odd) for odd in self.odd_rows],
-            "in_buckets_seconds": self.in_buckets,
+            "hidden_seconds": self.hidden,
+            "is_in_buckets": self.is_in_buckets,
         }
 
 
@@ -115,10 +117,8 @@ def explain(
     plan.check(captured)
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    together = evaluate_program(plan, program, pricer).step_seconds if MARK in plan.estimate.solver else None
-    plan = replace(plan, buckets=(), ways={})  # as the search counts, each collective alone
     priced = evaluate_program(plan, program, pricer)
-    plan = plan.with_estimate(priced)
+    plan = plan.with_estimate(replace(priced, hidden=0.0))
     asker = _Asker(
         plan=plan,
         captured=captured,
@@ -128,7 +128,8 @@ def explain(
         each=seconds * EACH,
         relative_gap=relative_gap,
         tell=progress or (lambda _: None),
-        together=together,
+        hidden=priced.hidden,
+        is_in_buckets=MARK in plan.estimate.solver,
     )
     return asker.run()
 
@@ -158,7 +159,8 @@ class _Asker:
     each: float
     relative_gap: float
     tell: Callable[[str], None]
-    together: float | None
+    hidden: float
+    is_in_buckets: bool
 
     def run(self) -> Explanation:
         plan, cluster = self.plan, self.pricer.cluster
@@ -173,13 +175,12 @@ class _Asker:
                 offers.append(self._offer(change, machine, room))
         alternatives: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
-            space = Space(
-                plan=plan, program=self.program, pricer=self.pricer, limit=limit, relative_gap=self.relative_gap
-            )
+            prices = replace(self.pricer, in_buckets=self.is_in_buckets, _steps={})
+            space = Space(plan=plan, program=self.program, pricer=prices, limit=limit, relative_gap=self.relative_gap)
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
                 if self._asks(label, unanswered):
-                    alternatives.append(self._in_buckets(answer(self._left())))
+                    alternatives.append(answer(self._left()))
         alternatives.sort(key=lambda a: math.inf if a.seconds is None else a.seconds)
         return Explanation(
             plan=plan,
@@ -191,15 +192,9 @@ class _Asker:
             baselines=plan.estimate.baselines or self._baselines(limit, unanswered),
             unanswered=tuple(unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),
-            in_buckets=self.together,
+            hidden=self.hidden,
+            is_in_buckets=self.is_in_buckets,
         )
-
-    def _in_buckets(self, other: Alternative) -> Alternative:
-        """With its seconds in buckets, if the plan is in buckets."""
-        if self.together is None or other.plan is None:
-            return other
-        seconds = bucketed(other.plan, self.program, self.pricer).estimate.step_seconds
-        return replace(other, in_buckets=seconds)
 
     def _left(self) -> float:
         """Seconds for the next question."""
@@ -216,7 +211,7 @@ class _Asker:
     def _offer(self, change: str, cluster: Cluster, limit: float) -> Offer:
         pricer = Pricer(mesh=self.plan.mesh, cluster=cluster, config=self.plan.config)
         own = evaluate_program(self.plan, self.program, pricer)
-        same = own.step_seconds if own.peak_nbytes <= limit else None
+        same = own.in_turn_seconds if own.peak_nbytes <= limit else None
         config = replace(self.plan.config, memory_nbytes=limit)
         try:
             found = make_plan(
@@ -227,12 +222,13 @@ class _Asker:
                 relative_gap=self.relative_gap,
                 seconds=self._left(),
                 with_baselines=False,
+                buckets=self.is_in_buckets,
             ).estimate
         except InfeasibleError as error:
             return Offer(change=change, same=same, best=same, why_not=str(error))
         except SearchTimeoutError:
             return Offer(change=change, same=same, best=same, why_not="no other plan was found in the time given")
-        best, nbytes = found.step_seconds, found.peak_nbytes
+        best, nbytes = found.in_turn_seconds, found.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes
         return Offer(change=change, same=same, best=best, bound=min(found.bound, best), nbytes=nbytes)
@@ -259,8 +255,8 @@ class _Asker:
             if self._asks(f"baseline {name}", unanswered):
                 try:
                     other = baseline_plan(name, self.program, self.pricer, limit)
-                    other = other if self.together is None else bucketed(other, self.program, self.pricer)
-                    out[name] = other.estimate.step_seconds
+                    other = bucketed(other, self.program, self.pricer) if self.is_in_buckets else other
+                    out[name] = other.estimate.in_turn_seconds
                 except InfeasibleError as error:
                     out[name] = str(error)
         return out

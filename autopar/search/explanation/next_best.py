@@ -108,7 +108,8 @@ def _candidates(
     plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
 ) -> Iterator[tuple[Some, str]]:
     """Plans as they are found, with words for each."""
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    buckets = MARK in plan.estimate.solver
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
     limit = memory_limit(cluster, plan.config)
     if plan.mesh.size == 1:
         return
@@ -124,13 +125,13 @@ def _candidates(
         if left():
             tell(f"planning {name}")
             try:
-                yield baseline_plan(name, program, pricer, limit), name
+                yield baseline_plan(name, program, pricer.alone(), limit), name
             except InfeasibleError:
                 continue
     for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
         if mesh.shape != plan.mesh.shape and left():
             tell(f"planning mesh {mesh}")
-            own = Pricer(mesh=mesh, cluster=cluster, config=plan.config)
+            own = Pricer(mesh=mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
             try:
                 yield _planned(program, own, left()), f"mesh {mesh}"
             except (InfeasibleError, SearchTimeoutError):
@@ -167,7 +168,12 @@ def _pipelines(
                 continue
             words = f"{arrangement}, {schedule}" if p > 1 else f"no stages, mesh {arrangement}"
             tell(f"planning {words}")
-            pricer = Pricer(mesh=arrangement.mesh, cluster=arrangement.cluster, config=plan.config)
+            pricer = Pricer(
+                mesh=arrangement.mesh,
+                cluster=arrangement.cluster,
+                config=plan.config,
+                in_buckets=MARK in plan.estimate.solver,
+            )
             try:
                 if p == 1:
                     yield _planned(program, pricer, left()), words

@@ -10,6 +10,7 @@ Memory is counted op by op, within 2% of `live`: a cluster keeps and works in it
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -282,8 +283,9 @@ class Builder:
     def _parameter(self, names: tuple[str, ...], tensor: Tensor, readers: list[Reader]) -> None:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
         times = self._times(names)
+        block, model = zip(*(self.program.tensors[name].shares for name in names), strict=True)
         space = parameter_space(
-            tensor,
+            replace(tensor, shares=(min(block), min(model))),
             uses,
             max((r.savers for r in readers), default=0),
             any(r.in_backward for r in readers),

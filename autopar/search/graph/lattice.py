@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.placement import INVARIANT, REPLICATE, Layout, Placement
-from autopar.redistribution import Step, is_possible, steps_from
+from autopar.redistribution import Step, steps_from
 from autopar.search.costs.many_steps import Steps, make_steps, step_seconds
-from autopar.search.costs.pricing import Pricer, total
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import orders
 from autopar.search.graph.strategy_graph import Floats, Ints
 from autopar.search.graph.ways_kernel import shorten
@@ -55,26 +55,32 @@ class Lattices:
 
     pricer: Pricer
 
-    def of(self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool) -> Lattice:
-        """All layouts with these placements and whole ones (those of parameters nested in any order)."""
-        key = ("lattice", shape, element_size, grad, axes)
+    def of(
+        self,
+        shape: tuple[int, ...],
+        element_size: int,
+        grad: bool,
+        axes: Placements,
+        parameter: bool,
+        share: float = 1.0,
+    ) -> Lattice:
+        """All layouts with these placements and whole ones (those of parameters nested in any order).
+
+        share: what part of a start counts.
+        """
+        key = ("lattice", shape, element_size, grad, axes, share)
         made = self.pricer.parameters if parameter else self.pricer.made
         if key not in made:
-            made[key] = self._make(shape, element_size, grad, axes, parameter)
+            made[key] = self._make(shape, element_size, grad, axes, parameter, share)
         found: Lattice = made[key]
         return found
 
     def _make(
-        self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool
+        self, shape: tuple[int, ...], element_size: int, grad: bool, axes: Placements, parameter: bool, share: float
     ) -> Lattice:
         wide = tuple(n > 1 for n in self.pricer.mesh.shape)
         found = _steps(axes, len(shape), grad, wide, parameter, () if parameter else self.pricer.loose)
-        if parameter and self.pricer.start_share < 1:  # an all-reduce may go in levels
-            possible = np.array([is_possible(s, shape, self.pricer.mesh) for s in found.steps], dtype=bool)
-            prices = [self.pricer.step(s, shape, element_size, parameter) for s in found.steps]
-            forward, backward = (np.array([total(pair[side]) for pair in prices]) for side in (0, 1))
-        else:
-            possible, forward, backward = step_seconds(found, shape, element_size, self.pricer, parameter)
+        possible, forward, backward = step_seconds(found, shape, element_size, self.pricer, parameter, share)
         return Lattice(
             layouts=found.layouts,
             number={layout: i for i, layout in enumerate(found.layouts)},

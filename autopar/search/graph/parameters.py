@@ -79,8 +79,7 @@ def parameter_space(
         s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
     ]
     axes = tuple(frozenset(v.axes[a] for v in (*stored, *uses)) for a in range(pricer.mesh.num_axes))
-    lattice = lattices.of(tensor.shape, tensor.element_size, tensor.requires_grad, axes, True)
-    back = lattice.backward if trained else np.zeros_like(lattice.backward)
+    shape = tensor.shape, tensor.element_size, tensor.requires_grad
     if not limited and once in lifetimes:
         lifetimes = (once,)  # a copy kept longest is made least often
     updates = np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored])
@@ -104,6 +103,8 @@ def parameter_space(
     known: dict[str, Distances] = {}
     for lifetime in lifetimes:
         times = savers if lifetime == "use" else 0
+        lattice = lattices.of(*shape, axes, True, pricer.share(tensor, lifetime))
+        back = lattice.backward if trained else np.zeros_like(lattice.backward)
         distances = known[lifetime] = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
         passages = _passages(distances, stored, uses, back)
         paid = 1 if lifetime == "step" else microbatches
@@ -127,6 +128,7 @@ def parameter_space(
     ways = []
     for s, lifetime, u, seconds, again, moved in found if shared else (found[i] for i in kept):
         if (s, lifetime) in chosen:
+            lattice = known[lifetime].lattice
             arcs = known[lifetime].path(lattice.number[stored[s]], lattice.number[uses[u]])
             way = Way(
                 option=numbers[s, lifetime],

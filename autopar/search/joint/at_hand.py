@@ -31,6 +31,7 @@ def at_hand(
     seconds: float | None,
     *,
     fold: bool = True,
+    flatten: bool = True,
 ) -> Iterator[tuple[Candidate, Plan]]:
     """Such plans that fit, each faster than those before, as far as the time goes: it ends with a number of
     micro-batches of which none is."""
@@ -54,11 +55,12 @@ def at_hand(
                     fold=fold,
                     cutoff=best * (1 - BETTER),
                     say_least=False,
+                    flatten=flatten,
                 )
             except (InfeasibleError, CutoffError, SearchTimeoutError, BatchError):
                 continue
             estimate = plan.estimate
-            best = estimate.step_seconds
+            best = estimate.in_turn_seconds
             yield key, plan.with_estimate(replace(estimate, solver={**estimate.solver, ROUGH: True}))
         if best < math.inf and best == before:
             return

@@ -38,6 +38,8 @@ MARGIN = 0.002
 """Of the limit: how much more than what is beyond it a whole plan is made smaller."""
 FEWEST = 3
 """Blocks a rank, from which on some of them may do as one choice says and some as another."""
+SPARED = 0.005
+"""Part of the limit that is left to buckets where blocks of a rank are made to fit."""
 SLOWER = 0.1
 """By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
@@ -86,6 +88,7 @@ def best_staged(
     chunks: int,
     whole: Callable[[Pricer, Share, Callable[[Plan, Plan], None] | None], Plan],
     cutoff: float = math.inf,
+    finish: Callable[[StagedPlan, Sequence[CapturedModel], PricedStages], StagedPlan] | None = None,
 ) -> Staged:
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and a way to better that.
 
@@ -96,7 +99,8 @@ def best_staged(
     of which each rank has as many blocks of the slow one as it needs to fit. If they do not fit they are
     planned within the memory of the rank that holds too much as well, then with ever less memory, which proves nothing.
     Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds from which on a plan
-    is of no use: stages that are slower with more memory than there is are not planned again.
+    is of no use: stages that are slower with more memory than there is are not planned again. finish: puts a plan in
+    buckets, whose memory is then spared where blocks differ.
     """
     limit = memory_limit(pricer.cluster, pricer.config)
     begins = even_starts(program, pipeline, chunks)
@@ -108,7 +112,7 @@ def best_staged(
     even = even_cuts(program, pipeline, chunks)
     few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
     known: dict[tuple[int, tuple[str, ...]], Run] = {}
-    prices = PricedStages()
+    prices, spared = PricedStages(), 0.0 if finish is None else SPARED
 
     def run(plan: Plan, cuts: tuple[str, ...]) -> Run:
         if (id(plan), cuts) not in known:
@@ -133,12 +137,16 @@ def best_staged(
         plan, mixture = replace(planned, config=pricer.config), None
         if both:
             slow, fast = (replace(one, config=pricer.config) for one in both)
-            mixture = mix_stages(slow, fast, program, begins, pipeline, held, limit)
+            mixture = mix_stages(slow, fast, program, begins, pipeline, held, limit * (1 - spared))
             plan = mixture or plan
         every = [even]
         if chunks == 1:
             every.append(choose_cuts(plan, program, pricer, pipeline))
-        made = [run(plan, cuts).made for cuts in every]
+        runs = [run(plan, cuts) for cuts in every]
+        made = [one.made for one in runs]
+        if finish is not None:  # that of the cuts which are best alone
+            first = min(runs, key=lambda one: (one.made.estimate.peak_nbytes > limit, one.made.estimate.step_seconds))
+            made = [finish(first.made, first.stages, prices)]
         ran = run(plan, even)
         passes, messages = longest_way(ran.timeline, len(ran.stages))
         nbytes = min(least_messages(program, pricer.mesh.size, [stage.sends for stage in ran.stages[:-1]]))

@@ -87,6 +87,7 @@ class Joint:
     _refined: set[Candidate] = field(default_factory=set)
     _barely: set[Candidate] = field(default_factory=set)
     _scouts: set[Candidate] = field(default_factory=set)
+    _settled: set[Candidate] = field(default_factory=set)
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
@@ -95,7 +96,7 @@ class Joint:
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pricers = Pricers(self.setup.config)
+        self._pricers = Pricers(self.setup.config, self.setup.buckets)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
         self._bounds = MemoryBounds(
             program=self.program, pricers=self._pricers, setup=self.setup, step=self._step, prices=self._prices
@@ -196,9 +197,10 @@ class Joint:
         return sorted(self._scouts, key=self.bound)
 
     def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> Iterator[tuple[Candidate, Answer, float]]:
-        for key, plan in at_hand(keys, self.program, self.pricer, seconds, fold=self.setup.fold):
-            self._best = min(self._best, plan.estimate.step_seconds)
-            yield key, plan, plan.estimate.step_seconds
+        how = {"fold": self.setup.fold, "flatten": self.setup.flatten}
+        for key, plan in at_hand(keys, self.program, self.pricer, seconds, **how):
+            self._best = min(self._best, plan.estimate.in_turn_seconds)
+            yield key, plan, plan.estimate.in_turn_seconds
 
     def foresee(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
@@ -304,6 +306,9 @@ class Joint:
         self._prices.remember(key.arrangement.pipeline, came.prices)
         if isinstance(came.found, Exception):
             raise came.found
+        plan, _, bound = came.found
+        if plan.estimate.solver.get("searched_seconds", math.inf) * (1 - self.setup.relative_gap) <= bound:
+            self._settled.add(key)
         if came.found[1] < self._told < math.inf:
             self.improved(key.microbatches)
         self._told = min(self._told, came.found[1])
@@ -329,9 +334,12 @@ class Joint:
         return came
 
     def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float] | None:
-        """By a way through its step; a guessed one without a plan. Without stages it is solved with more time."""
+        """By a way through its step; a guessed one without a plan. Without stages it is solved with more time, unless
+        nothing but starts that buckets do not share is between its plan and its bound."""
         if key.schedule:
             self._own[key] = max(self._own.get(key, 0.0), self._ahead.of(self._tightening(key, cutoff)))
+            return None
+        if key in self._settled:
             return None
         patient = replace(self._solving(key, cutoff, seconds), patient=True, is_refined=False)
         try:

@@ -68,6 +68,8 @@ def search_meshes(
     seconds: float | None = None,
     fold: bool = True,
     with_baselines: bool = True,
+    buckets: bool = False,
+    flatten: bool = True,
     tell: Callable[[str], None] = lambda _: None,
     finish: Callable[[Answer, CapturedModel], Answer] = lambda answer, _: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
@@ -114,7 +116,15 @@ def search_meshes(
             )
         return found
 
-    setup = Setup(counts=counts, cluster=cluster, config=config, relative_gap=relative_gap, fold=fold)
+    setup = Setup(
+        counts=counts,
+        cluster=cluster,
+        config=config,
+        relative_gap=relative_gap,
+        fold=fold,
+        buckets=buckets,
+        flatten=flatten,
+    )
     with ExitStack() as held:
         held.callback(batches.close)
         helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None

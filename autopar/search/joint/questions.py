@@ -17,13 +17,18 @@ Answer = Plan | StagedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the problems of a search have in common, beside the graphs; counts: of micro-batches."""
+    """What the problems of a search have in common, beside the graphs.
+
+    counts: of micro-batches. buckets: parameters share messages; flatten: as `timeline.buckets` takes it.
+    """
 
     counts: tuple[int, ...]
     cluster: Cluster
     config: TrainConfig
     relative_gap: float
     fold: bool
+    buckets: bool = False
+    flatten: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ class Pricers:
     last alone, links and parameters of each mesh, ops of each number on any mesh."""
 
     config: TrainConfig
+    in_buckets: bool = False
     _links: dict[tuple[Arrangement, bool], Pricer] = field(default_factory=dict)
     _recent: dict[tuple[Arrangement, int, bool], Pricer] = field(default_factory=dict)
     _ops: dict[int, OnAnyMesh] = field(default_factory=dict)
@@ -67,7 +68,11 @@ class Pricers:
         kind = (arrangement, bool(orders))
         if kind not in self._links:
             self._links[kind] = Pricer(
-                mesh=arrangement.mesh, cluster=arrangement.cluster, config=self.config, loose=orders
+                mesh=arrangement.mesh,
+                cluster=arrangement.cluster,
+                config=self.config,
+                in_buckets=self.in_buckets,
+                loose=orders,
             )
         key = (arrangement, microbatches, bool(orders))
         ops = self._ops.setdefault(microbatches, OnAnyMesh())

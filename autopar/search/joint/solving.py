@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.graph import CapturedModel
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
@@ -17,6 +18,9 @@ from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Answer, Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program
+from autopar.search.staged.stages import PricedStages
+from autopar.search.timeline.staged_buckets import marked, stages_in_buckets
+from autopar.staged_plan import StagedPlan
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""
@@ -92,7 +96,13 @@ class Solver:
                 prices=self.bounds.prices.of(p),
                 is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
                 mixes=mixes,
+                flatten=setup.flatten,
             )
+
+        def finish(plan: StagedPlan, stages: Sequence[CapturedModel], prices: PricedStages) -> StagedPlan:
+            if not setup.buckets:
+                return plan
+            return marked(stages_in_buckets(plan, stages, setup.cluster, flatten=setup.flatten, known=prices))
 
         if p == 1:
             try:
@@ -100,9 +110,9 @@ class Solver:
             except SearchTimeoutError as error:
                 self._proved(key, error.bound)
                 raise
-            return plan, plan.estimate.step_seconds, plan.estimate.bound
+            return plan, plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
-            found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff)
+            found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff, finish)
         except CutoffError as error:
             raise CutoffError(step.with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.way

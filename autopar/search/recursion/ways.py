@@ -90,7 +90,7 @@ class Ways:
                 shape[a.dim] = chunk_size(shape[a.dim], self.pricer.mesh.shape[axis])
                 free = free and all(i > axis or a not in ends for i, *ends in changed)
         local = tuple(shape) if free else (source, target, tensor.shape)
-        key = (local, tuple(changed), tensor.element_size, tensor.requires_grad, tensor.kind == "parameter")
+        key = (local, tuple(changed), tensor.element_size, tensor.requires_grad, self._paid_for(tensor))
         fare = self._fares.get(key)
         if fare is None:
             if self.pricer.mesh.num_axes > SEARCHED_AXES:
@@ -100,10 +100,12 @@ class Ways:
             self._fares[key] = fare
         return fare
 
+    def _paid_for(self, tensor: Tensor) -> tuple[bool, float]:
+        """Whether it is a parameter, and its part of a start: as if its copies lived for the step."""
+        return tensor.kind == "parameter", self.pricer.share(tensor, "")
+
     def _paid(self, path: Path, tensor: Tensor) -> Fare:
-        prices = [
-            self.pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter") for step in path
-        ]
+        prices = [self.pricer.step(step, tensor.shape, tensor.element_size, *self._paid_for(tensor)) for step in path]
         return Fare(
             forward=sum(total(forward) for forward, _ in prices),
             backward=sum(total(back) for _, back in prices),
@@ -134,9 +136,7 @@ class Ways:
                     whole = whole // n if isinstance(before, Shard) else whole
                 kinds = TABLE[type(before), type(after)]
                 costs = [
-                    self.pricer.message(k, tuple(group), whole, tensor.kind == "parameter")[0]
-                    if k in COLLECTIVES
-                    else 0.0
+                    self.pricer.message(k, tuple(group), whole, *self._paid_for(tensor))[0] if k in COLLECTIVES else 0.0
                     for k in kinds
                 ]
                 forward, backward = forward + costs[0], backward + costs[1]
@@ -159,9 +159,7 @@ class Ways:
             done.add(layout)
             for step in self._straight(layout, target):
                 if step.target not in done and is_possible(step, tensor.shape, self.pricer.mesh):
-                    forward, back = self.pricer.step(
-                        step, tensor.shape, tensor.element_size, tensor.kind == "parameter"
-                    )
+                    forward, back = self.pricer.step(step, tensor.shape, tensor.element_size, *self._paid_for(tensor))
                     cost = seconds + total(forward) + (total(back) if tensor.requires_grad else 0.0)
                     heapq.heappush(queue, (cost, length + 1, next(counter), step.target, (*path, step)))
         raise AssertionError(f"no way from {source} to {target} for a tensor of shape {tensor.shape}")

@@ -73,6 +73,12 @@ class PricedStages:
     prices: dict[Hashable, StagePrice] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)
 
+    def program(self, stage: CapturedModel) -> Program:
+        """The stage's, made once."""
+        if stage.fingerprint not in self.programs:
+            self.programs[stage.fingerprint] = make_program(stage)
+        return self.programs[stage.fingerprint]
+
 
 def block_starts(captured: CapturedModel) -> tuple[str, ...]:
     """The first call of every block but the first: where the model may be cut."""
@@ -260,9 +266,7 @@ def simulated(
         sent = {name: after[name] for name in stage.sends}
         key = stage_key(plan.stages[number], stage, sent)
         if key not in known.prices:
-            if stage.fingerprint not in known.programs:
-                known.programs[stage.fingerprint] = make_program(stage)
-            program, splits = known.programs[stage.fingerprint], plan.schedule in SPLITTING
+            program, splits = known.program(stage), plan.schedule in SPLITTING
             known.prices[key] = price_stage(plan.stages[number], stage, program, part, sent, send, splits=splits)
         prices.append(known.prices[key])
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)

@@ -7,6 +7,7 @@ one.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,13 +16,15 @@ from autopar.graph import CapturedModel
 from autopar.passes.split_stages import split_stages
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Program
 from autopar.search.known.baselines import memory_limit
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import PricedStages, priced
 from autopar.search.timeline.buckets import choose_buckets, used_last, with_buckets
 from autopar.staged_plan import SPLITTING, StagedPlan
 
+SMALLER, FILLED = 2, 0.9
+"""How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""
 MARK = "in_buckets"
 """What `estimate.solver` has of a plan that was priced in buckets, whether some pay or not."""
 
@@ -30,30 +33,38 @@ def in_buckets(
     plan: Plan | StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True
 ) -> Plan | StagedPlan:
     """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so."""
-    found: Plan | StagedPlan
     if isinstance(plan, StagedPlan):
-        found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
-    else:
-        found = with_buckets(plan, captured, cluster, flatten=flatten)
+        return marked(stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten))
+    found = with_buckets(plan, captured, cluster, flatten=flatten)
     return found.with_estimate(replace(found.estimate, solver={**found.estimate.solver, MARK: {}}))
 
 
+def marked(plan: StagedPlan) -> StagedPlan:
+    """As one that was priced in buckets."""
+    return plan.with_estimate(replace(plan.estimate, solver={**plan.estimate.solver, MARK: {}}))
+
+
 def stages_in_buckets(
-    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, *, flatten: bool = True
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    cluster: Cluster,
+    *,
+    flatten: bool = True,
+    known: PricedStages | None = None,
 ) -> StagedPlan:
     """The plan with buckets in its stages, priced again; itself if none of them fits.
 
     stages: their captured models. flatten: over several axes a bucket may take other ways than the plan's.
     """
     part = part_of(cluster, plan.pipeline)
-    programs = [make_program(stage) for stage in stages]
-    known = PricedStages(programs={stage.fingerprint: one for stage, one in zip(stages, programs, strict=True)})
-    limit = memory_limit(part, plan.config)
+    known = PricedStages() if known is None else known
+    programs = [known.program(stage) for stage in stages]
+    limit = max(memory_limit(part, plan.config), plan.estimate.peak_nbytes)
     splits = plan.schedule in SPLITTING
 
-    def made(kept: bool, free: bool) -> StagedPlan:
+    def made(kept: bool, free: bool, most: float = math.inf) -> StagedPlan:
         pairs = zip(plan.stages, programs, strict=True)
-        own = tuple(_bucketed(stage, program, part, kept, free, splits) for stage, program in pairs)
+        own = tuple(_bucketed(stage, program, part, kept, free, splits, most) for stage, program in pairs)
         return priced(replace(plan, stages=own), stages, cluster, part, known)
 
     tried: list[tuple[Plan, ...]] = []
@@ -64,17 +75,38 @@ def stages_in_buckets(
         if found.stages in tried:
             continue
         tried.append(found.stages)
+        most = _largest(found, programs)
+        for _ in range(SMALLER):
+            more, room = found.estimate.peak_nbytes - plan.estimate.peak_nbytes, limit - plan.estimate.peak_nbytes
+            if more <= room or room <= 0:
+                break
+            most *= FILLED * room / more
+            found = made(kept, free, most)
         if found.estimate.peak_nbytes <= limit:
-            return _saving(found, stages, cluster, part, known)
+            return _saving(found, plan, stages, cluster, part, known)
     return plan
 
 
-def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: bool, splits: bool) -> Plan:
-    """A stage's plan with buckets. kept: what is gathered for use after the last block is kept until backward."""
+def _largest(plan: StagedPlan, programs: Sequence[Program]) -> float:
+    """Bytes of the largest bucket, of whole tensors."""
+    pairs = zip(plan.stages, programs, strict=True)
+    return max(
+        (
+            sum(t.element_size * math.prod(t.shape) for t in map(program.tensors.__getitem__, names))
+            for stage, program in pairs
+            for names in stage.buckets
+        ),
+        default=0.0,
+    )
+
+
+def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: bool, splits: bool, most: float) -> Plan:
+    """A stage's plan with buckets. kept: what is gathered for use after the last block is kept until backward. most:
+    see `choose_buckets`."""
     if kept and not splits:
         plan = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")})
     pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
-    buckets, ways = choose_buckets(plan, program, pricer, flatten=free)
+    buckets, ways = choose_buckets(plan, program, pricer, flatten=free, most=most)
     if splits:
         buckets = tuple(names for names in buckets if plan.lifetimes.get(names[0]) in ONCE_A_STEP)
         ways = {name: way for name, way in ways.items() if plan.lifetimes.get(name) in ONCE_A_STEP}
@@ -82,15 +114,22 @@ def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: boo
 
 
 def _saving(
-    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster, part: Cluster, known: PricedStages
+    plan: StagedPlan,
+    given: StagedPlan,
+    stages: Sequence[CapturedModel],
+    cluster: Cluster,
+    part: Cluster,
+    known: PricedStages,
 ) -> StagedPlan:
-    """The plan with what its buckets, and the ways that they take, save of a step."""
+    """The plan, made of the one given, with what its buckets, and the ways that they take, save of a step."""
 
     def seconds(own: Iterable[Plan]) -> float:
         return priced(replace(plan, stages=tuple(own)), stages, cluster, part, known).estimate.step_seconds
 
-    estimate = plan.estimate
-    unmerged = seconds(replace(stage, ways={}) for stage in plan.stages)
-    alone = seconds(replace(stage, ways={}, buckets=()) for stage in plan.stages)
-    total = estimate.step_seconds
+    estimate, total = plan.estimate, plan.estimate.step_seconds
+    has_ways = any(stage.ways for stage in plan.stages)
+    unmerged = seconds(replace(stage, ways={}) for stage in plan.stages) if has_ways else total
+    alone = given.estimate.step_seconds
+    if any(own.lifetimes != before.lifetimes for own, before in zip(plan.stages, given.stages, strict=True)):
+        alone = seconds(replace(stage, ways={}, buckets=()) for stage in plan.stages)
     return plan.with_estimate(replace(estimate, saved=alone - total, saved_by_ways=unmerged - total))
