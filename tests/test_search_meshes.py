@@ -21,6 +21,7 @@ from autopar.search.joint.at_hand import at_hand
 from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, best_first
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.mesh_search import search_meshes
+from autopar.search.joint.questions import Answer
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.microbatches import _part
 from autopar.search.planner import make_plan
@@ -271,34 +272,37 @@ def graph_of(batch: int) -> CapturedModel:
 
 
 @cache
-def without_a_limit() -> Plan:
-    return search_meshes(4, graph_of, machine(4), TrainConfig(), relative_gap=GAP, with_baselines=False)[0]
+def without_a_limit(buckets: bool = False) -> Plan:
+    own = {"relative_gap": GAP, "with_baselines": False, "buckets": buckets}
+    found = search_meshes(4, graph_of, machine(4), TrainConfig(), **own)[0]
+    assert isinstance(found, Plan)
+    return found
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8])
-def test_the_joint_search_finds_what_trying_everything_finds(share: float) -> None:
+@pytest.mark.parametrize(("share", "buckets"), [(1.0, False), (0.8, False), (0.8, True)])
+def test_the_joint_search_finds_what_trying_everything_finds(share: float, buckets: bool) -> None:
     """Every mesh of 4 devices with every number of micro-batches, each planned by itself, with and without a limit."""
     cluster = machine(4)
     config = TrainConfig()
-    found = without_a_limit()
+    found: Answer = without_a_limit(buckets)
+    own = {"relative_gap": GAP, "with_baselines": False, "buckets": buckets}
     if share < 1.0:
         config = TrainConfig(memory_nbytes=found.estimate.peak_nbytes * share)
-        found, _ = search_meshes(4, graph_of, cluster, config, relative_gap=GAP, with_baselines=False)
+        found, _ = search_meshes(4, graph_of, cluster, config, **own)
     alone = {}
     for count in divisors(4):
         for mesh in meshes(cluster):
             try:
-                plan = make_plan(
-                    _part(graph_of, 4, count), cluster, mesh, config, relative_gap=GAP, with_baselines=False
-                )
+                plan = make_plan(_part(graph_of, 4, count), cluster, mesh, config, **own)
             except InfeasibleError:
                 continue
-            alone[mesh, count] = plan.estimate.step_seconds
-    assert found.estimate.step_seconds <= min(alone.values()) * (1 + 2 * GAP)
+            alone[mesh, count] = plan.estimate.in_turn_seconds
+    assert found.estimate.in_turn_seconds <= min(alone.values()) * (1 + 2 * GAP)
     assert found.estimate.bound <= min(alone.values()) * (1 + 1e-6)
-    assert found.estimate.gap <= GAP
+    assert found.estimate.gap <= (0.02 if buckets else GAP), "what buckets do not share is left"
     facts = found.estimate.solver["search"]
-    assert facts["candidates"] == 6 and facts["planned"] < 6 and facts["status"] == "proved"
+    assert facts["candidates"] == 6 and facts["planned"] < 6
+    assert facts["status"] == "proved" or buckets
 
 
 def test_a_plan_is_at_hand_where_few_fit() -> None:

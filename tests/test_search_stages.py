@@ -1,6 +1,8 @@
 """Stages: what a plan in stages costs, how few seconds it can take, and that the search finds the best of them."""
 
+import itertools
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar import api
+from autopar.cluster import Cluster
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
@@ -15,17 +18,22 @@ from autopar.errors import ArgumentError, MeshError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.split_stages import local_stage
+from autopar.passes.split_stages import local_stage, split_stages
 from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
+from autopar.search.joint.mesh_search import search_meshes
+from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.meshes import parts
+from autopar.search.pipeline_parts import part_of
 from autopar.search.planner import make_plan
 from autopar.search.staged.rounds import rounds
 from autopar.search.staged.stages import balanced, block_starts, choose_cuts, priced, staged
+from autopar.search.timeline.staged_buckets import MARK, in_buckets
 from autopar.staged_model_plan import StagedModelPlan
+from autopar.staged_plan import StagedPlan
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -132,3 +140,38 @@ def test_the_joint_search_plans_stages() -> None:
         api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=3)
     with pytest.raises(ArgumentError, match="not searched"):
         api.plan(model, kwargs, cluster=machine(2), mesh="auto", schedule="zbv")
+
+
+def test_no_named_stages_in_buckets_are_below_what_is_proved() -> None:
+    """The bound is one for every mesh of two pipeline ranks, every number of micro-batches and buckets of any kind."""
+
+    def part(count: int) -> CapturedModel:
+        return accumulate_gradients(zoo_graph("llama", 4 // count, batch=4), count, lambda: zoo_graph("llama", batch=4))
+
+    machine = slow_starts()
+    found, _ = search_meshes(
+        4,
+        lambda batch: zoo_graph("llama", batch, batch=4),
+        machine,
+        TrainConfig(),
+        pipelines=(2,),
+        schedule="1f1b",
+        relative_gap=0.02,
+        buckets=True,
+    )
+    assert isinstance(found, StagedPlan) and MARK in found.estimate.solver and found.estimate.saved > 0
+    again = priced(found, split_stages(part(found.microbatches), found.cuts), machine, part_of(machine, 2))
+    assert again.estimate.step_seconds == pytest.approx(found.estimate.step_seconds)
+    named = []
+    for text, count in itertools.product(("ddp:pp=2", "fsdp:pp=2", "fsdp:pp=2,zero=2", "megatron:pp=2,tp=2"), (2, 4)):
+        if count == 2 or text.startswith("megatron"):  # else a micro-batch is less than a sample a rank
+            made = make_configuration(text, part(count), machine, make_mesh((2,)), TrainConfig())
+            named.append(in_buckets(made, part(count), machine).estimate.step_seconds)
+    assert 0 < found.estimate.bound <= min(named)
+    assert found.estimate.step_seconds <= min(named) * (1 + 0.02)
+
+
+def slow_starts() -> Cluster:
+    """Four ranks that many small messages cost most."""
+    cluster = machine(4)
+    return replace(cluster, levels=tuple(replace(level, alpha=20 * level.alpha) for level in cluster.levels))

@@ -85,7 +85,7 @@ def test_more_micro_batches_are_searched_only_where_there_is_something_to_hide()
     for kind, more in (("fsdp", 0), ("megatron", 1)):
         name = kind
         plan = search(captured)
-        found, graph = best_woven(plan, captured, cluster, search, capture, buckets=False)
+        found, graph = best_woven(plan, captured, cluster, search, capture)
         assert len(asked) == more and found.microbatches == graph.microbatches
         assert found.estimate.step_seconds <= plan.estimate.step_seconds
     assert found.copies == 2

@@ -5,9 +5,8 @@ buckets, and a plan whose parameters all go one way is priced as it will be. Whe
 of its buckets pays a whole start, of which the search counted a part: few where starts are a small part of a step, and
 then its plan is proved to be as near the best as was asked. Where it is not, others are priced in buckets too:
 
-    as paid     searched again, where a way of which the last plan had a part counts as much more of a start as that
-                plan paid for it (dynamic slope scaling: Kim and Pardalos 1999, Operations Research Letters 24)
-    alone       searched with every start whole
+    as paid     searched again, where each kind of message counts as much of a start as the last plan in buckets paid
+                for it (`costs.starts_paid`), a few times
     on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
                 a slow link, copies inside a host may still share a bucket
     baselines   the named ones
@@ -32,6 +31,7 @@ from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.costs.work_bound import work_seconds
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
@@ -43,6 +43,8 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import MARK
 
+TRIES = 4
+"""How often it is searched again as paid."""
 COPIES_GAP = 1e-2
 ROUGH = "rough"
 """What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
@@ -89,10 +91,21 @@ def best_in_buckets(
     def is_over() -> bool:
         return time.process_time() + needed > end
 
-    if not is_proved() and not is_over():
-        tell("planning with every start counted")
-        if (other := _searched_alone(program, pricer, seconds, tell, search)) is not None:
-            found["every start counted"] = finish(other)
+    last: Plan | None = plan
+    shared = replace(pricer, in_buckets=True, _steps={})
+    for number in range(1, TRIES + 1):
+        if is_proved() or is_over() or last is None:
+            break
+        tell(f"planning for buckets with starts as they are paid, try {number}")
+        paid = starts_paid(last, program, shared)
+        shared = shared.paying(
+            {**shared.starts, **{kind: max(n, shared.starts.get(kind, 0.0)) for kind, n in paid.items()}}
+        )
+        last = _as_paid(program, shared, seconds, tell, {**search, "flatten": flatten})
+        if last is not None and all(last.choices != o.choices or last.layouts != o.layouts for o in found.values()):
+            found[f"starts as paid, try {number}"] = last
+        else:
+            break
     for axes in _parts(program, pricer):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
@@ -120,14 +133,14 @@ def best_in_buckets(
     )
 
 
-def _searched_alone(
+def _as_paid(
     program: Program,
     pricer: Pricer,
     seconds: float | None,
     tell: Callable[[str], None],
     search: dict[str, Any],
 ) -> Plan | None:
-    """The best plan of all whose collectives go alone."""
+    """The best plan where starts count so."""
     try:
         return plan_program(
             program, pricer, seconds=seconds, with_baselines=False, say_least=False, progress=tell, **search

@@ -8,7 +8,7 @@ other where that was measured. Nothing overlaps yet: the runtime waits for every
 collective where it stands, so a step is a plain sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -58,6 +58,8 @@ class Pricer:
 
     in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
+    starts: how many times its share a parameter counts of a kind of message, but no more than a whole start; with any
+    the prices are a guide (`costs.starts_paid`), and prove nothing.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
@@ -67,6 +69,7 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     in_buckets: bool = False
+    starts: Mapping[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
     loose: tuple[tuple[int, ...], ...] = ()
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     made: dict[object, Any] = field(default_factory=dict, init=False)
@@ -87,6 +90,7 @@ class Pricer:
             cluster=self.cluster,
             config=self.config,
             in_buckets=self.in_buckets,
+            starts=self.starts,
             loose=self.loose,
             ops=ops or OnAnyMesh(),
             _splits=self._splits,
@@ -105,9 +109,13 @@ class Pricer:
         other.made, other.parameters = self.made, self.parameters
         return other
 
+    def paying(self, starts: Mapping[tuple[str, tuple[int, ...]], float]) -> "Pricer":
+        """The same prices in buckets, where parameters count as many starts as that."""
+        return replace(self, in_buckets=True, starts=starts, _steps={}, _sent={})
+
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
-        return replace(self, in_buckets=False, _steps={}) if self.in_buckets else self
+        return replace(self, in_buckets=False, starts={}, _steps={}, _sent={}) if self.in_buckets else self
 
     @cached_property
     def rates(self) -> Rates:
@@ -137,6 +145,7 @@ class Pricer:
                 self._forms[kind, axes] = forms
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
+            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if self.starts else share
             if share < 1.0:
                 moving = nbytes * min(form.seconds_per_byte for form in forms) / part
                 found = moving + share * (found[0] - moving), found[1]
