@@ -102,7 +102,8 @@ class Solver:
         def finish(plan: StagedPlan, stages: Sequence[CapturedModel], prices: PricedStages) -> StagedPlan:
             if not setup.buckets:
                 return plan
-            return marked(stages_in_buckets(plan, stages, setup.cluster, flatten=setup.flatten, known=prices))
+            found = stages_in_buckets(plan, stages, setup.cluster, flatten=setup.flatten, known=prices)
+            return found.with_estimate(marked(found.estimate))
 
         if p == 1:
             try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
 from autopar.passes.split_stages import split_stages
-from autopar.plan import ONCE_A_STEP, Plan
+from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.known.baselines import memory_limit
@@ -32,16 +32,19 @@ MARK = "in_buckets"
 def in_buckets(
     plan: Plan | StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True
 ) -> Plan | StagedPlan:
-    """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so."""
+    """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so. What was proved of it
+    without is no longer said."""
+    found: Plan | StagedPlan
     if isinstance(plan, StagedPlan):
-        return marked(stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten))
-    found = with_buckets(plan, captured, cluster, flatten=flatten)
-    return found.with_estimate(replace(found.estimate, solver={**found.estimate.solver, MARK: {}}))
+        found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
+    else:
+        found = with_buckets(plan, captured, cluster, flatten=flatten)
+    return found.with_estimate(marked(replace(found.estimate, bound=0.0)))
 
 
-def marked(plan: StagedPlan) -> StagedPlan:
-    """As one that was priced in buckets."""
-    return plan.with_estimate(replace(plan.estimate, solver={**plan.estimate.solver, MARK: {}}))
+def marked(estimate: Estimate) -> Estimate:
+    """As that of a plan that was priced in buckets."""
+    return replace(estimate, solver={**estimate.solver, MARK: {}})
 
 
 def stages_in_buckets(
