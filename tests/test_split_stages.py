@@ -22,7 +22,14 @@ from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
 from autopar.search.known.random_plan import random_cuts, random_plan
 from autopar.serialize import dump, load
-from autopar.staged_plan import SCHEDULES, StagedPlan, check_microbatches, stage_ranks, staged_plan_from_json
+from autopar.staged_plan import (
+    SCHEDULES,
+    STAGED_VERSION,
+    StagedPlan,
+    check_microbatches,
+    stage_ranks,
+    staged_plan_from_json,
+)
 from tests.plans_in_threads import one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
@@ -231,7 +238,7 @@ def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
     with pytest.raises(PlanMismatchError, match="no JSON object"):
         staged_plan_from_json("stages")
     with pytest.raises(PlanMismatchError, match="schema version stages-0"):
-        staged_plan_from_json(plan.to_json().replace("stages-1", "stages-0"))
+        staged_plan_from_json(plan.to_json().replace(STAGED_VERSION, "stages-0"))
     with pytest.raises(ArgumentError, match="2 stages need 1 cuts, got 0"):
         staged("gpipe", 2, 2, cuts=())
     with pytest.raises(ArgumentError, match="stage 0 is planned for mesh 2"):
