@@ -322,15 +322,17 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     from autopar.models import load_model
     from autopar.precision import PRECISIONS
     from autopar.search.asked_mesh import asked_mesh
+    from autopar.search.joint.helpers import started
 
     # What is quickly refused is refused before a model is built.
     check_choice("precision", source["precision"], PRECISIONS)
     arguments["cluster"] = load_cluster(arguments["cluster"])
     named = ("mesh", "pipeline", "schedule", "baseline", "solver")
     asked_mesh(arguments["cluster"], **{name: arguments[name] for name in named if name in arguments})
-    loaded = load_model(**source, device=device)
-    made = make_plan(loaded.model, args=loaded.args, kwargs=loaded.kwargs, precision=source["precision"], **arguments)
-    return replace(made, source=source)
+    with started(arguments["cluster"].num_devices if arguments.get("mesh") == "auto" else 1):
+        loaded = load_model(**source, device=device)
+        called = {"args": loaded.args, "kwargs": loaded.kwargs, "precision": source["precision"]}
+        return replace(make_plan(loaded.model, **called, **arguments), source=source)
 
 
 def _with_values(made: Any, source: dict[str, Any]) -> Any:

@@ -174,8 +174,7 @@ def _plans(
     if saved is None and not request.baselines and not request.num_random:
         machine = load_cluster(f"{mesh.size}xcpu")
         with console.status("planning"):
-            own = {"relative_gap": 0.01, "with_baselines": False, "buckets": True}
-            found = search_plan(captured, machine, mesh, config, **own)
+            found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False, buckets=True)
         yield "ilp", found
 
 

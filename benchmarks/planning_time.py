@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.models import load_model
+from autopar.search.joint.helpers import started
 from autopar.staged_plan import StagedPlan
 
 TARGETS = {
@@ -44,28 +46,29 @@ NODES = {8: 1, 32: 8, 128: 64, 512: 2048}
 def planned(cluster: str, batch: int, config: dict[str, int], seconds: float | None, pipeline: str) -> list[str]:
     """A row of the table."""
     began, cpu = time.monotonic(), _cpu_seconds()
-    loaded = load_model(
-        spec="hf:examples/llama3_8b/config.json",
-        batch=batch,
-        seq=8192,
-        overrides={key: str(value) for key, value in config.items()},
-        precision="bf16",
-        device="meta",
-    )
     found: list[str]
     try:
-        made = autopar.plan(
-            loaded.model,
-            args=loaded.args,
-            kwargs=loaded.kwargs,
-            cluster=cluster,
-            mesh="auto",
-            pipeline=None if pipeline == "auto" else int(pipeline),
-            precision="bf16",
-            relative_gap=GAP,
-            seconds=seconds,
-            with_baselines=False,
-        )
+        with started(load_cluster(cluster).num_devices):  # as the command does
+            loaded = load_model(
+                spec="hf:examples/llama3_8b/config.json",
+                batch=batch,
+                seq=8192,
+                overrides={key: str(value) for key, value in config.items()},
+                precision="bf16",
+                device="meta",
+            )
+            made = autopar.plan(
+                loaded.model,
+                args=loaded.args,
+                kwargs=loaded.kwargs,
+                cluster=cluster,
+                mesh="auto",
+                pipeline=None if pipeline == "auto" else int(pipeline),
+                precision="bf16",
+                relative_gap=GAP,
+                seconds=seconds,
+                with_baselines=False,
+            )
         estimate: Any = made.estimate
         stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
         found = [f"{stages}{made.mesh}, {made.microbatches}", f"{estimate.step_seconds:.3f}"]

@@ -13,12 +13,12 @@ from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.joint import helpers as helpers_module
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.best_first import Known
 from autopar.search.joint.candidates import Candidate, candidates
-from autopar.search.joint.helpers import Helpers
+from autopar.search.joint.helpers import HELPER, LARGE, Helpers, spare_cores, spare_helpers, started
 from autopar.search.joint.joint import Joint
-from autopar.search.joint.mesh_search import HELPER
 from autopar.search.joint.questions import Question, Relaxing, Setup, Solved, Solving
 from autopar.search.joint.relaxing import relaxed_seconds
 from tests.search_cases import program_of
@@ -181,3 +181,35 @@ def test_what_is_excluded_by_what_came_since_is_not_asked_any_more() -> None:
     assert len(asked) == count and first not in joint._refined
     joint.refine(first, known * 1.5)
     assert len(asked) == count + 1
+
+
+@pytest.mark.skipif(not spare_cores(), reason="no core for a process beside this one")
+def test_what_was_started_ahead_serves_the_first_search_and_ends_with_it() -> None:
+    with started(LARGE):
+        first, second = spare_helpers(), spare_helpers()
+        assert first is not None and second is not None and first is not second
+        with first, second:
+            assert all(process.poll() is None for process in (*first.processes, *second.processes))
+    with started(LARGE), started(LARGE):  # one search follows
+        pass
+    with started(LARGE - 1):
+        later = spare_helpers()
+        assert later is not None
+        later.close()
+
+
+@pytest.mark.skipif(not spare_cores(), reason="no core for a process beside this one")
+def test_what_no_search_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Helpers] = []
+
+    def make(module: str, count: int) -> Helpers:
+        made.append(Helpers(module, count))
+        return made[-1]
+
+    monkeypatch.setattr(helpers_module, "Helpers", make)
+    with pytest.raises(ValueError, match="no model"), started(LARGE):
+        assert len(made) == 1
+        raise ValueError("no model")
+    assert all(process.returncode is not None for process in made[0].processes)
+    with started(LARGE - 1):
+        assert len(made) == 1

@@ -6,14 +6,17 @@ import pickle
 import queue
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
+HELPER = "autopar.search.joint.helper"
 MOST = 3
 """Processes beside this one: each imports torch and builds graphs of its own, up to a gigabyte."""
 
+LARGE = 8
+"""Devices from which on a search over all meshes mostly has enough problems for processes beside it."""
 Told = dict[str, Any]
 """What a process was told, for those who ask to note."""
 
@@ -75,6 +78,29 @@ class Helpers:
                 with suppress(BrokenPipeError):
                     if stream is not None:
                         stream.close()
+
+
+_ready: list[Helpers] = []
+
+
+@contextmanager
+def started(devices: int) -> Iterator[None]:
+    """A search over all meshes of so many devices follows: what helps it starts now, while a model is loaded, for to
+    import all that they need takes longer than that. What it did not take ends behind."""
+    if devices >= LARGE and not _ready and (count := spare_cores()):
+        _ready.append(Helpers(HELPER, count))
+    try:
+        yield
+    finally:
+        while _ready:
+            _ready.pop().close()
+
+
+def spare_helpers() -> Helpers | None:
+    """Those that were started, or new ones; None where no core is free for any."""
+    if _ready:
+        return _ready.pop()
+    return Helpers(HELPER, spare_cores()) if spare_cores() else None
 
 
 def spare_cores() -> int:

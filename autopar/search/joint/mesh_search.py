@@ -24,7 +24,7 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.states import check_states
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates, num_devices
-from autopar.search.joint.helpers import Helpers, spare_cores
+from autopar.search.joint.helpers import Helpers, spare_helpers
 from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Answer, Setup
 from autopar.search.known.baselines import memory_limit
@@ -35,7 +35,6 @@ from autopar.staged_plan import check_microbatches
 
 NEAR = 8
 """How many alternatives a plan names."""
-HELPER = "autopar.search.joint.helper"
 SURELY_MANY = 2 * MANY
 """Problems, for a model of blocks without end, from which on helpers start before the model is captured."""
 
@@ -127,7 +126,7 @@ def search_meshes(
     )
     with ExitStack() as held:
         held.callback(batches.close)
-        helpers = _helpers(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
+        helpers = _entered(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         if batch is not None and counts != (1,):  # else there is one size
             batches.begin_line()
         while True:
@@ -135,7 +134,7 @@ def search_meshes(
             whole = graph(min(counts))
             asked = keys(len(block_starts(whole)) + 1)
             if helpers is None and len(asked) >= MANY:
-                helpers = _helpers(held)
+                helpers = _entered(held)
             joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers, improved=begin)
             limit = memory_limit(cluster, config)
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
@@ -152,9 +151,10 @@ def search_meshes(
             batches.distrust()
 
 
-def _helpers(held: ExitStack) -> Helpers | None:
+def _entered(held: ExitStack) -> Helpers | None:
     """Processes beside this one, where there are cores for them."""
-    return held.enter_context(Helpers(HELPER, spare_cores())) if spare_cores() else None
+    found = spare_helpers()
+    return None if found is None else held.enter_context(found)
 
 
 def _runs(key: Candidate) -> bool:
