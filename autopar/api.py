@@ -156,6 +156,7 @@ def plan(
     def bucketed(found: Plan | StagedPlan, captured: CapturedModel) -> Plan | StagedPlan:
         if not buckets:
             return found
+        from autopar.search.costs.program import make_program
         from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
@@ -165,8 +166,8 @@ def plan(
         if isinstance(found, StagedPlan):
             return found
         return best_in_buckets(
-            found, captured, machine, flatten=flatten, with_baselines=with_baselines, tell=tell, seconds=seconds,
-            spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
+            found, make_program(captured), machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
+            seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
         )  # fmt: skip
 
     found: Plan | StagedPlan

@@ -20,8 +20,10 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.in_buckets import best_in_buckets
+from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_ways
+from autopar.search.meshes import meshes
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
 from tests.search_cases import captured_of, program_of
@@ -68,7 +70,9 @@ def alone(cluster: Cluster) -> Plan:
 
 
 def chosen(plan: Plan, cluster: Cluster, *, with_baselines: bool = True) -> Plan:
-    return best_in_buckets(plan, net(), cluster, with_baselines=with_baselines, relative_gap=GAP, fold=True)
+    return best_in_buckets(
+        plan, make_program(net()), cluster, with_baselines=with_baselines, relative_gap=GAP, fold=True
+    )
 
 
 @pytest.mark.parametrize("start", [1e-7, 1e-3])
@@ -123,7 +127,7 @@ def test_what_is_proved_needs_no_second_search() -> None:
     """Where starts have no length."""
     cluster = hosts(0.0)
     plan = searched(cluster)
-    found = best_in_buckets(plan, net(), cluster, relative_gap=5 * GAP, fold=True)
+    found = best_in_buckets(plan, make_program(net()), cluster, relative_gap=5 * GAP, fold=True)
     assert found.choices == plan.choices
     assert found.estimate.gap <= 5 * GAP
     assert list(found.estimate.solver["in_buckets"]["seconds"]) == ["the search"]
@@ -207,3 +211,17 @@ def test_starts_paid_are_those_of_buckets_or_of_every_parameter() -> None:
     step = evaluate_program(plan, program, shared.paying({kind: 1e9})).in_turn_seconds
     whole = evaluate_program(plan, program, shared.alone()).in_turn_seconds
     assert step == pytest.approx(whole), "no parameter counts more than a start"
+
+
+def test_over_every_mesh_a_plan_is_no_worse_than_on_the_best_of_them() -> None:
+    """Also where no first plan of a mesh is near what is proved there."""
+    cluster = hosts(3e-4)
+    found, _ = search_meshes(
+        None, lambda _: net(), cluster, TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True
+    )
+    own = []
+    for mesh in meshes(cluster):
+        plan = make_plan(net(), cluster, mesh, TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True)
+        own.append(chosen(plan, cluster, with_baselines=False).estimate)
+    assert found.estimate.in_turn_seconds <= min(one.in_turn_seconds for one in own) * (1 + 2 * GAP)
+    assert found.estimate.bound <= min(one.in_turn_seconds for one in own)

@@ -25,12 +25,11 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Program
 from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.costs.work_bound import work_seconds
 from autopar.search.exact.ilp import CutoffError, solve
@@ -54,7 +53,7 @@ PART, LEAST = 0.25, 5.0
 
 def best_in_buckets(
     plan: Plan,
-    captured: CapturedModel,
+    program: Program,
     cluster: Cluster,
     *,
     flatten: bool = True,
@@ -69,12 +68,12 @@ def best_in_buckets(
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
     there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
-    search: as `search.planner.plan_program` takes it.
+    search: as `search.planner.plan_program` takes it. Of a plan that came from here only baselines are asked.
     """
-    program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     found, gap = {"the search": plan}, float(search["relative_gap"])
     facts = plan.estimate.solver
+    before = dict(facts.get(MARK, {}).get("seconds", {}))
     needed = math.inf if ROUGH in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
     end = time.process_time() + max(PART * spent, LEAST)
 
@@ -85,6 +84,8 @@ def best_in_buckets(
         return bucketed(other, program, pricer, flatten=flatten)
 
     def is_proved() -> bool:
+        if before:
+            return True
         least = min(one.estimate.in_turn_seconds for one in found.values())
         return plan.mesh.size == 1 or plan.estimate.bound >= least * (1 - gap)
 
@@ -122,7 +123,8 @@ def best_in_buckets(
             found[chosen.origin] = chosen
     own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}
     others = {key: value for key, value in facts.items() if key != "recompute"}
-    compared = {"seconds": {name: one.estimate.step_seconds for name, one in found.items()}}
+    priced = {name: one.estimate.step_seconds for name, one in found.items()}
+    compared = {"seconds": {**priced, **before}}
     return chosen.with_estimate(
         replace(
             chosen.estimate,

@@ -11,6 +11,7 @@ from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
+from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way
@@ -111,6 +112,17 @@ class Solver:
             except SearchTimeoutError as error:
                 self._proved(key, error.bound)
                 raise
+            if setup.buckets and plan.estimate.gap > setup.relative_gap:
+                plan = best_in_buckets(
+                    plan,
+                    program,
+                    key.arrangement.cluster,
+                    flatten=setup.flatten,
+                    tell=lambda text: self.tell(f"{key}: {text}"),
+                    seconds=most if asked.deadline is None else max(asked.deadline - time.time(), LEAST_SECONDS),
+                    relative_gap=setup.relative_gap,
+                    fold=setup.fold,
+                )
             return plan, plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
             found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff, finish)
