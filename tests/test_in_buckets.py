@@ -1,5 +1,6 @@
 """The choice knows what buckets save: the best of what is ranked, never below what is proved of plans in buckets."""
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
@@ -11,18 +12,19 @@ from torch import Tensor, nn
 from autopar.blocks import block_of
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
+from autopar.cost_models.collectives import Form, least
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, shared
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import BASELINES, make_baseline
-from autopar.search.known.random_plan import random_buckets, random_plan, random_ways
+from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from autopar.search.meshes import meshes
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
@@ -150,10 +152,11 @@ def test_with_its_share_of_starts_a_plan_costs_no_more_than_in_any_buckets(famil
     for shape in ((4,), (2, 2)):
         for _ in range(4):
             plan = random_ways(random_plan(captured, make_mesh(shape), rng), captured, rng)
+            plan = random_recompute(plan, captured, rng, share=rng.choice([0.0, 0.5]))
             cluster = hosts(rng.choice([1e-5, 1e-4, 1e-3]))
             pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-            shared = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
-            alone, least = (evaluate_program(plan, program, p).in_turn_seconds for p in (pricer, shared))
+            together = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
+            alone, least = (evaluate_program(plan, program, p).in_turn_seconds for p in (pricer, together))
             assert least < alone
             for _ in range(4):
                 other = within_blocks(random_buckets(plan, captured, rng), program)
@@ -169,24 +172,88 @@ def test_one_bucket_of_all_costs_what_its_shares_add_up_to() -> None:
     program = make_program(net())
     real = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     whole = evaluate_program(plan, program, real)
-    shared = evaluate_program(
+    counted = evaluate_program(
         replace(plan, buckets=()), program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
     )
-    assert shared.in_turn_seconds == pytest.approx(whole.in_turn_seconds, rel=0.02)
-    assert shared.in_turn_seconds <= whole.in_turn_seconds * (1 + 1e-12)
+    assert counted.in_turn_seconds == pytest.approx(whole.in_turn_seconds, rel=0.02)
+    assert counted.in_turn_seconds <= whole.in_turn_seconds * (1 + 1e-12)
 
 
-def test_shares_of_a_block_and_of_the_model_add_up() -> None:
-    program = program_of("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_shares_of_a_block_and_of_the_model_add_up(family: str) -> None:
+    """For each reader one copy may be in a bucket; to 1 where every parameter has one reader."""
+    program = program_of(family)
     of_block: dict[str, float] = {}
+    whole, tied = 0.0, False
     for tensor in program.tensors.values():
-        if tensor.kind == "parameter":
-            block = block_of(program.ops[min(program.readers[tensor.name])[0]].module)
-            of_block[block] = of_block.get(block, 0.0) + tensor.shares[0]
-        else:
+        if tensor.kind != "parameter":
             assert tensor.shares == (1.0, 1.0)
-    assert len(of_block) > 2 and list(of_block.values()) == pytest.approx([1.0] * len(of_block))
-    assert sum(t.shares[1] for t in program.tensors.values() if t.kind == "parameter") == pytest.approx(1.0)
+            continue
+        readers = program.readers[tensor.name]
+        tied |= len(readers) > 1
+        whole += tensor.shares[1] * len(readers)
+        for position, _ in readers:
+            block = block_of(program.ops[position].module)
+            of_block[block] = of_block.get(block, 0.0) + tensor.shares[0]
+    assert len(of_block) > 2 and max(of_block.values()) <= 1 + 1e-9 and whole == pytest.approx(1.0)
+    assert tied or list(of_block.values()) == pytest.approx([1.0] * len(of_block))
+
+
+def test_no_message_takes_less_than_shares_of_its_parts() -> None:
+    """Also where lines hold for a range of sizes, so that a larger message may start for less."""
+    rng = random.Random(5)
+    for _ in range(300):
+        split = 10 ** rng.uniform(3, 7)
+        small, large = (Form("", name, 10 ** rng.uniform(-6, -3), 10 ** rng.uniform(-10, -8)) for name in ("s", "l"))
+        small = small._replace(up_to=split)
+        forms = [small, large._replace(above=split, floor=small.seconds(split))]
+        forms += [Form("", "any", 10 ** rng.uniform(-4, -2), 10 ** rng.uniform(-10, -8))] if rng.random() < 0.5 else []
+        sizes = [int(10 ** rng.uniform(2, 7)) for _ in range(rng.randint(2, 6))]
+        weights = [rng.random() for _ in sizes]
+        part = rng.choice([1.0, 0.7])
+        shares = [weight / sum(weights) for weight in weights]
+        parts = sum(shared(forms, size, part, own) for size, own in zip(sizes, shares, strict=True))
+        assert parts <= least(tuple(forms), sum(sizes), part)[0] * (1 + 1e-9)
+
+
+class Wide(nn.Module):
+    """Blocks of several weights, which a bucket gathers for use together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            assert isinstance(block, nn.ModuleList)
+            for layer in block:
+                x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> None:
+    """Where no buckets fit, every collective alone; and no baseline is below the bound."""
+    with torch.device("meta"):
+        captured = capture(Wide(), (torch.empty(256, 256),), {})
+    cluster, mesh, program = hosts(1e-3, 1e9), make_mesh((4,)), make_program(captured)
+    made = []
+    for limit in (math.inf, 4.5e6, 3.7e6, 3.2e6, 2.8e6):
+        config = TrainConfig(optimizer="sgd", memory_nbytes=limit)
+        plan = make_plan(
+            captured, cluster, mesh, config, relative_gap=0.01, seconds=10.0, with_baselines=False, buckets=True
+        )
+        again = evaluate_program(plan, program, Pricer(mesh=mesh, cluster=cluster, config=config))
+        assert plan.estimate.seconds == pytest.approx(again.seconds)
+        assert plan.estimate.peak_nbytes == again.peak_nbytes <= limit
+        assert plan.estimate.bound <= again.in_turn_seconds
+        made.append(plan)
+        for name in ("ddp", "fsdp"):
+            named = make_baseline(name, captured, cluster, mesh, TrainConfig(optimizer="sgd"))
+            named = with_buckets(named, captured, cluster)
+            if named.estimate.peak_nbytes <= limit:
+                assert plan.estimate.bound <= named.estimate.in_turn_seconds * (1 + 1e-9)
+    assert made[0].buckets
+    assert any("use" in plan.lifetimes.values() or not plan.buckets for plan in made)
 
 
 def test_starts_as_paid_lead_to_a_better_plan() -> None:
@@ -201,15 +268,15 @@ def test_starts_as_paid_lead_to_a_better_plan() -> None:
 def test_starts_paid_are_those_of_buckets_or_of_every_parameter() -> None:
     cluster, program = hosts(1e-3), make_program(net())
     plan = make_baseline("ddp", net(), cluster, make_mesh((4,)), TrainConfig())
-    shared = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
+    together = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
     names = [p.placeholder for p in net().parameters]
     one, two = (replace(plan, buckets=cut) for cut in ((tuple(names),), (tuple(names[:5]), tuple(names[5:]))))
     kind = ("all_reduce", (0,))
-    assert starts_paid(one, program, shared) == {kind: pytest.approx(1.0)}
-    assert starts_paid(two, program, shared) == {kind: pytest.approx(2.0)}
-    assert starts_paid(plan, program, shared) == {kind: pytest.approx(len(names))}
-    step = evaluate_program(plan, program, shared.paying({kind: 1e9})).in_turn_seconds
-    whole = evaluate_program(plan, program, shared.alone()).in_turn_seconds
+    assert starts_paid(one, program, together) == {kind: pytest.approx(1.0)}
+    assert starts_paid(two, program, together) == {kind: pytest.approx(2.0)}
+    assert starts_paid(plan, program, together) == {kind: pytest.approx(len(names))}
+    step = evaluate_program(plan, program, together.paying({kind: 1e9})).in_turn_seconds
+    whole = evaluate_program(plan, program, together.alone).in_turn_seconds
     assert step == pytest.approx(whole), "no parameter counts more than a start"
 
 

@@ -66,7 +66,7 @@ def test_the_next_best_plans_differ_run_and_cost_more() -> None:
     assert len(others) >= 5
     seconds = [other.estimate.step_seconds for other in others]
     assert seconds == sorted(seconds)
-    assert min(other.estimate.alone_seconds for other in others) >= plan.estimate.bound * (1 - 1e-9)
+    assert min(other.estimate.in_turn_seconds for other in others) >= plan.estimate.bound * (1 - 1e-9)
     seen = [decided(plan)]
     for other in others:
         assert isinstance(other, ModelPlan) and plan.captured is not None

@@ -30,7 +30,7 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         count = sum(len(stage.buckets) for stage in plan.stages)
         alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone" if count else ""
         lines.append(
-            f"step {seconds_text(estimate.step_seconds)}{alone}{proved}; memory at the peak of the fullest rank "
+            f"step {seconds_text(estimate.step_seconds)}{proved}{alone}; memory at the peak of the fullest rank "
             f"{nbytes_text(estimate.peak_nbytes)}"
         )
         if count:

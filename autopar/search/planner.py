@@ -167,11 +167,12 @@ def plan_program(
     facts["searched_seconds"] = plan.estimate.step_seconds
 
     def finish(other: Plan) -> Plan:
-        return bucketed(other, program, pricer.alone(), flatten=flatten) if pricer.in_buckets else other
+        is_whole = share is None  # stages get theirs later
+        return bucketed(other, program, pricer.alone, flatten=flatten) if pricer.in_buckets and is_whole else other
 
     plan = finish(plan)
     if plan.recompute or plan.remade:
-        facts["recompute"] = _traded(plan, program, pricer.alone())
+        facts["recompute"] = _traded(plan, program, pricer.alone)
     plan = plan.with_estimate(
         replace(
             plan.estimate,
@@ -179,7 +180,7 @@ def plan_program(
             solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
         )
     )
-    return compare(plan, program, pricer.alone(), tell, finish) if with_baselines else plan
+    return compare(plan, program, pricer.alone, tell, finish) if with_baselines else plan
 
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:

@@ -162,7 +162,8 @@ def _charges(
                 yield from sent(name, backward, times)
         if tensor.kind == "parameter" and tensor.requires_grad:
             yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
-    for name, step in _gathered_again(plan, journeys, replays, fused):
+    again = _gathered_again(plan, journeys, replays, fused)
+    for name, step in dict.fromkeys(again) if pricer.in_buckets else again:  # in a bucket once for all uses
         yield from sent(name, stepped(journeys[name].tensor, step)[0])
     for group in _groups_again(plan, journeys, replays, fused):
         yield from together(group, backward=True, again=True)

@@ -113,6 +113,7 @@ class Pricer:
         """The same prices in buckets, where parameters count as many starts as that."""
         return replace(self, in_buckets=True, starts=starts, _steps={}, _sent={})
 
+    @cached_property
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
         return replace(self, in_buckets=False, starts={}, _steps={}, _sent={}) if self.in_buckets else self
@@ -125,11 +126,16 @@ class Pricer:
         """What part of a start a tensor counts for each of its messages.
 
         A bucket of what is gathered for each use is of one block, any other of any parameters (`timeline.buckets`). The
-        shares of all that may be in one are at most 1 together. A message takes s + n b of n bytes at least, each
-        algorithm with its own s and b; beyond n times the least b that grows with n, so what shares of it, of fewer
-        bytes, add up to is at most what the bucket takes.
+        shares of all that may be in one are at most 1 together. A message of n bytes takes n times the least seconds of
+        a byte and a start (`shared`) at least, which does not fall with n, so what shares of those of fewer bytes add
+        up to is at most what the bucket takes.
         """
         return tensor.shares[lifetime != "use"] if self.in_buckets and tensor.kind == "parameter" else 1.0
+
+    def gathers_again(self, times: int, readers: int) -> float:
+        """How often backward gathers a copy again that is gathered for use, for one of so many readers, which needs it
+        so many times: each time; in a bucket once, for all of them."""
+        return min(times, 1) / readers if self.in_buckets else times
 
     def message(
         self, kind: str, axes: tuple[int, ...], nbytes: int, parameter: bool, share: float = 1.0
@@ -145,10 +151,9 @@ class Pricer:
                 self._forms[kind, axes] = forms
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
-            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if self.starts else share
+            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if parameter else 1.0
             if share < 1.0:
-                moving = nbytes * min(form.seconds_per_byte for form in forms) / part
-                found = moving + share * (found[0] - moving), found[1]
+                found = shared(forms, nbytes, part, share), found[1]
             self._sent[key] = found
         return found
 
@@ -368,6 +373,19 @@ class Pricer:
         """Optimizer state of the rank's shard."""
         elements = self.local_nbytes(tensor, storage) // tensor.element_size
         return elements * optimizer_state_nbytes(self.config.optimizer, tensor.stored_size)
+
+
+def shared(forms: Sequence[Form], nbytes: int, part: float, share: float) -> float:
+    """Seconds of a message with so much of its start: what any algorithm that goes so far takes beyond the least that
+    the bytes take, at least. Of a larger message it is no less, where the cheapest form may take less than its range
+    begins with."""
+    least_byte = min(form.seconds_per_byte for form in forms) / part
+    start = min(
+        form.alpha_seconds + nbytes * (form.seconds_per_byte / part - least_byte)
+        for form in forms
+        if form.up_to >= nbytes
+    )
+    return nbytes * least_byte + share * start
 
 
 def total(timed: Timed) -> float:

@@ -30,8 +30,8 @@ class Tensor:
     """One tensor. `kind`: `op`, or that of its placeholder; `producer`: position of its op, None for placeholders.
 
     stored_size: bytes of an element as it is stored, of a parameter under mixed precision more than as computed on.
-    shares: its part of the bytes of all parameters that the block of its first use is first to use, and of all there
-    are; those of all others are 1.
+    shares: of a parameter, for each reader, its part of the bytes of all that its block uses (of several the one that
+    uses most), and of all there are; 1 of all others.
     """
 
     name: str
@@ -160,17 +160,19 @@ def _shared_out(
     parameters: Sequence[Tensor], ops: Sequence[Op], readers: Mapping[str, Sequence[tuple[int, int]]]
 ) -> dict[str, Tensor]:
     """Parameters with their shares."""
-    used = [p for p in parameters if p.name in readers]
-    blocks = [block_of(ops[min(readers[p.name])[0]].module) for p in used]
-    sizes = [p.element_size * math.prod(p.shape) for p in used]
+    sizes = {p.name: p.element_size * math.prod(p.shape) for p in parameters if p.name in readers}
+    blocks = {name: {block_of(ops[position].module) for position, _ in readers[name]} for name in sizes}
     of_block: dict[str, int] = {}
-    for block, nbytes in zip(blocks, sizes, strict=True):
-        of_block[block] = of_block.get(block, 0) + nbytes
-    whole = sum(sizes)
-    return {
-        p.name: replace(p, shares=(nbytes / of_block[block], nbytes / whole) if nbytes else (0.0, 0.0))
-        for p, block, nbytes in zip(used, blocks, sizes, strict=True)
-    }
+    for name, nbytes in sizes.items():
+        for block in blocks[name]:
+            of_block[block] = of_block.get(block, 0) + nbytes
+    whole, found = sum(sizes.values()), {}
+    for p in parameters:
+        if nbytes := sizes.get(p.name, 0):
+            most = max(of_block[block] for block in blocks[p.name])
+            copies = len(readers[p.name])  # each reader may want another one, of the same bucket
+            found[p.name] = replace(p, shares=(nbytes / most / copies, nbytes / whole / copies))
+    return found
 
 
 def _tensor(

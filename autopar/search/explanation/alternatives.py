@@ -219,8 +219,8 @@ class Space:
             return Alternative(without=without, why_not=f"no plan found in {seconds:.0f} s")
         plan = extract(problem, solution, self.pricer.cluster, self.pricer.config, "ilp")
         if self.pricer.in_buckets:
-            plan = bucketed(plan, self.program, self.pricer.alone())
-        plan = plan.with_estimate(evaluate_program(plan, self.program, self.pricer.alone()))
+            plan = bucketed(plan, self.program, self.pricer.alone)
+        plan = plan.with_estimate(evaluate_program(plan, self.program, self.pricer.alone))
         return Alternative(
             without=without,
             instead=said(plan),

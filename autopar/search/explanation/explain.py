@@ -189,7 +189,7 @@ class _Asker:
             ledger=ledger(plan, self.program, self.pricer),
             offers=tuple(offers),
             alternatives=tuple(alternatives),
-            baselines=plan.estimate.baselines or self._baselines(limit, unanswered),
+            baselines=self._baselines(limit, unanswered) or plan.estimate.baselines,
             unanswered=tuple(unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),
             hidden=self.hidden,

@@ -31,7 +31,7 @@ from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.staged.stages import block_starts
-from autopar.search.timeline.staged_buckets import MARK, in_buckets
+from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
 from autopar.staged_plan import StagedPlan, check_microbatches
 
 DECISIONS = 6
@@ -78,7 +78,9 @@ def next_best(
         candidates = _candidates(plan, program, cluster, left, tell)
     number = f"{program.microbatches} micro-batches, " if program.microbatches != plan.microbatches else ""
     for other, what in candidates:
-        other = in_buckets(other, program.captured, cluster) if MARK in plan.estimate.solver else other
+        is_marked = MARK in other.estimate.solver or (isinstance(other, Plan) and other.buckets)
+        if MARK in plan.estimate.solver and not is_marked:
+            other = in_buckets(other, program.captured, cluster)
         key = _decisions(other)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
@@ -125,7 +127,7 @@ def _candidates(
         if left():
             tell(f"planning {name}")
             try:
-                yield baseline_plan(name, program, pricer.alone(), limit), name
+                yield baseline_plan(name, program, pricer.alone, limit), name
             except InfeasibleError:
                 continue
     for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
@@ -177,7 +179,10 @@ def _pipelines(
             try:
                 if p == 1:
                     yield _planned(program, pricer, left()), words
-                elif (made := best_staged(program, pricer, cluster, p, schedule, chunks, whole).plan) is not None:
+                    continue
+                finish = finisher(cluster) if MARK in plan.estimate.solver else None
+                made = best_staged(program, pricer, cluster, p, schedule, chunks, whole, finish=finish).plan
+                if made is not None:
                     yield made, words
             except (InfeasibleError, SearchTimeoutError):
                 continue

@@ -287,7 +287,7 @@ class Builder:
         space = parameter_space(
             replace(tensor, shares=(min(block), min(model))),
             uses,
-            max((r.savers for r in readers), default=0),
+            max((self.pricer.gathers_again(r.savers, len(readers)) for r in readers), default=0),
             any(r.in_backward for r in readers),
             len(readers) > 1,
             not leave_as_views(self.program, self.problem.clusters, names),
@@ -321,7 +321,13 @@ class Builder:
             wants.append({u: num_options + i for i, u in enumerate(uses)})
             num_vertices = num_options + len(uses)
             for way in space.ways:
-                arcs.append((way.option, wants[0][way.use], way.seconds + way.again * readers[0].savers))
+                arcs.append(
+                    (
+                        way.option,
+                        wants[0][way.use],
+                        way.seconds + way.again * self.pricer.gathers_again(readers[0].savers, 1),
+                    )
+                )
                 steps.append(way.steps)
         else:
             copies = {copy: i for i, copy in enumerate(dict.fromkeys((w.use, w.again) for w in space.ways))}
@@ -333,7 +339,8 @@ class Builder:
                 steps.append(way.steps)
             for (use, again), copy in copies.items():
                 for reader, want in zip(readers, wants, strict=True):
-                    arcs.append((num_options + copy, want[use], again * reader.savers))
+                    times = self.pricer.gathers_again(reader.savers, len(readers))
+                    arcs.append((num_options + copy, want[use], again * times))
                     steps.append(())
         layouts = (*(storage for storage, _ in space.options), *[None] * (num_vertices - num_options))
         self.problem.groups.append(

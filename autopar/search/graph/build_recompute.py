@@ -335,7 +335,8 @@ class _ParameterLayers:
                 number += 1
                 for copy, vertex in copies.items():
                     if copy[0] == use:
-                        times = reader.savers + (reads if replays else 0)
+                        often = reader.savers + (reads if replays else 0)
+                        times = builder.pricer.gathers_again(often, len(self.readers))
                         arcs.append((vertex, wants[use, replays], copy[1] * times))
                         steps.append(())
                         own = (f"{copy[2]} again", bytes_of[copy], 0.0, i) if replays else (copy[2], 0.0, 0.0, -1)

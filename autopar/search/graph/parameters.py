@@ -54,7 +54,7 @@ class ParameterSpace:
 def parameter_space(
     tensor: Tensor,
     uses: tuple[Layout, ...],
-    savers: int,
+    savers: float,
     in_backward: bool,
     shared: bool,
     regatherable: bool,
@@ -101,12 +101,17 @@ def parameter_space(
     # Every way there is: storage, lifetime, use by number, and its passages.
     found: list[tuple[int, str, int, float, float, bool]] = []
     known: dict[str, Distances] = {}
-    for lifetime in lifetimes:
+
+    def along(lifetime: str) -> _Passages:
         times = savers if lifetime == "use" else 0
         lattice = lattices.of(*shape, axes, True, pricer.share(tensor, lifetime))
         back = lattice.backward if trained else np.zeros_like(lattice.backward)
         distances = known[lifetime] = cheapest_ways(lattice, lattice.forward * (1 + times) + back)
-        passages = _passages(distances, stored, uses, back)
+        return _passages(distances, stored, uses, back)
+
+    instead = along(once) if once not in lifetimes else None  # of what nothing gathers
+    for lifetime in lifetimes:
+        passages = along(lifetime)
         paid = 1 if lifetime == "step" else microbatches
         for u in range(len(uses)):
             near = range(len(stored)) if limited or shared else [int((updates + paid * passages.least[:, u]).argmin())]
@@ -115,10 +120,9 @@ def parameter_space(
                 if lifetime != "use" or passages.gathered[s, u]:
                     again = microbatches * float(passages.again[s, u]) if lifetime == "use" else 0.0
                     found.append((s, lifetime, u, float(passages.seconds[s, u]) * paid, again, moved))
-                elif once not in lifetimes:
-                    seconds = float(passages.seconds[s, u]) * (1 if once == "step" else microbatches)
-                    found.append((s, once, u, seconds, 0.0, moved))
-                    known[once] = distances
+                elif instead is not None:
+                    seconds = float(instead.seconds[s, u]) * (1 if once == "step" else microbatches)
+                    found.append((s, once, u, seconds, 0.0, bool(instead.moved[s, u])))
     kept = _efficient_ways(found, updates, sizes, casts, states, copies, wanted, savers, microbatches > 1)
     chosen = {found[i][:2] for i in kept}
     numbers: dict[tuple[int, str], int] = {}
@@ -194,7 +198,7 @@ def _efficient_ways(
     states: Ints,
     copies: Ints,
     wanted: Ints,
-    savers: int,
+    savers: float,
     several: bool,
 ) -> list[int]:
     """Of each use the ways that no other beats in seconds of a step, persistent, kept and passing bytes at once."""

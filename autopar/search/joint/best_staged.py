@@ -30,6 +30,7 @@ from autopar.search.joint.messages import least_messages
 from autopar.search.joint.mixed_stages import mix_stages
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.stages import PricedStages, choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
+from autopar.search.timeline.staged_buckets import Finish
 from autopar.staged_plan import StagedPlan
 
 ATTEMPTS = 4
@@ -88,7 +89,7 @@ def best_staged(
     chunks: int,
     whole: Callable[[Pricer, Share, Callable[[Plan, Plan], None] | None], Plan],
     cutoff: float = math.inf,
-    finish: Callable[[StagedPlan, Sequence[CapturedModel], PricedStages], StagedPlan] | None = None,
+    finish: Finish | None = None,
 ) -> Staged:
     """A plan that fits, a bound on the seconds of every plan with blocks dealt evenly, and a way to better that.
 

@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
@@ -19,9 +18,7 @@ from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Answer, Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program
-from autopar.search.staged.stages import PricedStages
-from autopar.search.timeline.staged_buckets import marked, stages_in_buckets
-from autopar.staged_plan import StagedPlan
+from autopar.search.timeline.staged_buckets import finisher
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""
@@ -100,12 +97,6 @@ class Solver:
                 flatten=setup.flatten,
             )
 
-        def finish(plan: StagedPlan, stages: Sequence[CapturedModel], prices: PricedStages) -> StagedPlan:
-            if not setup.buckets:
-                return plan
-            found = stages_in_buckets(plan, stages, setup.cluster, flatten=setup.flatten, known=prices)
-            return found.with_estimate(marked(found.estimate))
-
         if p == 1:
             try:
                 plan = whole(pricer)
@@ -125,6 +116,7 @@ class Solver:
                 )
             return plan, plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
+            finish = finisher(setup.cluster, flatten=setup.flatten) if setup.buckets else None
             found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff, finish)
         except CutoffError as error:
             raise CutoffError(step.with_bubble(key, error.bound / p)) from error

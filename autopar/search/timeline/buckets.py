@@ -11,8 +11,8 @@ of these a bucket takes is decided for all of its bytes.
                     gathered copies at once, which such a parameter is there to avoid
 
 What is gathered for use after the last block, and so needed again at once, is kept until then, as torch's fully_shard
-keeps what is in no block; not where the plan would not fit the memory limit then. Nor are there buckets where with them
-it would not fit.
+keeps what is in no block; not where the plan would not fit the memory limit then. Where it would not with buckets of
+what is gathered for use there are none of these, and where it would not with any there are none.
 
 While a bucket of gradients is sent, those it was copied from are held too, and one that gradients are computed straight
 into is there from the first of them on (`costs.straight`). Where that raises the plan's peak its largest buckets are
@@ -55,19 +55,23 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     """`with_buckets` for a program and prices at hand."""
     limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
+    plan = replace(plan, buckets=(), ways={})
     free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
-    for own, lifetimes in itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,)):
-        found = _smaller(replace(plan, lifetimes=lifetimes), program, pricer, own, limit)
+    every = [*itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,), (True,))]
+    if "use" in plan.lifetimes.values():
+        every += [(own, plan.lifetimes, False) for own in free]
+    for own, lifetimes, for_use in every:
+        found = _smaller(replace(plan, lifetimes=lifetimes), program, pricer, own, limit, for_use)
         if found.estimate.peak_nbytes <= limit:
             return found
-    return plan
+    return plan.with_estimate(evaluate_program(plan, program, pricer))
 
 
-def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float) -> Plan:
+def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float, for_use: bool) -> Plan:
     """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
 
     def made(most: float) -> Plan:
-        buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most)
+        buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most, for_use=for_use)
         found = replace(plan, buckets=buckets, ways=ways)
         found = found.with_estimate(evaluate_program(found, program, pricer))
         return _carrying(found, program, pricer, limit) if flatten else found
@@ -113,17 +117,26 @@ def used_last(plan: Plan, program: Program) -> list[str]:
 
 
 def choose_buckets(
-    plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True, most: float = math.inf
+    plan: Plan,
+    program: Program,
+    pricer: Pricer,
+    *,
+    flatten: bool = True,
+    most: float = math.inf,
+    for_use: bool = True,
 ) -> tuple[Buckets, dict[str, Way]]:
     """Buckets, and the ways of all parameters that take another than the plan's.
 
     One of its own keeps a gradient from being waited for where it is sent; of what is gathered for use it does nothing.
-    most: bytes of whole tensors in one bucket of gradients, if it is of several.
+    most: bytes of whole tensors in one bucket of gradients, if it is of several. for_use: of what is gathered for use
+    too.
     """
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     for journeys in _runs(plan, program, pricer, flatten):
         use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
+        if use and not for_use:
+            continue
         for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten, most):
             if len(group) > 1 or not use:
                 buckets.append(tuple(journey.tensor.name for journey in group))

@@ -8,7 +8,7 @@ one.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
@@ -42,6 +42,20 @@ def in_buckets(
     return found.with_estimate(marked(replace(found.estimate, bound=0.0)))
 
 
+Finish = Callable[[StagedPlan, Sequence[CapturedModel], PricedStages], StagedPlan]
+"""Of a plan, its stages and what is priced of them already, the plan in buckets, marked so."""
+
+
+def finisher(cluster: Cluster, *, flatten: bool = True) -> Finish:
+    """What puts plans of a cluster in buckets."""
+
+    def finish(plan: StagedPlan, stages: Sequence[CapturedModel], prices: PricedStages) -> StagedPlan:
+        found = stages_in_buckets(plan, stages, cluster, flatten=flatten, known=prices)
+        return found.with_estimate(marked(found.estimate))
+
+    return finish
+
+
 def marked(estimate: Estimate) -> Estimate:
     """As that of a plan that was priced in buckets."""
     return replace(estimate, solver={**estimate.solver, MARK: {}})
@@ -55,7 +69,8 @@ def stages_in_buckets(
     flatten: bool = True,
     known: PricedStages | None = None,
 ) -> StagedPlan:
-    """The plan with buckets in its stages, priced again; itself if none of them fits.
+    """The plan with buckets in its stages, priced again; itself if with any of them it fits the limit no more, or holds
+    more than it does where it is beyond that.
 
     stages: their captured models. flatten: over several axes a bucket may take other ways than the plan's.
     """
