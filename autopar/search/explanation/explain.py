@@ -181,6 +181,8 @@ class _Asker:
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
                 if self._asks(label, unanswered):
                     alternatives.append(answer(self._left()))
+        hides = self.is_in_buckets and plan.microbatches == 1  # what ran beside compute was taken off the plan's own
+        known = {} if hides else plan.estimate.baselines
         alternatives.sort(key=lambda a: math.inf if a.seconds is None else a.seconds)
         return Explanation(
             plan=plan,
@@ -189,7 +191,7 @@ class _Asker:
             ledger=ledger(plan, self.program, self.pricer),
             offers=tuple(offers),
             alternatives=tuple(alternatives),
-            baselines=self._baselines(limit, unanswered) or plan.estimate.baselines,
+            baselines=known or self._baselines(limit, unanswered),
             unanswered=tuple(unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),
             hidden=self.hidden,
