@@ -160,11 +160,9 @@ def plan(
         from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
-        if baseline is not None:
+        if isinstance(found, StagedPlan) or baseline is not None:
             tell("choosing buckets")
             return in_buckets(found, captured, machine, flatten=flatten)
-        if isinstance(found, StagedPlan):
-            return found
         return best_in_buckets(
             found, make_program(captured), machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
             seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,

@@ -66,6 +66,7 @@ class Estimate:
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds, everything in turn, over the space searched: of plans in buckets
         where it was searched for those, else of every collective alone. 0 if none is proved.
+    bounded_alone: the bound is one on `alone_seconds`, and buckets were chosen afterwards.
     baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
     """
 
@@ -76,6 +77,7 @@ class Estimate:
     memory: Mapping[str, float] = field(default_factory=dict)
     rates: str = ""
     bound: float = 0.0
+    bounded_alone: bool = False
     baselines: Mapping[str, float | str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ class Estimate:
     @property
     def gap(self) -> float:
         """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
-        seconds = self.in_turn_seconds
+        seconds = self.alone_seconds if self.bounded_alone else self.in_turn_seconds
         gap = (seconds - self.bound) / seconds if seconds else 0.0
         return gap if gap > ROUNDING else 0.0
 

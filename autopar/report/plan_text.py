@@ -104,11 +104,12 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         step = f"step {seconds_text(estimate.step_seconds)}"
         if estimate.hidden:
             step += f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}"
-        if estimate.bound:
-            bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
-            step += f", in the space searched none takes less than {bound} (gap {gap})"
-        if plan.buckets:
-            step += f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
+        bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
+        proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
+        alone = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
+        step += (
+            (alone if plan.buckets else "") + proved if estimate.bounded_alone else proved + alone * bool(plan.buckets)
+        )
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())

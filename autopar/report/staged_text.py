@@ -29,8 +29,9 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
         count = sum(len(stage.buckets) for stage in plan.stages)
         alone = f"; {seconds_text(estimate.alone_seconds)} if every collective went alone" if count else ""
+        proved = alone + proved if estimate.bounded_alone else proved + alone
         lines.append(
-            f"step {seconds_text(estimate.step_seconds)}{proved}{alone}; memory at the peak of the fullest rank "
+            f"step {seconds_text(estimate.step_seconds)}{proved}; memory at the peak of the fullest rank "
             f"{nbytes_text(estimate.peak_nbytes)}"
         )
         if count:

@@ -79,6 +79,7 @@ class Ranking:
         estimate = replace(
             plan.estimate,
             bound=first.estimate.bound,
+            bounded_alone=first.estimate.bounded_alone,
             baselines=first.estimate.baselines,
             solver=solver,
         )

@@ -274,15 +274,15 @@ class _Asker:
                 config=replace(plan.config, memory_nbytes=limit),
                 relative_gap=self.relative_gap,
                 fold=True,
-                buckets=MARK in plan.estimate.solver,
             ),
         )
+        is_marked = MARK in plan.estimate.solver  # the search counts without buckets: no bound of it holds
         left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
         try:
             joint.bound(key)
             while not joint.sharpen(key, math.inf):
                 pass
-            found, seconds, bound = joint.solve(key, math.inf if same is None else same, left)
+            found, seconds, bound = joint.solve(key, math.inf if same is None or is_marked else same, left)
         except CutoffError as error:
             bound = min(max(error.bound, joint.bound(key)), same or math.inf)
             return Offer(change=change, same=same, best=same, bound=bound, nbytes=own.peak_nbytes)
@@ -290,7 +290,11 @@ class _Asker:
             return Offer(change=change, same=same, best=same, why_not=str(error))
         except SearchTimeoutError:
             return Offer(change=change, same=same, best=same, why_not="no plan that fits was found in the time given")
-        proved = max(bound, joint.bound(key))
+        if is_marked:
+            found = in_buckets(found, self.captured, cluster)
+            seconds, proved = found.estimate.step_seconds, 0.0
+        else:
+            proved = max(bound, joint.bound(key))
         best, nbytes = seconds, found.estimate.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes

@@ -174,7 +174,7 @@ def _pipelines(
                 mesh=arrangement.mesh,
                 cluster=arrangement.cluster,
                 config=plan.config,
-                in_buckets=MARK in plan.estimate.solver,
+                in_buckets=p == 1 and MARK in plan.estimate.solver,
             )
             try:
                 if p == 1:

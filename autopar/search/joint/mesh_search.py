@@ -187,6 +187,7 @@ def _certified(
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
     left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items() if k != key)
     staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
+    staged += ", stages with every collective alone" if staged and joint.setup.buckets else ""
     places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
     facts: dict[str, Any] = {
         "space": places + (", " + staged if staged else ""),

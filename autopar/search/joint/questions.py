@@ -19,7 +19,7 @@ Answer = Plan | StagedPlan
 class Setup:
     """What the problems of a search have in common, beside the graphs.
 
-    counts: of micro-batches. buckets: parameters share messages; flatten: as `timeline.buckets` takes it.
+    counts: of micro-batches. buckets: without stages parameters share messages; flatten: see `timeline.buckets`.
     """
 
     counts: tuple[int, ...]

@@ -54,7 +54,10 @@ def seconds_within(
 @dataclass(slots=True)
 class Pricers:
     """Prices by mesh and number of micro-batches; what ops and strategy graphs take space for is known of the `RECENT`
-    last alone, links and parameters of each mesh, ops of each number on any mesh."""
+    last alone, links and parameters of each mesh, ops of each number on any mesh.
+
+    in_buckets: without stages; those count every collective alone.
+    """
 
     config: TrainConfig
     in_buckets: bool = False
@@ -71,7 +74,7 @@ class Pricers:
                 mesh=arrangement.mesh,
                 cluster=arrangement.cluster,
                 config=self.config,
-                in_buckets=self.in_buckets,
+                in_buckets=self.in_buckets and arrangement.pipeline == 1,
                 loose=orders,
             )
         key = (arrangement, microbatches, bool(orders))

@@ -18,7 +18,6 @@ from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Answer, Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program
-from autopar.search.timeline.staged_buckets import finisher
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""
@@ -116,8 +115,7 @@ class Solver:
                 )
             return plan, plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
-            finish = finisher(setup.cluster, flatten=setup.flatten) if setup.buckets else None
-            found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff, finish)
+            found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff)
         except CutoffError as error:
             raise CutoffError(step.with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.way

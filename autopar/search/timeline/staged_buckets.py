@@ -33,13 +33,13 @@ def in_buckets(
     plan: Plan | StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True
 ) -> Plan | StagedPlan:
     """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so. What was proved of it
-    without is no longer said."""
+    is said of every collective alone."""
     found: Plan | StagedPlan
     if isinstance(plan, StagedPlan):
         found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
     else:
         found = with_buckets(plan, captured, cluster, flatten=flatten)
-    return found.with_estimate(marked(replace(found.estimate, bound=0.0)))
+    return found.with_estimate(marked(replace(found.estimate, bounded_alone=True)))
 
 
 Finish = Callable[[StagedPlan, Sequence[CapturedModel], PricedStages], StagedPlan]
