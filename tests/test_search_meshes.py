@@ -299,7 +299,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
             alone[mesh, count] = plan.estimate.in_turn_seconds
     assert found.estimate.in_turn_seconds <= min(alone.values()) * (1 + 2 * GAP)
     assert found.estimate.bound <= min(alone.values()) * (1 + 1e-6)
-    assert found.estimate.gap <= (0.02 if buckets else GAP), "what buckets do not share is left"
+    assert found.estimate.gap <= (0.1 if buckets else GAP), "starts that no bucket shares under this limit are left"
     facts = found.estimate.solver["search"]
     assert facts["candidates"] == 6 and facts["planned"] < 6
     assert facts["status"] == "proved" or buckets
