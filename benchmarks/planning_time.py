@@ -5,7 +5,8 @@
 
 Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of layers, each on as many nodes of 8 as
 `NODES` says or all on so many (`--nodes 1,64`: of each).
-The gap is that of the plan, everything in turn, to the bound of all plans in buckets over all meshes.
+The gap is that of the plan, everything in turn, to the bound over all meshes, in buckets; of a plan in stages that of
+every collective alone.
 --pipeline auto searches stages too; 1, the default, meshes and micro-batches. An empty list leaves a part out.
 """
 

@@ -107,9 +107,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
         proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
         alone = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
-        step += (
-            (alone if plan.buckets else "") + proved if estimate.bounded_alone else proved + alone * bool(plan.buckets)
-        )
+        alone = alone if plan.buckets else ""
+        step += alone + proved if estimate.bounded_alone else proved + alone  # the bound is said of what stands before
         lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())

@@ -93,7 +93,7 @@ def best_in_buckets(
         return time.process_time() + needed > end
 
     last: Plan | None = plan
-    shared = replace(pricer, in_buckets=True, _steps={})
+    shared = pricer.paying({})
     for number in range(1, TRIES + 1):
         if is_proved() or is_over() or last is None:
             break

@@ -110,7 +110,7 @@ class Pricer:
         return other
 
     def paying(self, starts: Mapping[tuple[str, tuple[int, ...]], float]) -> "Pricer":
-        """The same prices in buckets, where parameters count as many starts as that."""
+        """The same prices in buckets, where parameters count as many times their share of starts, once if not said."""
         return replace(self, in_buckets=True, starts=starts, _steps={}, _sent={})
 
     @cached_property

@@ -175,7 +175,7 @@ class _Asker:
                 offers.append(self._offer(change, machine, room))
         alternatives: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
-            prices = replace(self.pricer, in_buckets=self.is_in_buckets, _steps={})
+            prices = self.pricer.paying({}) if self.is_in_buckets else self.pricer
             space = Space(plan=plan, program=self.program, pricer=prices, limit=limit, relative_gap=self.relative_gap)
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):

@@ -78,6 +78,7 @@ def search_meshes(
     """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
     `microbatches` is given, all divisors of `batch`, with the graph that it is for.
 
+    buckets: without stages parameters share messages, in bounds and plans; flatten: see `timeline.buckets.bucketed`.
     capture: the graph of so many samples, of the whole batch for None; shared: see `Batches`. finish: what is still
     done to the plan found, while its graph is captured in another process. The plan's `estimate.solver["search"]` says
     what was searched and which alternatives were near.
