@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,16 +75,20 @@ def replayed(call: Call, device: torch.device) -> Call:
             call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
+    with torch.cuda.graph(graph, pool=_keeper(device).pool()):
         for _ in range(REPLAYS["cuda"]):
             call()
     return graph.replay
 
 
 @cache
-def _pool() -> Any:
-    """Where all replayed calls put their results: nobody reads them, and no two calls run at once."""
-    return torch.cuda.graph_pool_handle()
+def _keeper(device: torch.device) -> torch.cuda.CUDAGraph:
+    """In whose pool all replayed calls put their results: nobody reads them, and no two calls run at once. A pool that
+    no graph is in any more takes no other."""
+    keeper = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(keeper):
+        torch.zeros(1, device=device)
+    return keeper
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
