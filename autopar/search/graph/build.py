@@ -56,12 +56,13 @@ def build(
     builder: "type[Builder] | None" = None,
     share: Share | None = None,
     paid: PaidFor | None = None,
+    part: float = 1.0,
 ) -> Problem:
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
     fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more.
     share: memory is that of one rank of a pipeline. paid: how often ops and tensors are paid for, else in every
-    micro-batch.
+    micro-batch. part: of their bytes that ops and tensors between them take, for a bound on smaller micro-batches.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
     key = ("clusters", fold, coarse)
@@ -69,7 +70,7 @@ def build(
         folding = fold_program(program, fold=fold)
         program.made[key] = folding, make_clusters(program, folding, coarse=coarse)
     folding, clusters = program.made[key]
-    made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid)
+    made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid, part)
     return made.run(limit)
 
 
@@ -83,8 +84,10 @@ class Builder:
         restriction: Restriction,
         share: Share | None = None,
         paid: PaidFor | None = None,
+        part: float = 1.0,
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
+        self.part = part
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
         self.lattices = Lattices(pricer)
         self.times = program.microbatches
@@ -134,9 +137,9 @@ class Builder:
     def _count_cluster(self, node: int, cluster: Cluster, options: list[Option]) -> None:
         firsts = cluster.firsts
         keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.positions)
-        self._count(node, [o.kept for o in options], keeping)
-        self._count(node, [o.working_forward for o in options], forward)
-        self._count(node, [o.working_backward for o in options], backward)
+        self._count(node, [self.part * o.kept for o in options], keeping)
+        self._count(node, [self.part * o.working_forward for o in options], forward)
+        self._count(node, [self.part * o.working_backward for o in options], backward)
 
     def _count(self, node: int, nbytes: Iterable[float], coefficient: Floats) -> None:
         table = np.array(list(nbytes), dtype=np.float64)
@@ -245,7 +248,7 @@ class Builder:
             for name, made in zip(names, every, strict=True)
         ]
         coefficient = self.moments.keeping(every, first)
-        nbytes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        nbytes = self.part * np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
 
     def _produced(self, name: str) -> int:
@@ -276,7 +279,7 @@ class Builder:
             backward=np.zeros(len(wanted)),
         )
         group = self._group(names, node, options, readers, lattice, lattice.target - 1, lattice.forward)
-        sizes = np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        sizes = self.part * np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
         self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))
 
@@ -382,7 +385,7 @@ class Builder:
         few = few_moments(np.vstack([table, beside]), self.moments, instances)
         return Memory(
             limit=limit,
-            base=self._unread() + beside[few],
+            base=self.part * self._unread() + beside[few],
             moments=tuple(int(moment) for moment in self.moments.numbers[few]),
             nodes=tuple(NodeMemory(node=n, nbytes=b, coefficient=c[few]) for n, b, c in self.node_memory),
             kept=tuple(

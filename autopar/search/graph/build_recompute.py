@@ -102,13 +102,13 @@ class RecomputeBuilder(Builder):
         firsts = cluster.firsts
         keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.positions)
         replaying = self.moments.replaying(np.array(self.ends)[firsts], firsts)
-        inside = np.array([o.kept for o in options], dtype=np.float64)
+        inside = self.part * np.array([o.kept for o in options], dtype=np.float64)
         self._count(node, self._either(node, inside, np.zeros(len(options))), keeping)
         if recomputable:
-            made = inside + np.array([self._passing(cluster, option.names) for option in options])
+            made = inside + self.part * np.array([self._passing(cluster, option.names) for option in options])
             self._count(node, self._either(node, np.zeros(len(options)), made), replaying)
-        self._count(node, [o.working_forward for o in self.problem.options[node]], forward)
-        self._count(node, [o.working_backward for o in self.problem.options[node]], backward)
+        self._count(node, [self.part * o.working_forward for o in self.problem.options[node]], forward)
+        self._count(node, [self.part * o.working_backward for o in self.problem.options[node]], backward)
 
     def _again(self, op: Op, names: tuple[str, ...]) -> float:
         price = self.pricer.op(op, names)
@@ -203,7 +203,7 @@ class _Layers:
     def _arcs(self, wanted: Ints) -> "_Arcs":
         """wanted: layouts in backward."""
         builder, lattice = self.builder, self.lattice
-        sizes = np.array([float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts])
+        sizes = builder.part * np.array([float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts])
         ahead, back = builder._times_of_steps(self.names, self.tensor, self.readers)
         layered = self.tensor.requires_grad and wanted.size > 0
         arcs = _Arcs(count=len(sizes), sizes=sizes)

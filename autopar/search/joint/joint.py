@@ -52,6 +52,7 @@ from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.joint.scouts import scouts
 from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
+from autopar.search.joint.together import Together
 from autopar.search.meshes import Arrangement, divisors
 
 MANY = 32
@@ -88,6 +89,7 @@ class Joint:
     _barely: set[Candidate] = field(default_factory=set)
     _scouts: set[Candidate] = field(default_factory=set)
     _settled: set[Candidate] = field(default_factory=set)
+    _together: Together = field(init=False)
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
@@ -96,6 +98,7 @@ class Joint:
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
+        self._together = Together(counts=self.setup.counts)
         self._pricers = Pricers(self.setup.config, self.setup.buckets)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
         self._bounds = MemoryBounds(
@@ -136,7 +139,9 @@ class Joint:
         if isinstance(question, Refining):
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
-            bound = self._bounds.within_memory(question.key, question.cutoff, enough=question.enough)
+            bound = self._bounds.within_memory(
+                question.key, question.cutoff, enough=question.enough, most=question.most
+            )
             alike = self._bounds.alike.get(_alike(question.key), 0.0)
             return Refined(bound=bound, alike=alike, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
@@ -215,12 +220,14 @@ class Joint:
             is_bounded = known != Known.LITTLE
             while not is_bounded and self._ahead.knows(self._wanted(key, cutoff)):
                 is_bounded = self.sharpen(key, cutoff)
-            if is_bounded and known != Known.REFINED and self._ahead.knows(refining := self._refining(key, cutoff)):
-                with suppress(InfeasibleError):  # said when its turn comes
+            with suppress(InfeasibleError):  # said when its turn comes
+                while is_bounded and known != Known.REFINED and self._may_refine(key, cutoff):
+                    if not self._ahead.knows(refining := self._refining(key, cutoff)):
+                        break
                     self._refine(refining)
             if self.bound(key) < cutoff and not is_bounded:
                 yield self._wanted(key, cutoff)
-            elif self.bound(key) < cutoff and known != Known.REFINED and key not in self._refined:
+            elif known != Known.REFINED and self._may_refine(key, cutoff):
                 yield self._refining(key, cutoff)
             elif self.bound(key) < cutoff and solve:
                 yield self._solving(key, cutoff, seconds)
@@ -245,11 +252,20 @@ class Joint:
 
     def refine(self, key: Candidate, cutoff: float) -> None:
         """Within memory; while no plan is known only where that surely binds: else the plan is found as fast."""
-        if self.bound(key) < cutoff and (cutoff < math.inf or self._step.again(key) > 1.0):
+        while self._may_refine(key, cutoff) and (cutoff < math.inf or self._step.again(key) > 1.0):
             self._refine(self._refining(key, cutoff))
+
+    def _may_refine(self, key: Candidate, cutoff: float) -> bool:
+        return key not in self._refined and self.bound(key) < cutoff
 
     def _refine(self, question: Refining) -> None:
         key, came = question.key, self._ahead.of(question)
+        if question.most:
+            is_of_use = self._fresh(question).cutoff <= came.bound < math.inf  # where nothing fits each says so itself
+            for one in self._together.answered((key, question.most), is_of_use):
+                known = self._bounds.alike.get(_alike(one), 0.0)
+                self._bounds.alike[_alike(one)] = max(known, came.bound) if came.bound < math.inf else known
+            return
         if came.bound == math.inf:
             raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
         self._own[key] = max(self._own.get(key, 0.0), came.bound)
@@ -264,7 +280,14 @@ class Joint:
         others = [self.expected(scout) for scout in self._scouts if scout != key] if cutoff == math.inf else []
         enough = ENOUGH * min(others, default=math.inf)
         prices = dict(self._prices.of(key.arrangement.pipeline))
+        group = self._together.of(key, lambda other: self._is_open(other, cutoff)) if self._best < math.inf else None
+        if group is not None:
+            return Refining(key=group[0], most=group[1], cutoff=cutoff, prices=prices)
         return Refining(key=key, cutoff=cutoff, enough=enough, prices=prices)
+
+    def _is_open(self, key: Candidate, cutoff: float) -> bool:
+        """Whether one without stages may be better, memory aside."""
+        return (key.arrangement, key.microbatches) in self._least and self.bound(key) < cutoff
 
     def _wanted(self, key: Candidate, cutoff: float) -> Relaxing:
         """The relaxation that comes next for this candidate; of a scout its own. While no plan is known those of its

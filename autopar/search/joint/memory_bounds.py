@@ -41,14 +41,15 @@ class MemoryBounds:
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
     def within_memory(
-        self, key: Candidate, cutoff: float, seconds: float = PLAN_SECONDS, enough: float = math.inf
+        self, key: Candidate, cutoff: float, seconds: float = PLAN_SECONDS, enough: float = math.inf, most: int = 0
     ) -> float:
         """What a step takes at least within the memory of a rank, worked at until it reaches the cutoff, or what is
-        `enough`, and for about so many seconds.
+        `enough`, and for about so many seconds. most: of all that are bounded `together`, if not 0.
 
         Of evenly dealt stages a way through the step needs no plan; those of 1f1b may be cut unevenly, which pays.
         """
-        program, pricer, p = self.program(key.microbatches), self.pricer(key), key.arrangement.pipeline
+        m, p = key.microbatches, key.arrangement.pipeline
+        program, pricer = self.program(m), self.pricers.of(key.arrangement, m, loose=most > 0)
         if key.schedule == INTERLEAVED:
             return self.way_seconds(key, self.guessed(key), cutoff, enough)
         share = None
@@ -57,17 +58,19 @@ class MemoryBounds:
                 return least
             begins = even_starts(program, p, key.chunks)
             share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
-        once, more = self.step.rounds(key, key.microbatches).once, self.step.with_bubble(key, 0.0)
-        found = seconds_within(
-            program,
-            pricer,
-            share,
-            self.setup.fold,
-            cutoff=(cutoff - more) / once * p,
-            enough=(enough - more) / once * p,
-            seconds=seconds,
-            prices=self.prices.of(p),
-        )
+        once, more = self.step.rounds(key, m).once, self.step.with_bubble(key, 0.0)
+        with self.prices.at(p, max(m, most)) as prices:
+            found = seconds_within(
+                program,
+                pricer,
+                share,
+                self.setup.fold,
+                cutoff=(cutoff - more) / once * p,
+                enough=(enough - more) / once * p,
+                seconds=seconds,
+                prices=prices,
+                part=m / max(m, most),
+            )
         return self.step.with_bubble(key, found / p)
 
     def _uneven_seconds(self, key: Candidate, cutoff: float) -> float:
@@ -100,7 +103,7 @@ class MemoryBounds:
         it comes first."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.fold
         limit, p = memory_limit(key.arrangement.cluster, self.setup.config), key.arrangement.pipeline
-        prices, works = self.prices.of(p), [None, False, True][: 2 + exact]
+        works = [None, False, True][: 2 + exact]
         if self._binding.get(p, 0) >= SURELY_BINDS:
             works = [*works[1:], None]
         least = 0.0
@@ -112,6 +115,7 @@ class MemoryBounds:
                 self._binding[p] = 0 if found >= cutoff else self._binding.get(p, 0) + 1
             else:
                 till = {"cutoff": cutoff, "enough": enough}
-                found = way_seconds(program, pricer, way, fold, limit=limit, **till, prices=prices, exact=work)
+                with self.prices.at(p, key.microbatches) as prices:
+                    found = way_seconds(program, pricer, way, fold, limit=limit, **till, prices=prices, exact=work)
             least = max(least, found)
         return least

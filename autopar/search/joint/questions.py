@@ -53,10 +53,12 @@ class Relaxing:
 class Refining:
     """The question what a candidate takes at least within memory, whatever the cutoff, or what is `enough`.
 
+    most: not 0 where all of its `together.Group` are meant, of whose numbers of micro-batches it is the largest.
     prices: of memory, that are tried first.
     """
 
     key: Candidate
+    most: int = 0
     cutoff: float = field(compare=False)
     enough: float = field(compare=False, default=math.inf)
     prices: dict[int, float] = field(compare=False, default_factory=dict)

@@ -43,11 +43,12 @@ def seconds_within(
     enough: float,
     seconds: float,
     prices: dict[int, float],
+    part: float = 1.0,
 ) -> float:
     """The least that a step of the whole model takes within the memory of a device, or of the pipeline rank whose
     `share` it is, recompute allowed (a bound); no better than the cutoff or `enough`, infinite where nothing fits."""
     limit = memory_limit(pricer.cluster, pricer.config)
-    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share).graph
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share, part=part).graph
     return least_within(graph, cutoff=cutoff, enough=enough, seconds=seconds, prices=prices)
 
 

@@ -79,22 +79,23 @@ class Solver:
             left = max(left, AGAIN_SECONDS)
             if asked.deadline is not None:
                 left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
-            return plan_program(
-                program,
-                pricer,
-                relative_gap=setup.relative_gap / 4,  # a better plan leaves fewer bounds to be found
-                seconds=left,
-                with_baselines=False,
-                fold=setup.fold,
-                progress=lambda text: self.tell(f"{key}: {text}"),
-                cutoff=(cutoff - bubble) / once * p,
-                say_least=False,
-                share=share,
-                prices=self.bounds.prices.of(p),
-                is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
-                mixes=mixes,
-                flatten=setup.flatten,
-            )
+            with self.bounds.prices.at(p, key.microbatches) as prices:
+                return plan_program(
+                    program,
+                    pricer,
+                    relative_gap=setup.relative_gap / 4,  # a better plan leaves fewer bounds to be found
+                    seconds=left,
+                    with_baselines=False,
+                    fold=setup.fold,
+                    progress=lambda text: self.tell(f"{key}: {text}"),
+                    cutoff=(cutoff - bubble) / once * p,
+                    say_least=False,
+                    share=share,
+                    prices=prices,
+                    is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
+                    mixes=mixes,
+                    flatten=setup.flatten,
+                )
 
         if p == 1:
             try:
