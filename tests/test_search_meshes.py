@@ -285,7 +285,8 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
     cluster = machine(4)
     config = TrainConfig()
     found: Answer = without_a_limit(buckets)
-    own = {"relative_gap": GAP, "with_baselines": False, "buckets": buckets}
+    gap = 3 * GAP if buckets else GAP
+    own = {"relative_gap": gap, "with_baselines": False, "buckets": buckets}
     if share < 1.0:
         config = TrainConfig(memory_nbytes=found.estimate.peak_nbytes * share)
         found, _ = search_meshes(4, graph_of, cluster, config, **own)
@@ -297,7 +298,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
             except InfeasibleError:
                 continue
             alone[mesh, count] = plan.estimate.in_turn_seconds
-    assert found.estimate.in_turn_seconds <= min(alone.values()) * (1 + 2 * GAP)
+    assert found.estimate.in_turn_seconds <= min(alone.values()) * (1 + 2 * gap)
     assert found.estimate.bound <= min(alone.values()) * (1 + 1e-6)
     assert found.estimate.gap <= (0.1 if buckets else GAP), "starts that no bucket shares under this limit are left"
     facts = found.estimate.solver["search"]
@@ -306,7 +307,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
 
 
 def test_a_plan_is_at_hand_where_few_fit() -> None:
-    cluster, counts = machine(4), divisors(4)
+    cluster, counts = machine(4), (2, 4)
     programs = {count: make_program(_part(graph_of, 4, count)) for count in counts}
     keys = candidates(cluster, counts, (1,), "auto", 3)
 
