@@ -16,9 +16,11 @@ from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import TrainConfig
 from autopar.search.alike_meshes import first_alike
+from autopar.search.exact.ilp import CutoffError
 from autopar.search.exact.limited_bound import GAP
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.joint import Joint
+from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Question, Refining, Setup
 from autopar.search.joint.together import MISSES, Together, pairs
 from autopar.search.meshes import Arrangement, divisors
@@ -58,23 +60,25 @@ def candidate(microbatches: int, *shape: int) -> Candidate:
 
 
 def test_each_number_is_in_one_pair() -> None:
-    assert pairs((1, 2, 4, 8, 16)) == {1: 2, 4: 8, 16: 16}
-    assert pairs(divisors(24)) == {1: 2, 3: 6, 4: 8, 12: 24}
+    assert pairs((1, 2, 4, 8, 16)) == {1: 1, 2: 4, 8: 16}
+    assert pairs(divisors(24)) == {1: 1, 2: 4, 3: 6, 8: 8, 12: 24}
     assert pairs((3, 5)) == {3: 3, 5: 5}
 
 
 def test_who_is_bounded_together() -> None:
-    together = Together(counts=(1, 2, 4))
-    assert together.of(candidate(1, 8, 2), lambda _: True) is None, "few axes"
-    first = candidate(1, 2, 2, 4)
-    assert together.of(candidate(2, 4, 2, 2), lambda _: True) == (first, 2)
-    assert together.of(candidate(2, 4, 2, 2), lambda _: False) == (candidate(2, 2, 2, 4), 2), "the other is excluded"
-    assert together.of(candidate(4, 2, 2, 2), lambda _: True) is None, "no other mesh is alike, no other number open"
-    assert together.answered((first, 2), True) == [first, candidate(2, 2, 2, 4)]
-    assert together.of(candidate(2, 4, 2, 2), lambda _: True) is None, "asked already"
+    together, best = Together(counts=(1, 2, 4)), 1.0
+    assert together.of(candidate(2, 8, 2), best, lambda _: True) is None, "few axes"
+    first = candidate(2, 2, 2, 4)
+    assert together.of(candidate(4, 4, 2, 2), best, lambda _: True) == (first, 4)
+    assert together.of(candidate(4, 4, 2, 2), best, lambda _: False) == (candidate(4, 2, 2, 4), 4), "the other is out"
+    assert together.of(candidate(1, 4, 2, 2), best, lambda _: True) == (candidate(1, 2, 2, 4), 1), "1 has no other"
+    assert together.of(candidate(1, 2, 2, 2), best, lambda _: True) is None, "no other mesh is alike"
+    assert together.answered((first, 4), best, True) == [first, candidate(4, 2, 2, 4)]
+    assert together.of(candidate(4, 4, 2, 2), best, lambda _: True) is None, "asked already"
     for _ in range(MISSES):
-        together.answered((candidate(4, 2, 2, 4), 4), False)
-    assert together.of(candidate(2, 4, 2, 2), lambda _: False) is None, "of no use here"
+        together.answered((candidate(1, 2, 2, 4), 1), best, False)
+    assert together.of(candidate(4, 4, 2, 2), best, lambda _: False) is None, "of no use"
+    assert together.of(candidate(4, 4, 2, 2), best / 2, lambda _: False) is not None, "a better plan excludes more"
 
 
 @pytest.mark.parametrize(("share", "buckets"), [(0.3, False), (0.5, False), (0.5, True)])
@@ -98,6 +102,16 @@ def test_a_bound_of_many_is_below_that_of_each(share: float, buckets: bool) -> N
                 own = joint.answer(Refining(key=one, cutoff=math.inf)).bound
                 assert 0.0 < shared <= own * (1 + 2 * GAP), (one, most)
     assert binding
+
+
+def test_prices_are_those_of_one_micro_batch_whatever_ends_the_search() -> None:
+    known = KnownPrices()
+    with pytest.raises(CutoffError), known.at(1, 4) as prices:
+        prices.update({7: 8.0, 9: math.inf})
+        raise CutoffError(1.0)
+    assert known.of(1) == {7: 2.0, 9: math.inf}
+    with known.at(2, 8) as prices:
+        assert prices == {7: 32.0, 9: math.inf}, "of a model on half of the devices, in twice as many parts"
 
 
 def test_what_was_bounded_together_is_not_asked_again() -> None:

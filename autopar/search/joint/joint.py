@@ -142,8 +142,8 @@ class Joint:
             bound = self._bounds.within_memory(
                 question.key, question.cutoff, enough=question.enough, most=question.most
             )
-            alike = self._bounds.alike.get(_alike(question.key), 0.0)
-            return Refined(bound=bound, alike=alike, prices=dict(self._prices.of(p)))
+            uneven = self._bounds.uneven.get(_alike(question.key))
+            return Refined(bound=bound, uneven=uneven, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
@@ -175,7 +175,8 @@ class Joint:
         """What solving something showed; of stages that share the work evenly."""
         first = first_alike(key.arrangement)
         least = [self._least.get((first, n), 0.0) for n in divisors(key.microbatches)]
-        own = max(self._own.get(key, 0.0), self._bounds.alike.get(_alike(key), 0.0))
+        alike = _alike(key)
+        own = max(self._own.get(key, 0.0), self._bounds.alike.get(alike, 0.0), self._bounds.uneven.get(alike, 0.0))
         return max(own, self._step.with_bubble(key, max(least)))
 
     def expected(self, key: Candidate) -> float:
@@ -260,29 +261,32 @@ class Joint:
 
     def _refine(self, question: Refining) -> None:
         key, came = question.key, self._ahead.of(question)
+        if came.uneven is not None:
+            self._bounds.uneven[_alike(key)] = came.uneven
         if question.most:
-            is_of_use = self._fresh(question).cutoff <= came.bound < math.inf  # where nothing fits each says so itself
-            for one in self._together.answered((key, question.most), is_of_use):
-                known = self._bounds.alike.get(_alike(one), 0.0)
-                self._bounds.alike[_alike(one)] = max(known, came.bound) if came.bound < math.inf else known
+            is_of_use = came.bound >= self._best * (1 - self.setup.relative_gap)
+            for one in self._together.answered((key, question.most), self._best, is_of_use):
+                if came.bound < math.inf:  # where nothing fits each says so itself
+                    self._bounds.alike[_alike(one)] = max(self._bounds.alike.get(_alike(one), 0.0), came.bound)
             return
         if came.bound == math.inf:
             raise InfeasibleError(f"{key}: nothing fits in the memory of a rank")
         self._own[key] = max(self._own.get(key, 0.0), came.bound)
-        self._bounds.alike[_alike(key)] = max(self._bounds.alike.get(_alike(key), 0.0), came.alike)
         self._prices.remember(key.arrangement.pipeline, came.prices)
         self._refined.add(key)
         if came.bound >= question.enough * (1 - BARELY):
             self._barely.add(key)
 
     def _refining(self, key: Candidate, cutoff: float) -> Refining:
-        """While no plan is known it is enough to see which scout's comes first."""
-        others = [self.expected(scout) for scout in self._scouts if scout != key] if cutoff == math.inf else []
-        enough = ENOUGH * min(others, default=math.inf)
+        """While no plan is known it is enough to see which scout's comes first; once one is, that many are excluded."""
         prices = dict(self._prices.of(key.arrangement.pipeline))
-        group = self._together.of(key, lambda other: self._is_open(other, cutoff)) if self._best < math.inf else None
+        group = None
+        if self._best < math.inf:
+            group = self._together.of(key, self._best, lambda other: self._is_open(other, cutoff))
         if group is not None:
             return Refining(key=group[0], most=group[1], cutoff=cutoff, prices=prices)
+        others = [self.expected(scout) for scout in self._scouts if scout != key] if cutoff == math.inf else []
+        enough = ENOUGH * min(others, default=math.inf)
         return Refining(key=key, cutoff=cutoff, enough=enough, prices=prices)
 
     def _is_open(self, key: Candidate, cutoff: float) -> bool:

@@ -26,8 +26,10 @@ class KnownPrices:
         """Those to begin with; what they have become in the end is known from then on. To run again what takes so many
         seconds a step spares bytes of one micro-batch: the more of these, the more a byte is worth."""
         prices = _times(self.of(pipeline), microbatches)
-        yield prices
-        self._of[pipeline] = _times(prices, 1 / microbatches)
+        try:
+            yield prices
+        finally:  # what excludes a candidate ends with an error
+            self._of[pipeline] = _times(prices, 1 / microbatches)
 
     def remember(self, pipeline: int, prices: dict[int, float]) -> None:
         if prices:

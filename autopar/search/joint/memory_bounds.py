@@ -29,7 +29,7 @@ SURELY_BINDS = 2
 @dataclass(slots=True, kw_only=True)
 class MemoryBounds:
     """program: of a number of micro-batches. alike: seconds that no candidate takes less than with this schedule and
-    number on any mesh like the first one."""
+    number on any mesh like the first one; uneven: those of its stages, memory aside, however they are cut."""
 
     program: Callable[[int], Program]
     pricers: Pricers
@@ -37,6 +37,7 @@ class MemoryBounds:
     step: StepBounds
     prices: KnownPrices
     alike: dict[tuple[Arrangement, str, int], float] = field(default_factory=dict)
+    uneven: dict[tuple[Arrangement, str, int], float] = field(default_factory=dict)
     _binding: dict[int, int] = field(default_factory=dict)
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
@@ -81,10 +82,10 @@ class MemoryBounds:
             return 0.0
         first = first_alike(key.arrangement)
         known = first, key.schedule, m
-        if known not in self.alike:
+        if known not in self.uneven:
             pricer = self.pricers.of(first, m, loose=True)
-            self.alike[known] = uneven_seconds(self.program(m), pricer, key.schedule, p, m, cutoff)
-        return self.alike[known]
+            self.uneven[known] = uneven_seconds(self.program(m), pricer, key.schedule, p, m, cutoff)
+        return self.uneven[known]
 
     def pricer(self, key: Candidate) -> Pricer:
         """Prices of the candidate's program."""

@@ -1,12 +1,14 @@
-"""Which candidates does one bound within memory hold for? Those of meshes that are alike, and of two numbers of
-micro-batches, m and 2 m.
+"""Which candidates does one bound within memory hold for? Those of meshes that are alike, and without stages of two
+numbers of micro-batches, m and 2 m, of which m is not 1 (then gradients are held in another way).
 
 Meshes alike share a strategy graph with all of their orders (`alike_meshes`). What m micro-batches take, with half of
 the bytes of what lies between ops, bounds both numbers: with fewer samples at a time nothing gets faster (`joint`),
-and nothing takes less than its part of the bytes; parameters, and what the optimizer keeps, take the same.
+and nothing takes less than its part of the bytes; parameters, and what the optimizer keeps, take the same. Clusters of
+ops, and what is cheapest inside them, are taken to be those of m.
 Where a candidate may be the best its own bound has to be found all the same: on many axes most are not.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,11 +25,11 @@ Group = tuple[Candidate, int]
 
 
 def pairs(counts: Sequence[int]) -> dict[int, int]:
-    """Numbers that share a bound, the larger of each: one and its double, from the least on; or itself twice."""
+    """Numbers that share a bound, the larger of each: one and its double, from 2 on; or itself twice."""
     out, left = dict[int, int](), sorted(counts)
     while left:
         count = left.pop(0)
-        out[count] = 2 * count if 2 * count in left else count
+        out[count] = 2 * count if count > 1 and 2 * count in left else count
         if out[count] != count:
             left.remove(out[count])
     return out
@@ -39,29 +41,29 @@ class Together:
 
     counts: tuple[int, ...]
     _asked: set[Group] = field(default_factory=set)
-    _missed: int = 0
+    _missed: Counter[float] = field(default_factory=Counter)
 
-    def of(self, key: Candidate, is_open: Callable[[Candidate], bool]) -> Group | None:
+    def of(self, key: Candidate, best: float, is_open: Callable[[Candidate], bool]) -> Group | None:
         """Whom to bound with the candidate, if that was not done yet and may be of use.
 
-        is_open: whether another may be better than the best, as far as can be seen before memory is looked at.
+        best: seconds of the best plan; what excludes few with one may exclude many with a better. is_open: whether
+        another may be better than it, as far as can be seen before memory is looked at.
         """
         arrangement = key.arrangement
-        if arrangement.mesh.num_axes < MANY_AXES or key.schedule == INTERLEAVED or self._missed >= MISSES:
+        if arrangement.mesh.num_axes < MANY_AXES or key.schedule == INTERLEAVED or self._missed[best] >= MISSES:
             return None
         first = replace(key, arrangement=first_alike(arrangement))
-        groups = [(first, key.microbatches)] if loose_orders(arrangement) else []
+        group = (first, key.microbatches) if loose_orders(arrangement) else None
         if arrangement.pipeline == 1:  # else a step has more rounds than micro-batches
-            least, most = next(pair for pair in pairs(self.counts).items() if key.microbatches in pair)
+            [(least, most)] = [pair for pair in pairs(self.counts).items() if key.microbatches in pair]
             other = replace(first, microbatches=least + most - key.microbatches)
             if least != most and is_open(other):
-                groups.insert(0, (replace(first, microbatches=least), most))
-        group = next(iter(groups), None)
+                group = replace(first, microbatches=least), most
         return None if group in self._asked else group
 
-    def answered(self, group: Group, is_of_use: bool) -> list[Candidate]:
+    def answered(self, group: Group, best: float, is_of_use: bool) -> list[Candidate]:
         """Whom, on the first of the meshes, its bound holds for."""
         self._asked.add(group)
-        self._missed = 0 if is_of_use else self._missed + 1
+        self._missed[best] = 0 if is_of_use else self._missed[best] + 1
         first, most = group
         return [replace(first, microbatches=count) for count in sorted({first.microbatches, most})]
