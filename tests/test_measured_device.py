@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from autopar.calibration.samples import WorkSample
 from autopar.cluster import load_cluster
 from autopar.cost_models.compute import rates_of
 from autopar.cost_models.gemm import MISALIGNED, misaligned
+from autopar.rules.attention import BACKWARD_RATIO
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "measured"
 DEVICES = ("h100", "h200")
@@ -64,6 +66,20 @@ def test_products_and_attention(
     found = np.abs(errors(device, operation, dtype, 50e-6))
     assert len(found) >= number
     assert np.median(found) <= median and found.max() <= largest
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_without_a_mask(device: str) -> None:
+    """Calibration measures attention with one; queries that see all keys take less a flop."""
+    rates, found = rates_of(replace(load_cluster(f"1x{device}-eager").device, bytes_in_step=1.0)), []
+    for row in rows(device):
+        if row["operation"] == "attention" and float(row["both_seconds"]) >= 50e-6:
+            _, _, keys, head = map(int, row["sizes"].split("x"))
+            flops, nbytes, back = (float(row[name]) for name in ("flops", "nbytes", "backward_nbytes"))
+            seconds = rates.attention(flops, nbytes, "bf16", head=head, keys=keys)
+            seconds += rates.attention(BACKWARD_RATIO * flops, back, "bf16", head=head, keys=keys, backward=True)
+            found.append(abs(seconds / float(row["both_seconds"]) - 1))
+    assert len(found) == 9 and np.median(found) <= 0.17 and max(found) <= 0.35
 
 
 @pytest.mark.parametrize("device", DEVICES)
