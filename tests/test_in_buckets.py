@@ -1,5 +1,6 @@
 """The choice knows what buckets save: the best of what is ranked, never below what is proved of plans in buckets."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from autopar.blocks import block_of
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
-from autopar.cost_models.collectives import Form, least
+from autopar.cost_models.collectives import Form, least, shared
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer, shared
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.in_buckets import best_in_buckets
@@ -129,10 +130,75 @@ def test_what_is_proved_needs_no_second_search() -> None:
     """Where starts have no length."""
     cluster = hosts(0.0)
     plan = searched(cluster)
-    found = best_in_buckets(plan, make_program(net()), cluster, relative_gap=5 * GAP, fold=True)
+    found = best_in_buckets(plan, make_program(net()), cluster, beside=False, relative_gap=5 * GAP, fold=True)
     assert found.choices == plan.choices
     assert found.estimate.gap <= 5 * GAP
     assert list(found.estimate.solver["in_buckets"]["seconds"]) == ["the search"]
+
+
+@pytest.mark.parametrize("start", [1e-5, 1e-4])
+def test_a_plan_whose_reductions_hide_is_found_though_it_adds_up_to_more(start: float) -> None:
+    cluster = hosts(start)
+    plan = searched(cluster)
+    by_sum = best_in_buckets(plan, make_program(net()), cluster, beside=False, relative_gap=GAP, fold=True)
+    found = chosen(plan, cluster, with_baselines=False)
+    assert found.estimate.step_seconds < 0.9 * by_sum.estimate.step_seconds
+    assert found.estimate.in_turn_seconds > by_sum.estimate.in_turn_seconds >= found.estimate.bound
+    again = evaluate_program(found, make_program(net()), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    assert found.estimate.step_seconds == pytest.approx(again.step_seconds)  # as it is, not as it was searched for
+
+
+class Classes(nn.Module):
+    """A loss that is summed over ranks, beside the count of its labels; work that splitting by batch shares out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return nn.functional.cross_entropy(x, y)
+
+
+def test_a_loss_that_goes_along_with_gradients_is_not_kept_from_being_split() -> None:
+    """Two starts, which a sum counts, would keep all from being split; they are not paid where gradients are sent."""
+    with torch.device("meta"):
+        captured = capture(Classes(), (torch.empty(1 << 14, 128), torch.empty(1 << 14, dtype=torch.int64)), {})
+    cluster, program = hosts(3e-2, 1e9), make_program(captured)
+    plan = make_plan(
+        captured, cluster, make_mesh((2, 2)), TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True
+    )
+    by_sum, found = (
+        best_in_buckets(plan, program, cluster, beside=beside, relative_gap=GAP, fold=True) for beside in (False, True)
+    )
+    assert found.estimate.step_seconds < 0.9 * by_sum.estimate.step_seconds
+
+
+def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> None:
+    """Of reductions of parameters what travels between hosts, of sums of one element the start; nothing else."""
+    cluster, program = hosts(1e-3), make_program(net())
+    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig(), in_buckets=True)
+    half = pricer.paying({}, 0.5)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        for axes, nbytes, parameter in itertools.product([(0,), (1,), (0, 1)], [8, 1 << 12, 1 << 22], [False, True]):
+            whole, part = (p.message(kind, axes, nbytes, parameter)[0] for p in (pricer, half))
+            start = pricer.message(kind, axes, 1, parameter)[0]
+            if parameter and kind in ("reduce_scatter", "all_reduce") and 0 in axes and nbytes > 8:
+                assert start < part < whole
+                busy = cluster.levels[0].bandwidth / cluster.levels[1].bandwidth
+                assert whole - part == pytest.approx(0.5 * (1 - busy) * (whole - start))
+            elif kind == "all_reduce" and nbytes == 8 and not parameter:
+                assert 0 < part < 1e-2 * whole
+            elif not (parameter and nbytes == 8):
+                assert part == whole
+    for op in program.ops:
+        for names in itertools.product(op.choices, repeat=2):
+            if pricer.is_allowed(op, names):
+                half.op(op, names)
+    made = make_baseline("ddp", net(), cluster, pricer.mesh, TrainConfig())
+    fresh = Pricer(mesh=pricer.mesh, cluster=cluster, config=TrainConfig())
+    assert evaluate_program(made, program, half.alone) == evaluate_program(made, program, fresh)
 
 
 def within_blocks(plan: Plan, program: Program) -> Plan:

@@ -9,6 +9,8 @@ then its plan is proved to be as near the best as was asked. Where it is not, ot
                 for it (`costs.starts_paid`), a few times
     on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
                 a slow link, copies inside a host may still share a bucket
+    beside      searched again where what runs beside compute counts less, which a plain sum does not see: sums of the
+                loss and of the count of labels no start, gradients' reductions a part of what backward may hide
     baselines   the named ones
 
 and the cheapest, with what of its reductions runs beside backward taken off, is taken. Nothing is begun that would take
@@ -45,6 +47,8 @@ from autopar.search.timeline.staged_buckets import MARK
 TRIES = 4
 """How often it is searched again as paid."""
 COPIES_GAP = 1e-2
+SHOWN = 1.0, 0.5, 0.2
+"""Parts of gradients' reductions that are counted, as if backward hid the rest."""
 ROUGH = "rough"
 """What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
 PART, LEAST = 0.25, 5.0
@@ -58,6 +62,7 @@ def best_in_buckets(
     *,
     flatten: bool = True,
     with_baselines: bool = False,
+    beside: bool = True,
     tell: Callable[[str], None] = lambda _: None,
     seconds: float | None = None,
     spent: float = 0.0,
@@ -67,8 +72,9 @@ def best_in_buckets(
     as many micro-batches; with `plan`'s bound. `estimate.solver["in_buckets"]` says what each takes.
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
-    there is time. seconds: of solving, for each search. spent: CPU seconds of planning so far.
-    search: as `search.planner.plan_program` takes it. Of a plan that came from here only baselines are asked.
+    there is time. beside: search for what runs beside compute, which may add up to more. seconds: of solving, for each
+    search. spent: CPU seconds of planning so far. search: as `search.planner.plan_program` takes it. Of a plan that
+    came from here baselines are asked, and what runs beside compute.
     """
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     found, gap = {"the search": plan}, float(search["relative_gap"])
@@ -83,6 +89,9 @@ def best_in_buckets(
     def finish(other: Plan) -> Plan:
         return bucketed(other, program, pricer, flatten=flatten)
 
+    def is_new(other: Plan) -> bool:
+        return all(other.choices != one.choices or other.layouts != one.layouts for one in found.values())
+
     def is_proved() -> bool:
         if before:
             return True
@@ -92,6 +101,7 @@ def best_in_buckets(
     def is_over() -> bool:
         return time.process_time() + needed > end
 
+    how = {**search, "flatten": flatten}
     last: Plan | None = plan
     shared = pricer.paying({})
     for number in range(1, TRIES + 1):
@@ -102,11 +112,19 @@ def best_in_buckets(
         shared = shared.paying(
             {**shared.starts, **{kind: max(n, shared.starts.get(kind, 0.0)) for kind, n in paid.items()}}
         )
-        last = _as_paid(program, shared, seconds, tell, {**search, "flatten": flatten})
-        if last is not None and all(last.choices != o.choices or last.layouts != o.layouts for o in found.values()):
+        last = _as_paid(program, shared, seconds, tell, how)
+        if last is not None and is_new(last):
             found[f"starts as paid, try {number}"] = last
         else:
             break
+    for part in SHOWN if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ():
+        least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes)))
+        if is_over() or least >= best().estimate.step_seconds * (1 - gap):
+            break
+        tell(f"planning for buckets of which {part:.0%} is seen beside backward")
+        other = _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)
+        if other is not None and is_new(other):
+            found[f"{part:.0%} seen beside backward"] = other
     for axes in _parts(program, pricer):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from autopar.cost_models.collectives import busy_share
 from autopar.cost_models.links import axis_links
 from autopar.passes.accumulate_gradients import is_mean_over_labels
 from autopar.placement import INVARIANT, Layout
@@ -118,7 +119,8 @@ def _reductions(
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
-        start += busy_share(pricer, first.axes) * (whole - start)
+        links = axis_links(pricer.cluster, pricer.mesh.shape, first.axes)
+        start += busy_share(pricer.cluster, links) * (whole - start)
         sent.append((-max(min(uses), 0), whole, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for last, seconds, start, holds in sorted(sent):
@@ -129,12 +131,3 @@ def _reductions(
         stalled += start
     shown = stalled + max(link - (float(after[0]) + stalled), 0.0)
     return max(sum(seconds for _, seconds, _, _ in sent) - shown + paid - wait, 0.0)
-
-
-def busy_share(pricer: Pricer, axes: tuple[int, ...]) -> float:
-    """For which part of the time that a message's bytes take the processor that computes is busy with them."""
-    cluster = pricer.cluster
-    crossings = axis_links(cluster, pricer.mesh.shape, axes).crossings
-    if cluster.library != "gloo" or not crossings:
-        return 0.0
-    return min(1.0, crossings[0].level.bandwidth / max(level.bandwidth for level in cluster.levels))

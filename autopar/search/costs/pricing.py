@@ -4,8 +4,7 @@ Compute is `cost_models.compute` on local shapes, the formulas of `autopar simul
 the bytes of its local operands and results, backward reads what autograd kept and the results' gradients, and writes
 the operands'. Collectives are α–β on the links of their axes, slower by what a training step's contention takes of them
 where that is fitted, apart for parameters and for activations, and longer by what ranks that computed wait for each
-other where that was measured. Nothing overlaps yet: the runtime waits for every
-collective where it stands, so a step is a plain sum.
+other where that was measured. A step is their sum; what runs beside compute is taken off afterwards (`costs.late`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from math import prod
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import Form, cheapest_in_step, least, skew_seconds
+from autopar.cost_models.collectives import Form, busy_share, cheapest_in_step, least, shared, skew_seconds
 from autopar.cost_models.compute import HOST, Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
@@ -29,6 +28,9 @@ from autopar.search.costs.program import Op, Tensor
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 """(collective, seconds, mesh axes)."""
+Starts = Mapping[tuple[str, tuple[int, ...]], float]
+REDUCTIONS, ELEMENT = ("all_reduce", "reduce_scatter"), 8
+"""Of gradients; most bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +61,9 @@ class Pricer:
     in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
     starts: how many times its share a parameter counts of a kind of message, but no more than a whole start; with any
-    the prices are a guide (`costs.starts_paid`), and prove nothing.
+    the prices are a guide (`costs.starts_paid`), and prove nothing. So they are where what runs beside compute
+    (`costs.late`) counts less, not None `shown`: of gradients' reductions that part, and sums of one element, as of the
+    loss and of the count of labels, have no start.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
@@ -69,7 +73,8 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     in_buckets: bool = False
-    starts: Mapping[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+    starts: Starts = field(default_factory=dict)
+    shown: float | None = None
     loose: tuple[tuple[int, ...], ...] = ()
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     made: dict[object, Any] = field(default_factory=dict, init=False)
@@ -91,6 +96,7 @@ class Pricer:
             config=self.config,
             in_buckets=self.in_buckets,
             starts=self.starts,
+            shown=self.shown,
             loose=self.loose,
             ops=ops or OnAnyMesh(),
             _splits=self._splits,
@@ -109,14 +115,18 @@ class Pricer:
         other.made, other.parameters = self.made, self.parameters
         return other
 
-    def paying(self, starts: Mapping[tuple[str, tuple[int, ...]], float]) -> "Pricer":
+    def paying(self, starts: Starts, shown: float | None = None) -> "Pricer":
         """The same prices in buckets, where parameters count as many times their share of starts, once if not said."""
-        return replace(self, in_buckets=True, starts=starts, _steps={}, _sent={})
+        return self._with(True, starts, shown)
 
     @cached_property
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
-        return replace(self, in_buckets=False, starts={}, _steps={}, _sent={}) if self.in_buckets else self
+        return self._with(False, {}, None) if self.in_buckets else self
+
+    def _with(self, in_buckets: bool, starts: Starts, shown: float | None) -> "Pricer":
+        ops = self._ops if shown == self.shown else {}
+        return replace(self, in_buckets=in_buckets, starts=starts, shown=shown, _steps={}, _sent={}, _ops=ops)
 
     @cached_property
     def rates(self) -> Rates:
@@ -151,11 +161,19 @@ class Pricer:
                 self._forms[kind, axes] = forms
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
-            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if parameter else 1.0
+            is_told = self.shown is not None and kind == "all_reduce" and nbytes <= ELEMENT
+            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if parameter else 1.0 - is_told
             if share < 1.0:
                 found = shared(forms, nbytes, part, share), found[1]
+            if self.shown is not None and parameter and kind in REDUCTIONS:
+                found = found[0] * (1 - (1 - self.shown) * self._hideable(forms, axes, nbytes, part)), found[1]
             self._sent[key] = found
         return found
+
+    def _hideable(self, forms: tuple[Form, ...], axes: tuple[int, ...], nbytes: int, part: float) -> float:
+        """What part of a message its start does not take, nor the processor that computes."""
+        travel = 1 - least(forms, 1, part)[0] / least(forms, nbytes, part)[0]
+        return travel * (1 - busy_share(self.cluster, axis_links(self.cluster, self.mesh.shape, axes)))
 
     def waiting(self, axes: tuple[int, ...]) -> float:
         """For how much of a message along mesh axes ranks wait for the last, because they computed before."""
@@ -373,19 +391,6 @@ class Pricer:
         """Optimizer state of the rank's shard."""
         elements = self.local_nbytes(tensor, storage) // tensor.element_size
         return elements * optimizer_state_nbytes(self.config.optimizer, tensor.stored_size)
-
-
-def shared(forms: Sequence[Form], nbytes: int, part: float, share: float) -> float:
-    """Seconds of a message with so much of its start: what any algorithm that goes so far takes beyond the least that
-    the bytes take, at least. Of a larger message it is no less, where the cheapest form may take less than its range
-    begins with."""
-    least_byte = min(form.seconds_per_byte for form in forms) / part
-    start = min(
-        form.alpha_seconds + nbytes * (form.seconds_per_byte / part - least_byte)
-        for form in forms
-        if form.up_to >= nbytes
-    )
-    return nbytes * least_byte + share * start
 
 
 def total(timed: Timed) -> float:

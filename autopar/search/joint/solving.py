@@ -109,6 +109,7 @@ class Solver:
                     program,
                     key.arrangement.cluster,
                     flatten=setup.flatten,
+                    beside=False,  # what comes here is compared by the sum
                     tell=lambda text: self.tell(f"{key}: {text}"),
                     seconds=most if asked.deadline is None else max(asked.deadline - time.time(), LEAST_SECONDS),
                     relative_gap=setup.relative_gap,
