@@ -17,7 +17,6 @@ from rich.console import Console
 from autopar.calibrate_command import calibrate
 from autopar.errors import ArgumentError, AutoparError
 from autopar.explain_command import compared, explained, reloaded
-from autopar.search.timeline.weave import Overlap
 from autopar.simulate_command import simulate
 
 app = typer.Typer(
@@ -89,6 +88,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Decide how to train MODEL on a cluster, and say how good that is."""
+    from autopar.search.timeline.weave import Overlap
+
     console = _console(as_json)
     beside = Overlap() if overlap else None
     with _one_answer(as_json) as answer, console.status("") as status:

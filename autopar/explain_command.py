@@ -6,24 +6,29 @@ The models that the plans name are captured again, without memory for their para
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopar.calls import Call
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ClusterError, PlanMismatchError
-from autopar.model_plan import ModelPlan, load_plan
-from autopar.models import load_model
-from autopar.search.explanation.compare import Difference
-from autopar.search.explanation.explain import Explanation
-from autopar.search.explanation.explain_stages import StagedExplanation
-from autopar.staged_model_plan import StagedModelPlan
+
+if TYPE_CHECKING:  # the command line is there before torch is
+    from autopar.model_plan import ModelPlan
+    from autopar.search.explanation.compare import Difference
+    from autopar.search.explanation.explain import Explanation
+    from autopar.search.explanation.explain_stages import StagedExplanation
+    from autopar.staged_model_plan import StagedModelPlan
 
 
-def reloaded(path: Path, overrides: dict[str, str], device: str) -> ModelPlan | StagedModelPlan:
+def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan | StagedModelPlan":
     """A saved plan, with stages or without, with the graph of the model that it says it is for.
 
     Raises:
         PlanMismatchError: if the plan does not say, or the model is another now.
     """
+    from autopar.calls import Call
+    from autopar.model_plan import load_plan
+    from autopar.models import load_model
+
     saved = load_plan(path)
     if saved.source is None:
         raise PlanMismatchError(
@@ -43,7 +48,7 @@ def explained(
     overrides: dict[str, str],
     tell: Callable[[str], None],
     trace: Path | None = None,
-) -> Explanation | StagedExplanation:
+) -> "Explanation | StagedExplanation":
     """The explanation of a saved plan, whose step is written to `trace`.
 
     Raises:
@@ -58,12 +63,14 @@ def explained(
     return plan.explain(cluster=machine, seconds=seconds, progress=tell)
 
 
-def compared(first: Path, second: Path, tell: Callable[[str], None]) -> Difference:
+def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "Difference":
     """The difference of two saved plans; plans of one graph capture it once.
 
     Raises:
         PlanMismatchError: if they are for different models, or one does not say for which.
     """
+    from autopar.model_plan import load_plan
+
     tell(f"capturing the model of {first}")
     left = reloaded(first, {}, "meta")
     right = load_plan(second)
@@ -75,7 +82,7 @@ def compared(first: Path, second: Path, tell: Callable[[str], None]) -> Differen
     return left.diff(right)
 
 
-def machine_of(plan: ModelPlan | StagedModelPlan, cluster: str | None, remedy: str) -> Cluster:
+def machine_of(plan: "ModelPlan | StagedModelPlan", cluster: str | None, remedy: str) -> Cluster:
     """The cluster that a plan names, or that is given."""
     try:
         return load_cluster(cluster or plan.cluster)

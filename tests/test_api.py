@@ -77,6 +77,13 @@ def test_import_is_quick() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_the_command_line_is_there_before_torch() -> None:
+    """Half a second for a word of help, four with all that planning takes."""
+    heavy = "torch", "scipy.optimize", "ortools", "transformers"
+    code = f"import autopar.cli, sys; assert not sys.modules.keys() & {set(heavy)!r}, sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_plan_prints_saves_loads_and_binds(tmp_path: Path) -> None:
     model = make()
     plan = quick(model, inputs(), baseline="ddp")
