@@ -121,10 +121,11 @@ def best_in_buckets(
         least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes)))
         if is_over() or least >= best().estimate.step_seconds * (1 - gap):
             break
-        tell(f"planning for buckets of which {part:.0%} is seen beside backward")
+        words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
+        tell(f"planning for buckets with {words}")
         other = _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)
         if other is not None and is_new(other):
-            found[f"{part:.0%} seen beside backward"] = other
+            found[words] = other
     for axes in _parts(program, pricer):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
