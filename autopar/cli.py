@@ -88,11 +88,11 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Decide how to train MODEL on a cluster, and say how good that is."""
-    from autopar.search.timeline.weave import Overlap
-
     console = _console(as_json)
-    beside = Overlap() if overlap else None
     with _one_answer(as_json) as answer, console.status("") as status:
+        from autopar.search.timeline.weave import Overlap
+
+        beside = Overlap() if overlap else None
         source = {
             "spec": model,
             "batch": global_batch,

@@ -134,7 +134,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(
             f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} "
             f"bucket{'s' * (len(plan.buckets) > 1)}, which saves {seconds_text(estimate.saved)}"
-            + (f"; reductions run beside backward for {seconds_text(estimate.hidden)}" if beside else "")
+            + (f"; collectives run beside compute for {seconds_text(estimate.hidden)}" if beside else "")
         )
     if plan.ways:
         lines.append(_ways_text(plan))

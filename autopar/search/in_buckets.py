@@ -117,15 +117,6 @@ def best_in_buckets(
             found[f"starts as paid, try {number}"] = last
         else:
             break
-    for part in SHOWN if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ():
-        least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes)))
-        if is_over() or least >= best().estimate.step_seconds * (1 - gap):
-            break
-        words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
-        tell(f"planning for buckets with {words}")
-        other = _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)
-        if other is not None and is_new(other):
-            found[words] = other
     for axes in _parts(program, pricer):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
@@ -135,6 +126,16 @@ def best_in_buckets(
         copies = _copies_on(program, pricer, axes, seconds, bool(search["fold"]))
         if copies is not None:
             found[f"on axis {names} alone"] = finish(copies)
+    hides = any(pricer.hides((axis,)) for axis, size in enumerate(plan.mesh.shape) if size > 1)
+    least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes)))
+    shared = shared.paying(starts_paid(plan, program, shared)) if before else shared
+    for part in SHOWN[: len(SHOWN) if hides else 1] if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ():
+        if is_over() or least >= best().estimate.step_seconds * (1 - gap):
+            break
+        words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
+        tell(f"planning for buckets with {words}")
+        if (other := _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)) is not None:
+            found[words] = other
     chosen = best()
     if with_baselines or (plan.mesh.size > 1 and not is_over()):
         chosen = compare(chosen, program, pricer, tell, finish)

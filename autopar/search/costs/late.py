@@ -24,8 +24,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopar.cost_models.collectives import busy_share
-from autopar.cost_models.links import axis_links
 from autopar.passes.accumulate_gradients import is_mean_over_labels
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
@@ -119,8 +117,7 @@ def _reductions(
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
-        links = axis_links(pricer.cluster, pricer.mesh.shape, first.axes)
-        start += busy_share(pricer.cluster, links) * (whole - start)
+        start += (1 - pricer.hides(first.axes)) * (whole - start)
         sent.append((-max(min(uses), 0), whole, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for last, seconds, start, holds in sorted(sent):

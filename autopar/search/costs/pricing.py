@@ -30,7 +30,7 @@ Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 """(collective, seconds, mesh axes)."""
 Starts = Mapping[tuple[str, tuple[int, ...]], float]
 REDUCTIONS, ELEMENT = ("all_reduce", "reduce_scatter"), 8
-"""Of gradients; most bytes of one element."""
+"""Of gradients; bytes of one element, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,8 +62,8 @@ class Pricer:
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
     starts: how many times its share a parameter counts of a kind of message, but no more than a whole start; with any
     the prices are a guide (`costs.starts_paid`), and prove nothing. So they are where what runs beside compute
-    (`costs.late`) counts less, not None `shown`: of gradients' reductions that part, and sums of one element, as of the
-    loss and of the count of labels, have no start.
+    (`costs.late`) counts less, not None `shown`: of gradients' reductions that part; and sums of `ELEMENT` bytes or
+    less, as of the loss and of the count of labels, have no start.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
@@ -166,14 +166,14 @@ class Pricer:
             if share < 1.0:
                 found = shared(forms, nbytes, part, share), found[1]
             if self.shown is not None and parameter and kind in REDUCTIONS:
-                found = found[0] * (1 - (1 - self.shown) * self._hideable(forms, axes, nbytes, part)), found[1]
+                travel = nbytes * min(form.seconds_per_byte for form in forms) / part
+                found = found[0] - (1 - self.shown) * self.hides(axes) * travel, found[1]
             self._sent[key] = found
         return found
 
-    def _hideable(self, forms: tuple[Form, ...], axes: tuple[int, ...], nbytes: int, part: float) -> float:
-        """What part of a message its start does not take, nor the processor that computes."""
-        travel = 1 - least(forms, 1, part)[0] / least(forms, nbytes, part)[0]
-        return travel * (1 - busy_share(self.cluster, axis_links(self.cluster, self.mesh.shape, axes)))
+    def hides(self, axes: tuple[int, ...]) -> float:
+        """For which part of the time that a message's bytes take the processor is free to compute."""
+        return 1 - busy_share(self.cluster, axis_links(self.cluster, self.mesh.shape, axes))
 
     def waiting(self, axes: tuple[int, ...]) -> float:
         """For how much of a message along mesh axes ranks wait for the last, because they computed before."""
