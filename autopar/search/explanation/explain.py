@@ -166,7 +166,7 @@ class _Asker:
         plan, cluster = self.plan, self.pricer.cluster
         limit = memory_limit(cluster, plan.config)
         asked = changes(cluster, limit)
-        if plan.estimate.gap > self.relative_gap and not self.hidden:  # else it was not chosen by the sum
+        if plan.estimate.gap > self.relative_gap:
             asked.insert(0, (AS_IT_IS, cluster, limit))
         unanswered: list[str] = []
         offers = []
