@@ -134,7 +134,8 @@ def best_in_buckets(
             break
         words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
         tell(f"planning for buckets with {words}")
-        if (other := _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)) is not None:
+        other = _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)
+        if other is not None and (is_new(other) or other.estimate.step_seconds < best().estimate.step_seconds):
             found[words] = other
     chosen = best()
     if with_baselines or (plan.mesh.size > 1 and not is_over()):
