@@ -78,7 +78,7 @@ def test_import_is_quick() -> None:
 
 
 def test_the_command_line_is_there_before_torch() -> None:
-    """Half a second for a word of help, four with all that planning takes."""
+    """A second for a word of help, four with all that planning takes."""
     heavy = "torch", "scipy.optimize", "ortools", "transformers"
     code = f"import autopar.cli, sys; assert not sys.modules.keys() & {set(heavy)!r}, sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
