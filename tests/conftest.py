@@ -4,6 +4,7 @@ Warnings are errors (pyproject). A filter here names one message of one library 
 """
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -27,7 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays. To look for cycles in it again and again took a seventh of all time."""
+    """What is imported stays. To look for cycles in it again and again took a seventh of all time.
+
+    torch writes what it traces, every tensor and every graph, for whoever listens at a logger that passes nothing on,
+    and pytest listens at all that do not: with it a capture took twice as long.
+    """
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -55,6 +55,8 @@ def both(
 
     monkeypatch.setattr(capturing, "find_repeats", noted)
     captured = capture(model, args, kwargs)
+    if found == [()]:  # then it traced them all itself
+        return captured, ()
     monkeypatch.setattr(capturing, "find_repeats", lambda *_: ())
     whole = capture(model, args, kwargs)
     assert meaning(captured) == meaning(whole)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from torch import Tensor, nn
 
 import autopar.capture as capturing
 from autopar.calls import Call
@@ -82,11 +82,30 @@ def test_what_sizes_share_is_taken_for_granted_at_the_ends_of_lines_alone() -> N
     assert (asked, shared) == ([8, 1], [1, 2])
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 def test_layers_that_are_alike_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the whole batch, whatever is captured beside; the graphs are those of captures that look for themselves."""
-    config = transformers.GPT2Config(n_embd=32, n_layer=9, n_head=4, vocab_size=101, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    call = Call(kwargs={"input_ids": torch.zeros(8, 16, dtype=torch.long), "labels": torch.zeros(8, 16).long()})
+    model = Stack()
+    call = Call(args=(torch.zeros(8, 4, 16),))
     finder, found = capturing.find_repeats, []
 
     def noted(*args: Any) -> Any:
