@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; a 
 import pytest
 
 SHARED = "AUTOPAR_TEST_GRAPHS"
-"""Names the folder in which workers of a run share the graphs that they traced (`tests/zoo_graphs.py`)."""
+"""Names the folder in which workers of a run share the graphs that they traced (`tests/shared_graphs.py`)."""
 
 FILTERS: tuple[str, ...] = ()
 

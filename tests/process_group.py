@@ -23,7 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch.distributed.tensor", "autopar.runtime", "pytest", "tests.search_cases", "tests.zoo"]
+PRELOADED = [
+    *("torch.distributed.tensor", "torch.testing", "pytest", "tests.search_cases", "tests.zoo"),
+    *("autopar.runtime", "autopar.runtime.peak_memory", "autopar.verification", "autopar.calibration.measure"),
+    *("autopar.search.known.baselines", "autopar.search.known.random_plan"),
+]
 """Imported once for all ranks: what their functions need takes each of them two seconds, were it to import it."""
 
 GRACE_SECONDS = 3.0

@@ -20,6 +20,7 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.costs.storages import is_storable
 from autopar.search.known.random_plan import random_plan, random_recompute
+from tests.shared_graphs import shared_graph
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
 
@@ -78,7 +79,7 @@ def batch(seed: int, rows: int = BATCH) -> dict[str, Tensor]:
 @cache
 def captured(dropout: float = 0.0, microbatches: int = 1) -> CapturedModel:
     """The graph of a (micro-)batch of `BATCH` samples."""
-    graph = capture(words(dropout), (), batch(0))
+    graph = shared_graph(f"words-{dropout}", lambda: capture(words(dropout), (), batch(0)))
     return accumulate_gradients(graph, microbatches, lambda: captured(dropout))
 
 

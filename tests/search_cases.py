@@ -16,6 +16,7 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
+from tests.shared_graphs import shared_graph
 from tests.zoo_graphs import zoo_graph
 
 
@@ -57,14 +58,16 @@ def small_llama(layers: int, seq: int, microbatches: int = 1) -> CapturedModel:
 
 @lru_cache
 def _llama_batch(layers: int, seq: int, batch: int) -> CapturedModel:
-    config = hf.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = hf.LlamaForCausalLM(config).train()
-    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 64, (batch, seq)))
-    return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
+    def traced() -> CapturedModel:
+        config = hf.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
+        ids = torch.from_numpy(np.random.default_rng(0).integers(3, 64, (batch, seq)))
+        return capture(hf.LlamaForCausalLM(config).train(), (), {"input_ids": ids, "labels": ids, "use_cache": False})
+
+    return shared_graph(f"small-llama-{layers}-{seq}-{batch}", traced)

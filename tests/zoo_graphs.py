@@ -1,18 +1,13 @@
-"""Graphs of the tiny families, each traced once a run of tests: workers share what they traced as files."""
+"""Graphs of the tiny families, each traced once a run of tests."""
 
-import os
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from autopar.capture import capture
 from autopar.graph import CapturedModel
-from autopar.serialize import dump, load
+from tests.shared_graphs import shared_graph
 from tests.zoo import zoo
-
-SHARED = "AUTOPAR_TEST_GRAPHS"
-"""The variable that names the folder of a run (`tests/conftest.py`); benchmarks have none."""
 
 
 @cache
@@ -28,14 +23,9 @@ def zoo_graph(
     """The graph of `zoo(family, ...)`, or of the first `rows` of its batch; not to be changed."""
     if rows is not None:  # no graph knows of which batch its rows are
         return zoo_graph(family, dropout=dropout, dtype=dtype, batch=rows, seq=seq)
-    folder = os.environ.get(SHARED)
-    file = Path(folder) / f"{family}-{dropout}-{dtype}-{batch}-{seq}" if folder else None
-    if file is not None and file.exists():
-        return load(file.read_bytes())
-    model, kwargs = zoo(family, dropout=dropout, dtype=dtype, batch=batch, seq=seq)
-    captured = capture(model, (), kwargs)
-    if file is not None:
-        half = file.with_name(f"{file.name}-{os.getpid()}")  # a file that is there is whole
-        half.write_bytes(dump(captured))
-        half.rename(file)
-    return captured
+
+    def traced() -> CapturedModel:
+        model, kwargs = zoo(family, dropout=dropout, dtype=dtype, batch=batch, seq=seq)
+        return capture(model, (), kwargs)
+
+    return shared_graph(f"{family}-{dropout}-{dtype}-{batch}-{seq}", traced)
