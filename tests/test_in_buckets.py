@@ -22,6 +22,8 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.starts_paid import starts_paid
+from autopar.search.explanation import explain as explaining
+from autopar.search.explanation.what_if import faster_link
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import BASELINES, make_baseline
@@ -145,6 +147,26 @@ def test_a_plan_whose_reductions_hide_is_found_though_it_adds_up_to_more(start: 
     assert found.estimate.in_turn_seconds > by_sum.estimate.in_turn_seconds >= found.estimate.bound
     again = evaluate_program(found, make_program(net()), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
     assert found.estimate.step_seconds == pytest.approx(again.step_seconds)  # as it is, not as it was searched for
+
+
+def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is what planning so gives; one that adds up to less is none that saves anything."""
+    monkeypatch.setattr(explaining, "DECISIONS", 1)
+    cluster = hosts(1e-4)
+    plan = chosen(searched(cluster), cluster)
+    made = explaining.explain(plan, net(), cluster, relative_gap=GAP, seconds=1e4)
+    step, offers = plan.estimate.step_seconds, {offer.change: offer for offer in made.offers}
+    for change in (explaining.AS_IT_IS, explaining.UNLIMITED):
+        offer = offers[change]
+        assert offer.best == offer.same == pytest.approx(step)
+        assert offer.in_turn is not None and offer.bound <= offer.in_turn < plan.estimate.in_turn_seconds
+    (faster,) = (offer for offer in made.offers if offer.change.startswith(cluster.levels[0].name))
+    other = faster_link(cluster, 0, 2.0)
+    own = evaluate_program(plan, make_program(net()), Pricer(mesh=plan.mesh, cluster=other, config=plan.config))
+    again = chosen(searched(other), other)
+    assert faster.best == pytest.approx(min(own.step_seconds, again.estimate.step_seconds))
+    assert made.baselines == plan.estimate.baselines and made.limit_costs == (0.0, 0.0)
+    assert "if nothing ran beside compute" in str(made) and "what is proved counts everything in turn" in str(made)
 
 
 class Classes(nn.Module):

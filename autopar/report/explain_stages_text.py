@@ -35,7 +35,7 @@ def render(explanation: StagedExplanation) -> RenderableType:
     parts.append(_step(explanation.parts, estimate.step_seconds))
     parts.append(_stages(explanation))
     parts.append(_memory(explanation))
-    parts.append(offers_table(explanation.offers, estimate))
+    parts.append(offers_table(explanation.offers, estimate.step_seconds, estimate.step_seconds))
     if explanation.near or explanation.not_below or explanation.schedules:
         parts.append(_near(explanation))
     slowest, own = explanation.slowest, explanation.items

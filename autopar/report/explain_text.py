@@ -8,7 +8,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.plan import Estimate
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.search.costs.ledger import Item
 from autopar.search.explanation.alternatives import Alternative
@@ -35,16 +34,16 @@ def explain_text(explanation: Explanation) -> str:
 def render(explanation: Explanation) -> RenderableType:
     """The explanation for a rich console."""
     parts: list[RenderableType] = [Text("\n".join([*_heading(explanation), *_binds(explanation)]) + "\n")]
-    parts.append(offers_table(explanation.offers, explanation.plan.estimate))
+    own = explanation.plan.estimate
+    parts.append(offers_table(explanation.offers, own.step_seconds, own.in_turn_seconds))
     if explanation.alternatives:
         parts.append(_alternatives(explanation))
-    total = explanation.plan.estimate.step_seconds
-    parts.append(items_table("where the seconds of a step go", explanation.ledger.seconds, total, seconds_text))
-    peak = explanation.plan.estimate.peak_nbytes
+    title = "where the seconds of a step go" + (", everything in turn" if own.hidden else "")
+    parts.append(items_table(title, explanation.ledger.seconds, own.in_turn_seconds, seconds_text))
     title = f"what a rank holds at the peak, {explanation.ledger.peak}"
-    parts.append(items_table(title, explanation.ledger.nbytes, peak, nbytes_text))
+    parts.append(items_table(title, explanation.ledger.nbytes, own.peak_nbytes, nbytes_text))
     if explanation.baselines:
-        parts.append(baselines_table(explanation.baselines, total))
+        parts.append(baselines_table(explanation.baselines, own.step_seconds))
     if explanation.unanswered:
         listed = "; ".join(explanation.unanswered)
         parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
@@ -73,10 +72,9 @@ def _heading(explanation: Explanation) -> list[str]:
     parts = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     lines = [f"{plan.model} on {plan.cluster}, mesh {plan.mesh}{parts} [{plan.origin}]"]
     proved = f", none takes less than {seconds_text(estimate.bound)}" if estimate.bound else ""
-    if explanation.hidden:
-        proved += f" (everything in turn; {seconds_text(explanation.hidden)} run beside compute)"
+    beside = f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}" if estimate.hidden else ""
     lines.append(
-        f"step {seconds_text(estimate.step_seconds)}{proved}; memory {nbytes_text(estimate.peak_nbytes)} of "
+        f"step {seconds_text(estimate.step_seconds)}{beside}{proved}; memory {nbytes_text(estimate.peak_nbytes)} of "
         f"{nbytes_text(explanation.limit)} a device"
     )
     if others := estimate.solver.get("microbatches"):
@@ -96,7 +94,7 @@ def _odd_text(odd: OddRows) -> str:
 
 def _binds(explanation: Explanation) -> list[str]:
     """What stands between this plan and a faster one."""
-    estimate, total = explanation.plan.estimate, explanation.plan.estimate.step_seconds
+    estimate, total = explanation.plan.estimate, explanation.plan.estimate.in_turn_seconds
     sent = sum(explanation.ledger.levels.values())
     shares = [f"compute {percent_text((total - sent) / total)}"]
     shares += [f"{name} {percent_text(s / total)}" for name, s in explanation.ledger.levels.items()]
@@ -131,8 +129,13 @@ def columns_of(title: str, *columns: str, folded: int) -> Table:
     return table
 
 
-def offers_table(offers: Sequence[Offer], own: Estimate) -> Table:
-    title = "what a change would buy (solved again under it, all else the same)"
+IN_TURN = "; what is proved counts everything in turn"
+"""Of tables about a plan that hides something."""
+
+
+def offers_table(offers: Sequence[Offer], own: float, in_turn: float) -> Table:
+    """own: seconds of the plan as it runs; in_turn: if nothing ran beside compute."""
+    title = f"what a change would buy (planned again under it, all else the same{IN_TURN * (in_turn > own)})"
     table = columns_of(title, "with", "this plan", "best plan", "no plan below", "saves", "at most", folded=1)
     for offer in offers:
         same = "does not fit" if offer.same is None else seconds_text(offer.same)
@@ -145,8 +148,8 @@ def offers_table(offers: Sequence[Offer], own: Estimate) -> Table:
             same,
             seconds_text(offer.best),
             seconds_text(offer.bound) if offer.bound else "not proved",
-            signed(own.step_seconds - offer.best, own.step_seconds, ""),
-            signed(own.step_seconds - offer.bound, own.step_seconds, "") if offer.bound else "",
+            signed(own - offer.best, own, ""),
+            signed(in_turn - offer.bound, in_turn, "") if offer.bound else "",
         )
     return table
 
@@ -159,7 +162,7 @@ def signed(seconds: float, total: float, plus: str = "+") -> str:
 
 def _alternatives(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
-    title = "plans near this one (the best without what is named, under the same limit)"
+    title = f"plans near this one (the best without what is named, under the same limit{IN_TURN * (own.hidden > 0)})"
     table = columns_of(title, "without", "instead", "step", "more than this", "at least", "peak", folded=2)
     alike: dict[tuple[object, ...], list[Alternative]] = {}
     for other in explanation.alternatives:
@@ -174,7 +177,7 @@ def _alternatives(explanation: Explanation) -> Table:
             other.instead,
             seconds_text(other.seconds),
             signed(other.seconds - own.step_seconds, own.step_seconds),
-            signed(other.bound - own.step_seconds, own.step_seconds),
+            signed(other.bound - own.in_turn_seconds, own.in_turn_seconds),
             nbytes_text(other.nbytes),
         )
     return table

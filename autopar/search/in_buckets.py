@@ -126,10 +126,10 @@ def best_in_buckets(
         copies = _copies_on(program, pricer, axes, seconds, bool(search["fold"]))
         if copies is not None:
             found[f"on axis {names} alone"] = finish(copies)
-    hides = any(pricer.hides((axis,)) for axis, size in enumerate(plan.mesh.shape) if size > 1)
-    least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes)))
-    shared = shared.paying(starts_paid(plan, program, shared)) if before else shared
-    for part in SHOWN[: len(SHOWN) if hides else 1] if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ():
+    parts = _shown(plan, pricer) if beside else ()
+    least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes))) if parts else 0.0
+    shared = shared.paying(starts_paid(plan, program, shared)) if parts and before else shared
+    for part in parts:
         if is_over() or least >= best().estimate.step_seconds * (1 - gap):
             break
         words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
@@ -143,7 +143,8 @@ def best_in_buckets(
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
     own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}
-    others = {key: value for key, value in facts.items() if key != "recompute"}
+    of_plan = ("recompute",) if chosen.choices == plan.choices else ("recompute", "folded_seconds")
+    others = {key: value for key, value in facts.items() if key not in of_plan}
     priced = {name: one.estimate.step_seconds for name, one in found.items()}
     compared = {"seconds": {**priced, **before}}
     return chosen.with_estimate(
@@ -170,6 +171,14 @@ def _as_paid(
         )
     except (CutoffError, InfeasibleError, SearchTimeoutError):
         return None
+
+
+def _shown(plan: Plan, pricer: Pricer) -> tuple[float, ...]:
+    """Parts of reductions that are counted when it is searched again; none where nothing runs beside compute."""
+    if plan.microbatches > 1 or plan.mesh.size == 1:
+        return ()
+    hides = any(pricer.hides((axis,)) for axis, size in enumerate(plan.mesh.shape) if size > 1)
+    return SHOWN if hides else SHOWN[:1]
 
 
 def _parts(program: Program, pricer: Pricer) -> list[tuple[int, ...]]:

@@ -224,7 +224,7 @@ class Space:
         return Alternative(
             without=without,
             instead=said(plan),
-            seconds=plan.estimate.in_turn_seconds,
+            seconds=plan.estimate.step_seconds,
             bound=min(solution.bound, plan.estimate.in_turn_seconds),
             nbytes=plan.estimate.peak_nbytes,
             plan=plan,

@@ -1,9 +1,12 @@
 """Why this plan? What binds, what more memory or faster links would buy, which others were near, where all goes.
 
-Every figure is found by solving again with one thing changed, on the plan's own mesh and number of micro-batches, so
+Every figure is found by planning again with one thing changed, on the plan's own mesh and number of micro-batches, so
 each can be checked by planning so. With the plan at s seconds and no plan below b, and under the change one of s' and
 none below b', the best under the change is between b' and s' away from zero, so that the change saves at least
 max(0, b - s') and at most s - b'. The plan itself is a candidate under every change that it still fits.
+
+What plans take is said as they run. Bounds, and what is proved by them, count everything in turn, as the search does:
+where a plan hides collectives beside compute (`costs.late`) both are said.
 """
 
 import itertools
@@ -24,6 +27,7 @@ from autopar.search.costs.program import Program, make_program
 from autopar.search.explanation.alternatives import Alternative, Space
 from autopar.search.explanation.odd_rows import OddRows, odd_rows
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
+from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
 from autopar.search.recursion.ways import SEARCHED_AXES
@@ -46,12 +50,14 @@ DECISIONS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What a change would buy. same: seconds of the plan as it is, under the change (None where it does not fit).
-    best, bound, nbytes: of the best plan found under it; `why_not` says why none beside the plan itself was, `best` is
-    then None or that."""
+    best, nbytes: of the best plan found under it; `why_not` says why none beside the plan itself was, `best` is then
+    None or that. in_turn: of the best if nothing runs beside compute, where that may be another, and what no such plan
+    is below is `bound`."""
 
     change: str
     same: float | None = None
     best: float | None = None
+    in_turn: float | None = None
     bound: float = 0.0
     nbytes: float = 0.0
     why_not: str = ""
@@ -61,8 +67,7 @@ class Offer:
 class Explanation:
     """All of it. limit: bytes a device. limit_costs: seconds that the limit costs the best plan at least and at most,
     None if that was not asked. unanswered: what the time given did not suffice for. odd_rows: products that take long
-    for the lengths of their rows. plan: everything in turn, as the search counts; hidden: seconds of it that run beside
-    compute. is_in_buckets: so are all others, named baselines too.
+    for the lengths of their rows. is_in_buckets: so are all others, named baselines too.
     """
 
     plan: Plan
@@ -74,7 +79,6 @@ class Explanation:
     baselines: Mapping[str, float | str]
     unanswered: tuple[str, ...]
     odd_rows: tuple[OddRows, ...] = ()
-    hidden: float = 0.0
     is_in_buckets: bool = False
 
     def __str__(self) -> str:
@@ -95,7 +99,7 @@ class Explanation:
             "baselines": dict(self.baselines),
             "unanswered": list(self.unanswered),
             "odd_rows": [asdict(odd) for odd in self.odd_rows],
-            "hidden_seconds": self.hidden,
+            "hidden_seconds": self.plan.estimate.hidden,
             "is_in_buckets": self.is_in_buckets,
         }
 
@@ -117,8 +121,7 @@ def explain(
     plan.check(captured)
     program = make_program(captured)
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    priced = evaluate_program(plan, program, pricer)
-    plan = plan.with_estimate(replace(priced, hidden=0.0))
+    plan = plan.with_estimate(evaluate_program(plan, program, pricer))
     asker = _Asker(
         plan=plan,
         captured=captured,
@@ -128,7 +131,6 @@ def explain(
         each=seconds * EACH,
         relative_gap=relative_gap,
         tell=progress or (lambda _: None),
-        hidden=priced.hidden,
         is_in_buckets=MARK in plan.estimate.solver,
     )
     return asker.run()
@@ -159,7 +161,6 @@ class _Asker:
     each: float
     relative_gap: float
     tell: Callable[[str], None]
-    hidden: float
     is_in_buckets: bool
 
     def run(self) -> Explanation:
@@ -181,8 +182,6 @@ class _Asker:
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
                 if self._asks(label, unanswered):
                     alternatives.append(answer(self._left()))
-        hides = self.is_in_buckets and plan.microbatches == 1  # what ran beside compute was taken off the plan's own
-        known = {} if hides else plan.estimate.baselines
         alternatives.sort(key=lambda a: math.inf if a.seconds is None else a.seconds)
         return Explanation(
             plan=plan,
@@ -191,10 +190,9 @@ class _Asker:
             ledger=ledger(plan, self.program, self.pricer),
             offers=tuple(offers),
             alternatives=tuple(alternatives),
-            baselines=known or self._baselines(limit, unanswered),
+            baselines=plan.estimate.baselines or self._baselines(limit, unanswered),
             unanswered=tuple(unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),
-            hidden=self.hidden,
             is_in_buckets=self.is_in_buckets,
         )
 
@@ -213,41 +211,50 @@ class _Asker:
     def _offer(self, change: str, cluster: Cluster, limit: float) -> Offer:
         pricer = Pricer(mesh=self.plan.mesh, cluster=cluster, config=self.plan.config)
         own = evaluate_program(self.plan, self.program, pricer)
-        same = own.in_turn_seconds if own.peak_nbytes <= limit else None
+        is_held = own.peak_nbytes <= limit
+        same, in_turn = (own.step_seconds, own.in_turn_seconds) if is_held else (None, None)
         config = replace(self.plan.config, memory_nbytes=limit)
+        how: dict[str, Any] = {"relative_gap": self.relative_gap, "fold": True}
         try:
-            found = make_plan(
+            plan = make_plan(
                 self.captured,
                 cluster,
                 self.plan.mesh,
                 config,
-                relative_gap=self.relative_gap,
                 seconds=self._left(),
                 with_baselines=False,
                 buckets=self.is_in_buckets,
-            ).estimate
+                **how,
+            )
         except InfeasibleError as error:
-            return Offer(change=change, same=same, best=same, why_not=str(error))
+            return Offer(change=change, same=same, best=same, in_turn=in_turn, why_not=str(error))
         except SearchTimeoutError:
-            return Offer(change=change, same=same, best=same, why_not="no other plan was found in the time given")
-        best, nbytes = found.in_turn_seconds, found.peak_nbytes
+            why_not = "no other plan was found in the time given"
+            return Offer(change=change, same=same, best=same, in_turn=in_turn, why_not=why_not)
+        first = plan.estimate
+        in_turn = min(first.in_turn_seconds, math.inf if in_turn is None else in_turn)
+        if self.is_in_buckets:
+            plan = best_in_buckets(plan, self.program, cluster, seconds=self._left(), **how)
+        best, nbytes = plan.estimate.step_seconds, plan.estimate.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes
-        return Offer(change=change, same=same, best=best, bound=min(found.bound, best), nbytes=nbytes)
+        bound = min(first.bound, in_turn)
+        return Offer(change=change, same=same, best=best, in_turn=in_turn, bound=bound, nbytes=nbytes)
 
     def _limit_costs(self, offers: list[Offer], limit: float) -> tuple[float, float] | None:
-        """Seconds at least and at most that the best plan under the limit takes more than the best without."""
+        """Seconds at least and at most that the best plan under the limit takes more than the best without, everything
+        in turn."""
         known = {offer.change: offer for offer in offers}
         free, own = known.get(UNLIMITED), self.plan.estimate
-        if free is None or free.best is None or not free.bound:
+        if free is None or free.in_turn is None or not free.bound:
             return None
         if free.nbytes <= limit:
             return 0.0, 0.0
         here = known.get(AS_IT_IS)
-        best, bound = own.step_seconds, own.bound
-        if here is not None and here.best is not None:
-            best, bound = here.best, max(bound, here.bound)
-        return max(0.0, bound - free.best), max(0.0, best - free.bound)
+        best, bound = own.in_turn_seconds, own.bound
+        if here is not None and here.in_turn is not None:
+            best, bound = here.in_turn, max(bound, here.bound)
+        return max(0.0, bound - free.in_turn), max(0.0, best - free.bound)
 
     def _baselines(self, limit: float, unanswered: list[str]) -> dict[str, float | str]:
         out: dict[str, float | str] = {}
@@ -258,7 +265,7 @@ class _Asker:
                 try:
                     other = baseline_plan(name, self.program, self.pricer, limit)
                     other = bucketed(other, self.program, self.pricer) if self.is_in_buckets else other
-                    out[name] = other.estimate.in_turn_seconds
+                    out[name] = other.estimate.step_seconds
                 except InfeasibleError as error:
                     out[name] = str(error)
         return out
