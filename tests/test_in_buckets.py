@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -151,10 +152,20 @@ def test_a_plan_whose_reductions_hide_is_found_though_it_adds_up_to_more(start: 
 
 def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is what planning so gives; one that adds up to less is none that saves anything."""
+    allowed: list[float] = []
+
+    def noted(*args: Any, most: float, **own: Any) -> Plan:
+        allowed.append(most)
+        return best_in_buckets(*args, most=most, **own)
+
+    monkeypatch.setattr(explaining, "best_in_buckets", noted)
     monkeypatch.setattr(explaining, "DECISIONS", 1)
     cluster = hosts(1e-4)
     plan = chosen(searched(cluster), cluster)
     made = explaining.explain(plan, net(), cluster, relative_gap=GAP, seconds=1e4)
+    limits = [explaining.UNLIMITED, explaining.AS_IT_IS, *(o.change for o in made.offers if "GB" in o.change)]
+    assert len(allowed) == len(made.offers) - len(limits) + 1, "without a limit it fits all the others"
+    assert 0 < min(allowed) <= max(allowed) <= 5.0
     step, offers = plan.estimate.step_seconds, {offer.change: offer for offer in made.offers}
     for change in (explaining.AS_IT_IS, explaining.UNLIMITED):
         offer = offers[change]

@@ -98,7 +98,8 @@ def _binds(explanation: Explanation) -> list[str]:
     sent = sum(explanation.ledger.levels.values())
     shares = [f"compute {percent_text((total - sent) / total)}"]
     shares += [f"{name} {percent_text(s / total)}" for name, s in explanation.ledger.levels.items()]
-    lines = [f"of the step: {', '.join(shares)} (a collective counts for the slowest links that it crosses)"]
+    in_turn = ", everything in turn" if estimate.hidden else ""
+    lines = [f"of the step{in_turn}: {', '.join(shares)} (a collective counts for the slowest links that it crosses)"]
     lines += [_odd_text(odd) for odd in explanation.odd_rows if odd.lost > WORTH * total]
     room = explanation.limit - estimate.peak_nbytes
     if explanation.limit_costs is None:

@@ -66,6 +66,7 @@ def best_in_buckets(
     tell: Callable[[str], None] = lambda _: None,
     seconds: float | None = None,
     spent: float = 0.0,
+    most: float | None = None,
     **search: Any,
 ) -> Plan:
     """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
@@ -73,15 +74,16 @@ def best_in_buckets(
 
     flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
     there is time. beside: search for what runs beside compute, which may add up to more. seconds: of solving, for each
-    search. spent: CPU seconds of planning so far. search: as `search.planner.plan_program` takes it. Of a plan that
-    came from here baselines are asked, and what runs beside compute.
+    search. spent: CPU seconds of planning so far, of which a part may be spent here; or `most`, if it is said. search:
+    as `search.planner.plan_program` takes it. Of a plan that came from here baselines are asked, and what runs beside
+    compute.
     """
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     found, gap = {"the search": plan}, float(search["relative_gap"])
     facts = plan.estimate.solver
     before = dict(facts.get(MARK, {}).get("seconds", {}))
     needed = math.inf if ROUGH in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
-    end = time.process_time() + max(PART * spent, LEAST)
+    end = time.process_time() + (max(PART * spent, LEAST) if most is None else most)
 
     def best() -> Plan:
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
@@ -143,7 +145,8 @@ def best_in_buckets(
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
     own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}
-    of_plan = ("recompute",) if chosen.choices == plan.choices else ("recompute", "folded_seconds")
+    is_first = (chosen.choices, chosen.layouts) == (plan.choices, plan.layouts)
+    of_plan = ("recompute",) if is_first else ("recompute", "folded_seconds")
     others = {key: value for key, value in facts.items() if key not in of_plan}
     priced = {name: one.estimate.step_seconds for name, one in found.items()}
     compared = {"seconds": {**priced, **before}}

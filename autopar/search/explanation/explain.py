@@ -27,6 +27,7 @@ from autopar.search.costs.program import Program, make_program
 from autopar.search.explanation.alternatives import Alternative, Space
 from autopar.search.explanation.odd_rows import OddRows, odd_rows
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
+from autopar.search.in_buckets import LEAST as BESIDE
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
@@ -168,12 +169,13 @@ class _Asker:
         limit = memory_limit(cluster, plan.config)
         asked = changes(cluster, limit)
         if plan.estimate.gap > self.relative_gap:
-            asked.insert(0, (AS_IT_IS, cluster, limit))
+            asked.insert(1, (AS_IT_IS, cluster, limit))
         unanswered: list[str] = []
         offers = []
         for change, machine, room in asked:
             if room > 0 and self._asks(change, unanswered):
-                offers.append(self._offer(change, machine, room))
+                free = offers[0] if machine is cluster and offers and offers[0].change == UNLIMITED else None
+                offers.append(self._offer(change, machine, room, free))
         alternatives: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
             prices = self.pricer.paying({}) if self.is_in_buckets else self.pricer
@@ -208,13 +210,17 @@ class _Asker:
         self.tell(f"asking: {what}")
         return True
 
-    def _offer(self, change: str, cluster: Cluster, limit: float) -> Offer:
+    def _offer(self, change: str, cluster: Cluster, limit: float, free: Offer | None) -> Offer:
+        """free: the same without a limit; what fits there is what is best within this one."""
         pricer = Pricer(mesh=self.plan.mesh, cluster=cluster, config=self.plan.config)
         own = evaluate_program(self.plan, self.program, pricer)
         is_held = own.peak_nbytes <= limit
         same, in_turn = (own.step_seconds, own.in_turn_seconds) if is_held else (None, None)
+        if free is not None and free.best is not None and not free.why_not and free.nbytes <= limit:
+            return replace(free, change=change, same=same)
         config = replace(self.plan.config, memory_nbytes=limit)
         how: dict[str, Any] = {"relative_gap": self.relative_gap, "fold": True}
+        until = time.monotonic() + self._left()
         try:
             plan = make_plan(
                 self.captured,
@@ -231,15 +237,15 @@ class _Asker:
         except SearchTimeoutError:
             why_not = "no other plan was found in the time given"
             return Offer(change=change, same=same, best=same, in_turn=in_turn, why_not=why_not)
-        first = plan.estimate
-        in_turn = min(first.in_turn_seconds, math.inf if in_turn is None else in_turn)
-        if self.is_in_buckets:
-            plan = best_in_buckets(plan, self.program, cluster, seconds=self._left(), **how)
+        found = [plan.estimate.in_turn_seconds, own.in_turn_seconds if is_held else math.inf]
+        bound, left = plan.estimate.bound, until - time.monotonic()
+        if self.is_in_buckets and left > 0:
+            plan = best_in_buckets(plan, self.program, cluster, seconds=left, most=min(left, BESIDE), **how)
+        in_turn = min(*found, plan.estimate.in_turn_seconds)
         best, nbytes = plan.estimate.step_seconds, plan.estimate.peak_nbytes
         if same is not None and same < best:
             best, nbytes = same, own.peak_nbytes
-        bound = min(first.bound, in_turn)
-        return Offer(change=change, same=same, best=best, in_turn=in_turn, bound=bound, nbytes=nbytes)
+        return Offer(change=change, same=same, best=best, in_turn=in_turn, bound=min(bound, in_turn), nbytes=nbytes)
 
     def _limit_costs(self, offers: list[Offer], limit: float) -> tuple[float, float] | None:
         """Seconds at least and at most that the best plan under the limit takes more than the best without, everything
