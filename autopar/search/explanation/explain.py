@@ -171,7 +171,7 @@ class _Asker:
         if plan.estimate.gap > self.relative_gap:
             asked.insert(1, (AS_IT_IS, cluster, limit))
         unanswered: list[str] = []
-        offers = []
+        offers: list[Offer] = []
         for change, machine, room in asked:
             if room > 0 and self._asks(change, unanswered):
                 free = offers[0] if machine is cluster and offers and offers[0].change == UNLIMITED else None
