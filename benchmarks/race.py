@@ -1,15 +1,16 @@
 """Do plans run as fast as their order says? Two hosts, a slow link, everything for real, ours beside torch's.
 
     python -m benchmarks.race [--models gpt2,llama,bert,vit] [--rates 100mbit,1gbit] [--ranks 4,8]
-                              [--rounds 9] [--next 5] [--json] [--quick] [--check]
+                              [--rounds 9] [--next 5] [--keep FOLDER] [--json] [--quick] [--check]
 
 Hosts are network namespaces of this machine (`benchmarks.race_hosts`; needs root), half of the Gloo ranks on each. For
 each rate and number of ranks the cluster is calibrated first, as `autopar calibrate` does, and planning reads what that
 found. Contenders of a model: the chosen plan, the search's next best, ddp, fsdp and megatron as plans of ours, and
-torch's DistributedDataParallel, fully_shard and (Llama) parallelize_module. They take turns, every round begins with
-another one. A turn is a step that does not count, for the others have taken the caches, and three that do; of each the
-slowest rank counts. What is compared are medians over rounds of a step's seconds over those of that round's median
-contender, so that a machine that is slow for a while is so for all. A host keeps to its half of the machine's cores.
+torch's DistributedDataParallel, fully_shard and (Llama) parallelize_module. They take turns, every round in another
+order. A turn is a step that does not count, for the others have taken the caches, and three that do, or as many as take
+0.2 s; of each the slowest rank counts. What is compared are medians over rounds of a step's seconds over those of that
+round's median contender, so that a machine that is slow for a while is so for all. A host keeps to its half of the
+machine's cores.
 
 A row: chosen / fastest of all; best of torch's / chosen; Spearman's rank correlation of predicted and measured seconds
 of our plans, once as they are and once with predictions within 3% of each other as ties (the next plans are near the
@@ -38,7 +39,7 @@ from rich.console import Console
 import autopar
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, cluster_toml
 from autopar.errors import AutoparError
 from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
@@ -113,8 +114,8 @@ class Entry:
     calls: int | None = None
 
 
-def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry], bytes]:
-    """All contenders, the chosen plan first, and the graph that their plans are for."""
+def entries_of(model: str, cluster: Cluster, num_next: int, keep: Path | None = None) -> tuple[list[Entry], bytes]:
+    """All contenders, the chosen plan first, and the graph that their plans are for. keep: where plans are written."""
     module, batch = make(model)
     chosen = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32")
     assert isinstance(chosen, ModelPlan) and chosen.captured is not None
@@ -130,6 +131,8 @@ def entries_of(model: str, cluster: Cluster, num_next: int) -> tuple[list[Entry]
         plans[name] = plan
     entries = []
     for label, plan in plans.items():
+        if keep is not None:
+            (keep / f"{model} {label}.json").write_text(plan.to_json())
         local = insert_collectives(chosen.captured, plan)
         entries.append(
             Entry(
@@ -214,6 +217,7 @@ def main() -> int:
     parser.add_argument("--ranks", default=RANKS, help="even numbers, half on each host")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--next", type=int, default=NEXT, help="how many of the search's next plans race too")
+    parser.add_argument("--keep", type=Path, help="a folder for each setting's cluster and the plans of its models")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one setting, few rounds")
     parser.add_argument("--check", action="store_true", help="fail if the chosen plan is over 3%% slower than another")
@@ -249,9 +253,13 @@ def raced(
     console.print(
         f"{world} ranks, {rate}: calibrated in {time.monotonic() - start:.0f} s; load {os.getloadavg()[0]:.1f}"
     )
+    keep = None if arguments.keep is None else arguments.keep / f"{world}_{rate}"
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / "cluster.toml").write_text(cluster_toml(cluster))
     rows = []
     for model in arguments.models.split(","):
-        entries, captured = entries_of(model, cluster, arguments.next)
+        entries, captured = entries_of(model, cluster, arguments.next, keep)
         contenders = {entry.label: entry.text for entry in entries}
         ran = ranks.run(Race(model=model, captured=captured, contenders=contenders, rounds=arguments.rounds))
         first = ran["chosen"].loss

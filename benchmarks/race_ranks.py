@@ -4,8 +4,10 @@ A rank reads jobs from its input, one name of a pickled `Calibrate` or `Race` a 
 get the same jobs in the same order; rank 0 writes what came out beside the job and says so.
 """
 
+import math
 import os
 import pickle
+import random
 import sys
 import time
 import warnings
@@ -45,7 +47,8 @@ LLAMA = {
 """Megatron's tensor parallelism in torch's styles."""
 
 COUNTED_STEPS = 3
-TIMED_STEPS = 3
+TIMED_STEPS, TURN_SECONDS = 3, 0.2
+"""Least steps of a turn, and how long one takes if more are needed for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """seconds: of a whole step, `TIMED_STEPS` in a row, a round, the slowest rank's. crossed: bytes a step that left
+    """seconds: of a whole step, of some in a row, a round, the slowest rank's. crossed: bytes a step that left
     the first host by the link, packets' headers included, those of the barriers around them taken off."""
 
     seconds: list[float]
@@ -83,6 +86,7 @@ class Contender:
     def __init__(self, parameters: list[nn.Parameter], run: Callable[[], Tensor]) -> None:
         self.run, self.optimizer = run, fused_adamw(parameters)
         self.seconds: list[float] = []
+        self.steps = TIMED_STEPS
 
     def step(self) -> Tensor:
         loss = self.run()
@@ -95,16 +99,16 @@ class Contender:
         loss = self.step()
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(TIMED_STEPS):
+        for _ in range(self.steps):
             self.step()
-        slowest = torch.tensor((time.perf_counter() - start) / TIMED_STEPS, dtype=torch.float64)
+        slowest = torch.tensor((time.perf_counter() - start) / self.steps, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self.seconds.append(slowest.item())
         return float(loss.detach())
 
 
 def race(job: Race) -> dict[str, Ran]:
-    """Rounds of all contenders in turn, each round begun by another."""
+    """Rounds of all contenders in turn, each in an order of its own, so that none has always the same one before it."""
     contenders = {
         label: contender(replace(job, captured=job.graphs.get(label, job.captured)), text)
         for label, text in job.contenders.items()
@@ -112,11 +116,13 @@ def race(job: Race) -> dict[str, Ran]:
     labels = list(contenders)
     losses = {label: contenders[label].round() for label in labels}  # allocator, optimizer state, buckets
     for label in labels:
-        contenders[label].round()
-        contenders[label].seconds.clear()
-    for number in range(job.rounds):
-        first = number % len(labels)
-        for label in (*labels[first:], *labels[:first]):
+        own = contenders[label]
+        own.round()
+        own.steps = max(TIMED_STEPS, math.ceil(TURN_SECONDS / own.seconds.pop()))
+        own.seconds.clear()
+    order = random.Random(0)  # the same on every rank
+    for _ in range(job.rounds):
+        for label in order.sample(labels, len(labels)):
             contenders[label].round()
     idle = counted(lambda: None)
     return {

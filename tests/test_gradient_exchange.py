@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from autopar.cluster import load_cluster
@@ -149,18 +150,24 @@ def test_the_merge_is_the_best_where_starts_take_the_processor(seed: int) -> Non
     model = random_model(seed, count)
     alpha, beta = 10 ** rng.uniform(-5, -2), 10 ** rng.uniform(-11, -8)
     start = rng.choice([0.0, alpha, 0.3 * alpha, 10 * alpha])
+    busy = rng.choice([0.0, beta, 0.5 * beta]) if start else 0.0
+    bent = rng.choice([0.0, 10 ** rng.uniform(-8, -5)])
+
+    def seconds(n: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.asarray(alpha + beta * n + bent * np.sqrt(n))
 
     def step(groups: list[tuple[int, int]]) -> float:
         clock = computed = sent = 0.0
         for first, last in groups:
             clock += model.ready[last] - computed
             computed = model.ready[last]
-            sent = max(sent, clock) + alpha + beta * float(model.nbytes[first : last + 1].sum())
-            clock += start
+            nbytes = model.nbytes[first : last + 1].sum()
+            sent = max(sent, clock) + float(seconds(nbytes))
+            clock += start + busy * nbytes
         return max(clock, sent)
 
     merges = all_merges(count)
-    found = merge_with_starts(model.ready, model.nbytes, alpha, beta, start)
+    found = merge_with_starts(model.ready, model.nbytes, seconds, start, busy)
     assert found in merges
     assert step(found) == pytest.approx(min(map(step, merges)), rel=1e-12)
 

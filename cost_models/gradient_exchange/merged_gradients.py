@@ -4,11 +4,12 @@ The optimum of all ways to cut the sequence of n gradients into messages, on one
 
     end(0) = 0,   end(j) = min over i < j of  max(end(i), ready(j)) + alpha + beta (s(i+1) + ... + s(j))
 
-Exact, because a message that could start earlier never ends later. Where the processor that computes starts messages
-too, each start takes `start` seconds of it, and the k'th message's gradients are ready k - 1 starts later:
+Exact, because a message that could start earlier never ends later, and for any seconds(bytes) in place of a line. Where
+the processor that computes starts messages too, each start takes `start` seconds of it, and each byte `busy`, so that
+the k'th message's gradients are ready k - 1 starts, and the bytes before, later:
 
-    end(k, j) = min over i < j of  max(end(k - 1, i), ready(j) + (k - 1) start) + alpha + beta (s(i+1) + ... + s(j))
-    step      = min over k of  max(end(k, n), ready(n) + k start)
+    end(k, j) = min over i < j of  max(end(k - 1, i), ready(j) + (k - 1) start + busy s(1..i)) + seconds(s(i+1..j))
+    step      = min over k of  max(end(k, n), ready(n) + k start + busy s(1..n))
 
 `merge_with_starts` finds that, trying `MOST` messages at most beside the merge without starts. `published_merge` is the
 authors' own rule, which goes through the gradients once: merge a gradient with the next if that one is ready before the
@@ -18,6 +19,7 @@ Shi, Chu, Li 2019, "MG-WFBP: Efficient Data Communication for Distributed Synchr
 least size: github.com/HKBU-HPML/ddl-benchmarks, mgwfbp/hv_distributed_optimizer.py, 8,192 elements of 4 bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,8 @@ from autopar.cost_models.gradient_exchange.model import ExchangeModel
 
 Floats = npt.NDArray[np.float64]
 MOST = 64
+Seconds = Callable[[Floats], Floats]
+"""Of messages of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +54,22 @@ class MergedGradients:
 
 def optimal_merge(ready: Floats, nbytes: Floats, alpha: float, beta: float) -> list[tuple[int, int]]:
     """First and last gradient of each message."""
-    count = len(nbytes)
+    return _merge(ready, _travel(nbytes, lambda n: alpha + beta * n))
+
+
+def _travel(nbytes: Floats, seconds: Seconds) -> Floats:
+    """Seconds of the message of gradients i + 1 to j, at [j, i]; infinite where there are none."""
     total = np.concatenate([[0.0], np.cumsum(nbytes)])
+    sums = total[:, None] - total
+    return np.where(np.tri(len(total), k=-1, dtype=bool), seconds(np.maximum(sums, 0.0)), np.inf)
+
+
+def _merge(ready: Floats, travel: Floats) -> list[tuple[int, int]]:
+    count = len(ready)
     end = np.zeros(count + 1)
     cut = np.zeros(count + 1, dtype=np.int64)
     for j in range(1, count + 1):
-        ends = np.maximum(end[:j], ready[j - 1]) + alpha + beta * (total[j] - total[:j])
+        ends = np.maximum(end[:j], ready[j - 1]) + travel[j, :j]
         cut[j] = int(np.argmin(ends))
         end[j] = ends[cut[j]]
     groups = []
@@ -66,27 +80,30 @@ def optimal_merge(ready: Floats, nbytes: Floats, alpha: float, beta: float) -> l
     return groups[::-1]
 
 
-def merge_with_starts(ready: Floats, nbytes: Floats, alpha: float, beta: float, start: float) -> list[tuple[int, int]]:
-    """First and last gradient of each message, where each costs the processor `start` seconds too."""
-    best = optimal_merge(ready, nbytes, alpha, beta)
+def merge_with_starts(
+    ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float = 0.0
+) -> list[tuple[int, int]]:
+    """First and last gradient of each message, which costs the processor `start` seconds too, and a byte `busy`."""
+    travel = _travel(nbytes, seconds)
+    best = _merge(ready, travel)
     if start <= 0:
         return best
     count = len(nbytes)
-    least = seconds_with_starts(best, ready, nbytes, alpha, beta, start)
+    least = seconds_with_starts(best, ready, nbytes, seconds, start, busy)
     total = np.concatenate([[0.0], np.cumsum(nbytes)])
-    travel = np.where(np.tri(count + 1, k=-1, dtype=bool), beta * (total[:, None] - total), np.inf)  # (j, i)
     due = np.concatenate([[0.0], ready])
+    all_of_it = float(due[-1] + busy * total[-1])
     end = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     cuts: list[npt.NDArray[np.int64]] = []
     for k in range(min(count, MOST)):
-        if due[-1] + (k + 1) * start >= least:
+        if all_of_it + (k + 1) * start >= least:
             break
-        ends = np.maximum(end, (due + k * start)[:, None]) + alpha + travel
+        ends = np.maximum(end, (due + k * start)[:, None] + busy * total) + travel
         cuts.append(ends.argmin(axis=1))
         end = ends[np.arange(count + 1), cuts[-1]]
-        seconds = max(end[-1], due[-1] + (k + 1) * start)
-        if seconds < least:
-            least, best = seconds, []
+        shown = max(end[-1], all_of_it + (k + 1) * start)
+        if shown < least:
+            least, best = shown, []
             j = count
             for cut in reversed(cuts):
                 best.insert(0, (int(cut[j]), j - 1))
@@ -95,13 +112,15 @@ def merge_with_starts(ready: Floats, nbytes: Floats, alpha: float, beta: float, 
 
 
 def seconds_with_starts(
-    groups: list[tuple[int, int]], ready: Floats, nbytes: Floats, alpha: float, beta: float, start: float
+    groups: list[tuple[int, int]], ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float = 0.0
 ) -> float:
     """When the last message has arrived, and the processor has started it."""
-    end = 0.0
-    for k, (first, last) in enumerate(groups):
-        end = max(end, ready[last] + k * start) + alpha + beta * float(nbytes[first : last + 1].sum())
-    return max(end, float(ready[-1]) + len(groups) * start)
+    end = stalled = 0.0
+    for first, last in groups:
+        sent = nbytes[first : last + 1].sum()
+        end = max(end, float(ready[last]) + stalled) + float(seconds(sent))
+        stalled += start + busy * float(sent)
+    return max(end, float(ready[-1]) + stalled)
 
 
 def published_merge(

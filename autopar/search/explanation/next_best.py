@@ -70,7 +70,8 @@ def next_best(
         return rest if rest > LEAST * share else 0.0
 
     found: list[Some] = []
-    seen = {_decisions(plan)}
+    without = frozenset(op.name for op in program.ops if not op.has_backward)
+    seen = {_decisions(plan, without)}
     candidates: Iterator[tuple[Some, str]]
     if isinstance(plan, StagedPlan):
         candidates = _pipelines(plan, program, cluster, left, tell)
@@ -81,7 +82,7 @@ def next_best(
         is_marked = MARK in other.estimate.solver or (isinstance(other, Plan) and other.buckets)
         if MARK in plan.estimate.solver and not is_marked:
             other = in_buckets(other, program.captured, cluster)
-        key = _decisions(other)
+        key = _decisions(other, without)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
             told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute", MARK)}
@@ -90,14 +91,21 @@ def next_best(
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
 
-def _decisions(plan: Some) -> tuple[object, ...]:
-    """What makes two plans one: `origin` and the rest say where they come from."""
+def _decisions(plan: Some, without: frozenset[str]) -> tuple[object, ...]:
+    """What makes two plans one: `origin` and the rest say where they come from.
+
+    without: ops that have no backward pass, for which invariant and replicated are one.
+    """
     if isinstance(plan, StagedPlan):
-        return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage) for stage in plan.stages)
+        return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage, without) for stage in plan.stages)
+    choices = {
+        op: tuple("replicate" if word == "invariant" else word for word in choice) if op in without else choice
+        for op, choice in plan.choices.items()
+    }
     return (
         plan.microbatches,
         plan.mesh,
-        tuple(sorted(plan.choices.items())),
+        tuple(sorted(choices.items())),
         tuple(sorted((name, str(layout)) for name, layout in plan.layouts.items())),
         tuple(sorted(plan.lifetimes.items())),
         tuple(sorted((name, str(paths)) for name, paths in plan.routes.items())),

@@ -2,11 +2,13 @@
 
 Parameters are taken in the order of their first use. Neighbours share a bucket only if they can take the same ways: the
 same collectives over the same axes (`search.bucket_ways`), one dtype, both trained or both frozen, one lifetime. Which
-of these a bucket takes is decided for all of its bytes.
+of these a bucket takes is decided for all of its bytes. Parameters that share some of their ways share buckets too
+where all take fewer seconds together on one of these than each kind on its own: starts are saved.
 
     kept copies     the merge of MG-WFBP (`cost_models.gradient_exchange.merged_gradients`): gradients are ready when
-                    the backward passes of all later ops are over, and a message costs alpha + beta bytes. Starting
-                    takes the processor's time, which nothing hides: each message delays what is computed by alpha
+                    the backward passes of all later ops are over, and a message costs what the cost model says of so
+                    many bytes. Starting takes the processor's time, which nothing hides: each message delays what is
+                    computed by that, and by what of its bytes the processor is busy with (`Pricer.hides`)
     gathered for use (ZeRO-3)   those of one block that are used one after the other: a larger bucket would hold more
                     gathered copies at once, which such a parameter is there to avoid
 
@@ -21,17 +23,18 @@ halved, some times, as long as the step takes no longer than `SLACK` for it.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.blocks import block_of
 from autopar.cluster import Cluster
-from autopar.cost_models.gradient_exchange.merged_gradients import merge_with_starts
+from autopar.cost_models.gradient_exchange.merged_gradients import Floats, merge_with_starts
 from autopar.graph import CapturedModel
 from autopar.placement import is_even
-from autopar.plan import Plan, Way
+from autopar.plan import ONCE_A_STEP, Plan, Way
 from autopar.redistribution import Message, messages
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.costs.evaluate import evaluate_program
@@ -43,10 +46,12 @@ from autopar.search.known.baselines import memory_limit
 Buckets = tuple[tuple[str, ...], ...]
 HALVINGS, SLACK = 4, 5e-3
 """How often large buckets are halved where they raise the peak, and by which part the step may take longer."""
+SIZES = 33
+"""How many sizes of a message are priced; any other by a line between two."""
 
 
 def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
-    """The plan with buckets, priced again. flatten: over several axes a bucket may take other ways than the plan's."""
+    """The plan with buckets, priced again. flatten: a bucket may take other ways than the plan's."""
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return bucketed(plan, make_program(captured), pricer, flatten=flatten)
 
@@ -56,7 +61,7 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     plan = replace(plan, buckets=(), ways={})
-    free = (True, False) if flatten and plan.mesh.num_axes > 1 else (False,)
+    free = (True, False) if flatten and plan.mesh.size > 1 else (False,)
     every = [*itertools.product(free, (kept, plan.lifetimes) if kept != plan.lifetimes else (kept,), (True,))]
     if "use" in plan.lifetimes.values():
         every += [(own, plan.lifetimes, False) for own in free]
@@ -71,8 +76,7 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
 
     def made(most: float) -> Plan:
-        buckets, ways = choose_buckets(plan, program, pricer, flatten=flatten, most=most, for_use=for_use)
-        found = replace(plan, buckets=buckets, ways=ways)
+        found = choose_buckets(plan, program, pricer, flatten=flatten, most=most, for_use=for_use)
         found = found.with_estimate(evaluate_program(found, program, pricer))
         return _carrying(found, program, pricer, limit) if flatten else found
 
@@ -99,7 +103,7 @@ def _carrying(plan: Plan, program: Program, pricer: Pricer, limit: float) -> Pla
     journeys = make_journeys(program, replace(plan, ways={}), pricer)
     ways = {name: ways_of(journeys[name], plan, free=True) for name in names}
     options = [plan]
-    for word in next(iter(ways.values())):
+    for word in _common([journeys[name] for name in names], plan, flatten=True):
         other = replace(plan, ways={**plan.ways, **{name: own[word] for name, own in ways.items()}})
         options.append(other.with_estimate(evaluate_program(other, program, pricer)))
     as_fitting = [o for o in options if o.estimate.peak_nbytes <= max(limit, plan.estimate.peak_nbytes)]
@@ -124,8 +128,8 @@ def choose_buckets(
     flatten: bool = True,
     most: float = math.inf,
     for_use: bool = True,
-) -> tuple[Buckets, dict[str, Way]]:
-    """Buckets, and the ways of all parameters that take another than the plan's.
+) -> Plan:
+    """The plan, not priced, with buckets, and with the ways of all parameters that take another than its own.
 
     One of its own keeps a gradient from being waited for where it is sent; of what is gathered for use it does nothing.
     most: bytes of whole tensors in one bucket of gradients, if it is of several. for_use: of what is gathered for use
@@ -133,7 +137,8 @@ def choose_buckets(
     """
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
-    for journeys in _runs(plan, program, pricer, flatten):
+    lifetimes = dict(plan.lifetimes)
+    for journeys in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
         use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
         if use and not for_use:
             continue
@@ -145,15 +150,55 @@ def choose_buckets(
                 own = ways_of(journey, plan, free=flatten)
                 if word != next(iter(own)):
                     ways[journey.tensor.name] = own[word]
-    return tuple(buckets), ways
+            if len({lifetimes.get(journey.tensor.name) for journey in group}) > 1:
+                lifetimes.update(dict.fromkeys((journey.tensor.name for journey in group), "always"))
+    return replace(plan, buckets=tuple(buckets), ways=ways, lifetimes=lifetimes)
 
 
 def _best_word(group: Sequence[Journey], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
     """What takes the fewest seconds for all of a group, () if they have no choice; the plan's way wins ties."""
-    words = list(ways_of(group[0], plan, free=flatten))
-    if len(words) < 2:
+    if all(len(ways_of(journey, plan, free=flatten)) < 2 for journey in group):
         return ()
-    return min(words, key=lambda word: seconds_of(word, group, plan, pricer))
+    return min(_common(group, plan, flatten), key=lambda word: seconds_of(word, group, plan, pricer))
+
+
+def _common(group: Sequence[Journey], plan: Plan, flatten: bool) -> list[Word]:
+    """Ways that all of a group can take."""
+    kinds = {frozenset(ways_of(journey, plan, free=flatten)) for journey in group}
+    lifetimes = {plan.lifetimes.get(journey.tensor.name) for journey in group}
+    words = [word for word in ways_of(group[0], plan, free=flatten) if all(word in kind for kind in kinds)]
+    return words if len(lifetimes) == 1 else [word for word in words if all(not forward for forward, *_ in word)]
+
+
+def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool) -> list[list[Journey]]:
+    """Runs, together where one way for both takes fewer seconds than the best of each; what saves most first.
+
+    Of lifetimes that differ in nothing but when a copy is gathered, on a way that gathers none. It is counted in turn.
+    """
+
+    def class_of(run: list[Journey]) -> object:
+        tensor = run[0].tensor
+        lifetime = plan.lifetimes.get(tensor.name, "")
+        kept = lifetime != "use" and (plan.microbatches == 1 or lifetime in ONCE_A_STEP)
+        even = is_even(tensor.shape, run[0].source, plan.mesh)
+        return (even, tensor.element_size, tensor.requires_grad) if kept else tensor.name
+
+    def least(run: list[Journey]) -> float:
+        return min((seconds_of(word, run, plan, pricer) for word in _common(run, plan, flatten)), default=math.inf)
+
+    own = [least(run) for run in runs]
+    while True:
+        best, pair = 0.0, (0, 0)
+        for a, b in itertools.combinations(range(len(runs)), 2):
+            if class_of(runs[a]) == class_of(runs[b]) and math.inf not in (own[a], own[b]):
+                saved = own[a] + own[b] - least([*runs[a], *runs[b]])
+                best, pair = max((best, pair), (saved, (a, b)))
+        if not best:
+            return runs
+        a, b = pair
+        runs[a] = sorted([*runs[a], *runs.pop(b)], key=_first_use)
+        own[a] = least(runs[a])
+        del own[b]
 
 
 def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
@@ -206,11 +251,33 @@ def _merged(
         together[kind] = together.get(kind, 0) + message.nbytes
     if not together:
         return [[journey] for journey in journeys]
-    alpha = sum(pricer.message(*kind, 1, True)[0] for kind in together)
-    whole = sum(pricer.message(*kind, total, True)[0] for kind, total in together.items())
-    beta = max(whole - alpha, 0.0) / nbytes.sum()
-    groups = merge_with_starts(ready, nbytes, alpha, beta, start=alpha)
+    price = _prices(together, float(nbytes.sum()), pricer)
+    groups = merge_with_starts(ready, nbytes, price.seconds, price.start, price.busy)
     return [part[::-1] for first, last in groups for part in _cut(order[first : last + 1], most)]
+
+
+class _Prices(NamedTuple):
+    """What `merge_with_starts` asks of messages. Of several collectives in a row only the first runs beside compute."""
+
+    seconds: Callable[[Floats], Floats]
+    start: float
+    busy: float
+
+
+def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, pricer: Pricer) -> _Prices:
+    """together: bytes of each collective if all went in one message; nbytes: their sum."""
+
+    def seconds(kind: tuple[str, tuple[int, ...]], part: float) -> float:
+        return pricer.message(*kind, max(int(together[kind] * part), 1), True)[0] - pricer.waiting(kind[1])
+
+    first, *later = together
+    sizes = np.geomspace(1.0, max(nbytes, 2.0), SIZES)
+    known = np.array([seconds(first, size / nbytes) for size in sizes])
+    start, busy = known[0], (1 - pricer.hides(first[1])) * (known[-1] - known[0])
+    for kind in later:
+        least = seconds(kind, 0.0)
+        start, busy = start + least, busy + seconds(kind, 1.0) - least
+    return _Prices(lambda n: np.interp(n, sizes, known), float(start), float(busy) / nbytes)
 
 
 def _cut(journeys: list[Journey], most: float) -> Iterator[list[Journey]]:

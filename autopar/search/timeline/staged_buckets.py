@@ -86,9 +86,7 @@ def stages_in_buckets(
         return priced(replace(plan, stages=own), stages, cluster, part, known)
 
     tried: list[tuple[Plan, ...]] = []
-    for free, kept in itertools.product(
-        (True, False) if flatten and plan.mesh.num_axes > 1 else (False,), (True, False)
-    ):
+    for free, kept in itertools.product((True, False) if flatten and plan.mesh.size > 1 else (False,), (True, False)):
         found = made(kept, free)
         if found.stages in tried:
             continue
@@ -124,11 +122,12 @@ def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: boo
     if kept and not splits:
         plan = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")})
     pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
-    buckets, ways = choose_buckets(plan, program, pricer, flatten=free, most=most)
+    found = choose_buckets(plan, program, pricer, flatten=free, most=most)
     if splits:
-        buckets = tuple(names for names in buckets if plan.lifetimes.get(names[0]) in ONCE_A_STEP)
-        ways = {name: way for name, way in ways.items() if plan.lifetimes.get(name) in ONCE_A_STEP}
-    return replace(plan, buckets=buckets, ways=ways)
+        buckets = tuple(names for names in found.buckets if found.lifetimes.get(names[0]) in ONCE_A_STEP)
+        ways = {name: way for name, way in found.ways.items() if found.lifetimes.get(name) in ONCE_A_STEP}
+        return replace(found, buckets=buckets, ways=ways)
+    return found
 
 
 def _saving(

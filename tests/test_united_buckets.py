@@ -1,0 +1,119 @@
+"""Parameters that the search sends on ways of their own share a bucket on one that all can take, where starts are dear.
+
+The oracle of borders is brute force: every way to cut the gradients of a chain, each priced as a plan.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from test_buckets_trained import deep
+
+from autopar.cluster import Cluster, load_cluster
+from autopar.mesh import make_mesh
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import predicted_messages
+from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.evaluate import evaluate, evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.known.baselines import make_baseline
+from autopar.search.known.random_plan import random_plan
+from autopar.search.timeline import buckets
+from autopar.search.timeline.buckets import bucketed, with_buckets
+from tests.plans_in_threads import errors_of, one_process
+from tests.search_cases import captured_of, exact_of, machine, program_of
+from tests.zoo import zoo
+
+WHOLE, PART, COPY = Layout((INVARIANT,)), Layout((Shard(0),)), Layout((REPLICATE,))
+
+
+def on_two_ways(rng: random.Random) -> Plan:
+    """Whole copies on two ranks; gradients of some go by reduce-scatter and all-gather, of the others by all-reduce."""
+    captured = exact_of("llama")
+    plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
+    trained = [p.placeholder for p in captured.parameters if p.trainable and p.shape[0] % 2 == 0]
+    some = rng.sample(trained, len(trained) // 2)
+    return replace(
+        plan,
+        routes={**plan.routes, **dict.fromkeys(some, ((WHOLE, PART, COPY),))},
+        lifetimes={**plan.lifetimes, **dict.fromkeys(some, "microbatch")},
+    )
+
+
+def starting(alpha: float, cluster: Cluster) -> Cluster:
+    return replace(cluster, levels=tuple(replace(v, alpha=alpha, bandwidth=1e9, lines=()) for v in cluster.levels))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_bucket_for_two_ways_sends_one_message_and_trains_as_one_process(seed: int) -> None:
+    captured, plan, cluster = exact_of("llama"), on_two_ways(random.Random(seed)), starting(1e-2, machine(2))
+    apart = with_buckets(plan, captured, cluster, flatten=False)
+    found = with_buckets(plan, captured, cluster)
+    assert len(apart.buckets) == 2 and len(found.buckets) == 1
+    assert {v for n, v in found.lifetimes.items() if n in found.buckets[0]} == {"always"}
+    assert found.estimate.step_seconds < apart.estimate.step_seconds
+    nbytes = sum(math.prod(p.shape) * 8 for p in captured.parameters if p.trainable)
+    sent = predicted_messages(insert_collectives(captured, found))
+    assert sent == {("all_reduce", ("data",)): (1, nbytes + 16)}, "the loss and the count of labels ride along"
+    model, kwargs = zoo("llama", dtype=torch.float64)
+    errors = errors_of(one_process(captured, model, kwargs), found, late=True)
+    assert errors[0] <= 1e-10 and errors[1] <= 1e-8, errors
+
+
+def test_what_is_gathered_for_use_or_each_micro_batch_keeps_to_its_own() -> None:
+    captured, plan = exact_of("llama"), on_two_ways(random.Random(3))
+    gathered = [name for name, lifetime in plan.lifetimes.items() if lifetime == "microbatch"]
+    used = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(gathered, "use")})
+    found = with_buckets(used, captured, starting(1e-2, machine(2)))
+    own = [names for names in found.buckets if found.lifetimes[names[0]] == "use"]
+    assert own and {name for names in own for name in names} <= set(gathered)
+
+
+def test_together_costs_no_more_than_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random plans of two axes; what is counted in turn falls, and what is hidden may eat a little of that."""
+    ratios = []
+    for family, name, seed in itertools.product(("gpt2", "vit"), ("2x2xh100", "2x2xcpu@10gbe"), range(3)):
+        program, cluster = program_of(family), load_cluster(name)
+        plan = random_plan(captured_of(family), make_mesh((2, 2)), random.Random(seed))
+        pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+        together = bucketed(plan, program, pricer).estimate
+        with monkeypatch.context() as patch:
+            patch.setattr(buckets, "_united", lambda runs, *_: runs)
+            apart = bucketed(plan, program, pricer).estimate
+        ratios.append(together.step_seconds / apart.step_seconds)
+    assert max(ratios) < 1.002 and min(ratios) < 0.99, ratios
+
+
+def cuts(names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to cut them into neighbours."""
+    for borders in itertools.product((False, True), repeat=len(names) - 1):
+        ends = [0, *(i + 1 for i, border in enumerate(borders) if border), len(names)]
+        yield tuple(names[a:b] for a, b in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize("network", ["gloo in a host", "gloo between hosts", "nccl"])
+@pytest.mark.parametrize("alpha", [1e-6, 1e-4, 1e-2])
+def test_no_borders_are_better(network: str, alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "HALVINGS", 0)
+    plan, captured, _ = deep(alpha, layers=8)
+    cluster = load_cluster(
+        {"gloo in a host": "2xcpu", "gloo between hosts": "2x1xcpu@10gbe", "nccl": "2xh100"}[network]
+    )
+    cluster = starting(alpha, cluster)
+    found = with_buckets(plan, captured, cluster)
+    pricer, program = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), buckets.make_program(captured)
+    names = tuple(name for bucket in found.buckets for name in bucket)
+    in_order = tuple(sorted(names, key=[p.placeholder for p in captured.parameters].index))
+    seconds = {
+        borders: evaluate_program(replace(found, buckets=borders), program, pricer).step_seconds
+        for borders in cuts(in_order)
+    }
+    assert found.estimate.step_seconds <= min(seconds.values()) * (1 + 1e-9)
+    if network == "gloo in a host":
+        assert len(found.buckets) == 1, "nothing hides there"
+    assert evaluate(found, captured, cluster).step_seconds == pytest.approx(found.estimate.step_seconds)
