@@ -33,6 +33,14 @@ REPLAY_LAUNCHES = 2
 """What running a call again takes beside the call: 1.3 to 3.5 launches (46 us as calibrated, times 1.4 in a step) in
 steps of GPT-2, Llama, BERT and ViT of two blocks, hidden 128, on one rank (torch 2.13.0, 2 cores, 2026-11-26)."""
 
+SPLIT_LAUNCHES = 3
+"""What a host's optimizer takes for a parameter of which it has a part, beside the update: torch dispatches a DTensor.
+2.7 to 4.0 launches, as calibrated alone, for each kernel of a step of fused AdamW: GPT-2, Llama, BERT and ViT of two
+blocks, hidden 128, ZeRO-3 beside data parallel, by the CPU seconds of 4 ranks (torch 2.13.0, 2 cores, 2026-11-27)."""
+
+COPIED = 2
+"""How often a bucket's bytes are moved beside the message: read and written, into it or out of it (`ops.buckets`)."""
+
 FLASH_BACKWARD = 0.8  # rate of a flash kernel's backward, of its forward: Dao 2023, arXiv:2307.08691, figures 5 and 6
 
 
@@ -128,6 +136,19 @@ class Rates:
         """What a host that computes itself takes to have an operation run again, beside running it: Python keeps how it
         is called, and calls it. In front of another device's queue it has time for that."""
         return REPLAY_LAUNCHES * self.other(0.0, 0.0, "") if self.device.name == HOST else 0.0
+
+    @property
+    def split_seconds(self) -> float:
+        """What a host that computes itself takes to have a kernel of its optimizer update a part of a parameter, beside
+        running it. In front of another device's queue it has time for that."""
+        return SPLIT_LAUNCHES * self.device.launch_seconds if self.device.name == HOST else 0.0
+
+    def copied_seconds(self, nbytes: float) -> float:
+        """What it takes a host to copy parameters or gradients into a message, or out of it. Of other devices that is
+        part of the rate that their training reaches on links."""
+        if self.device.name != HOST:
+            return 0.0
+        return COPIED * self.device.bytes_in_step * nbytes / self.device.memory_bandwidth
 
     def link(self, parameters: bool) -> float:
         """The part of the collective model's bandwidth that parameters and gradients reach, or else activations."""

@@ -84,11 +84,18 @@ def optimizer_state_nbytes(optimizer: str, element_size: int) -> int:
 
 
 def optimizer_step_seconds(
-    optimizer: str, num_elements: float, element_size: int, rates: Rates, computed_size: int | None = None
+    optimizer: str,
+    num_elements: float,
+    element_size: int,
+    rates: Rates,
+    computed_size: int | None = None,
+    *,
+    is_split: bool = False,
 ) -> float:
     """Seconds of one step over `num_elements` parameter elements held by a device of these rates.
 
     computed_size: bytes of an element in compute, where that is narrower than what is stored: with both casts.
+    is_split: the device has a part of the parameter.
 
     Raises:
         ArgumentError: if the optimizer is not in `NUM_STATES`.
@@ -97,6 +104,7 @@ def optimizer_step_seconds(
     kernels = KERNELS[optimizer]
     casts = cast_nbytes(element_size, element_size if computed_size is None else computed_size)
     launches = (len(kernels) - 1) * rates.other(0.0, 0.0, "") if rates.device.name == HOST else 0.0
+    launches += len(kernels) * rates.split_seconds if is_split else 0.0
     return rates.other(0.0, (sum(kernels) * element_size + casts) * num_elements, "") + launches
 
 

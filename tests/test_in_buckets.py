@@ -56,12 +56,12 @@ def net() -> CapturedModel:
         return capture(Net(), (torch.empty(2048, 256),), {})
 
 
-def hosts(start: float, bandwidth: float = 1e8) -> Cluster:
+def hosts(start: float, bandwidth: float = 1e8, device: str = "cpu") -> Cluster:
     """Two hosts of two; seconds of a start."""
     cluster = load_cluster("2x2xcpu@10gbe")
     slow, fast = cluster.levels
     levels = replace(slow, bandwidth=bandwidth, alpha=start), replace(fast, alpha=start / 10)
-    return replace(cluster, levels=levels, device=replace(cluster.device, launch_seconds=1e-8))
+    return replace(cluster, levels=levels, device=replace(cluster.device, name=device, launch_seconds=1e-8))
 
 
 def searched(cluster: Cluster) -> Plan:
@@ -255,18 +255,18 @@ def within_blocks(plan: Plan, program: Program) -> Plan:
 def test_with_its_share_of_starts_a_plan_costs_no_more_than_in_any_buckets(family: str) -> None:
     captured, program, rng = captured_of(family), program_of(family), random.Random(1)
     for shape in ((4,), (2, 2)):
-        for _ in range(4):
+        for device in ("cpu", "another", "cpu", "another"):  # which copies into messages, or not
             plan = random_ways(random_plan(captured, make_mesh(shape), rng), captured, rng)
             plan = random_recompute(plan, captured, rng, share=rng.choice([0.0, 0.5]))
-            cluster = hosts(rng.choice([1e-5, 1e-4, 1e-3]))
+            cluster = hosts(rng.choice([1e-5, 1e-4, 1e-3]), device=device)
             pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
             together = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
             alone, least = (evaluate_program(plan, program, p).in_turn_seconds for p in (pricer, together))
-            assert least < alone
+            assert device == "cpu" or least < alone
             for _ in range(4):
                 other = within_blocks(random_buckets(plan, captured, rng), program)
                 seconds = evaluate_program(other, program, pricer).in_turn_seconds
-                assert least * (1 - 1e-9) <= seconds <= alone * (1 + 1e-9)
+                assert least * (1 - 1e-9) <= seconds <= (alone * (1 + 1e-9) if device != "cpu" else math.inf)
 
 
 def test_one_bucket_of_all_costs_what_its_shares_add_up_to() -> None:
@@ -381,7 +381,8 @@ def test_starts_paid_are_those_of_buckets_or_of_every_parameter() -> None:
     assert starts_paid(two, program, together) == {kind: pytest.approx(2.0)}
     assert starts_paid(plan, program, together) == {kind: pytest.approx(len(names))}
     step = evaluate_program(plan, program, together.paying({kind: 1e9})).in_turn_seconds
-    whole = evaluate_program(plan, program, together.alone).in_turn_seconds
+    each = replace(plan, buckets=tuple((name,) for name in names))
+    whole = evaluate_program(each, program, together.alone).in_turn_seconds
     assert step == pytest.approx(whole), "no parameter counts more than a start"
 
 

@@ -297,13 +297,11 @@ def _gather(
     rows = row.new_empty((n, row.numel()))
     nbytes = rows.numel() * rows.element_size()
     send("all_gather", axis, nbytes, groups, lambda group: collectives.run_all_gather(rows.view(-1), row, group=group))
-    out, start = [], 0
-    for part, dim, size in zip(parts, dims, sizes, strict=True):
-        shape = (*part.shape[:dim], n * part.shape[dim], *part.shape[dim + 1 :])
-        whole = part.new_empty(shape)
-        _rows_of(whole, dim, n).copy_(rows[:, start : start + part.numel()].view(n, *part.shape))
+    out = []
+    for column, part, dim, size in zip(rows.split_with_sizes(_lengths(parts), 1), parts, dims, sizes, strict=True):
+        chunks = column if dim == 0 else column.view(n, *part.shape).movedim(0, dim)
+        whole = chunks.reshape(*part.shape[:dim], n * part.shape[dim], *part.shape[dim + 1 :])
         out.append(whole if size is None else whole.narrow(dim, 0, size))
-        start += part.numel()
     return out
 
 
@@ -314,18 +312,23 @@ def _scatter_sums(
     n = groups.size(axis)
     even = [padded(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
     load = None if cargo is None else cargo.take()
-    extra = 0 if load is None else load.numel()
-    rows = wholes[0].new_empty((n, sum(g.numel() for g in even) // n + extra))
+    lengths = [length // n for length in _lengths(even)]
+    start = sum(lengths)
+    if not any(dims) and all(g.is_contiguous() for g in even):
+        loads = [] if load is None else [load.expand(n, -1)]
+        rows = torch.cat([*(g.view(n, -1) for g in even), *loads], 1)
+    else:
+        rows = wholes[0].new_empty((n, start + (0 if load is None else load.numel())))
+        for g, dim, column in zip(even, dims, rows[:, :start].split_with_sizes(lengths, 1), strict=True):
+            chunks = _rows_of(g, dim, n)
+            column.view(chunks.shape).copy_(chunks)
+        if load is not None:
+            rows[:, start:] = load
     row = rows.new_empty(rows.shape[1])
-    out, start = [], 0
-    for g, dim in zip(even, dims, strict=True):
-        chunks = _rows_of(g, dim, n)
-        length = g.numel() // n
-        rows[:, start : start + length].view(chunks.shape).copy_(chunks)
-        out.append(row[start : start + length].view(chunks.shape[1:]))
-        start += length
-    if load is not None:
-        rows[:, start:] = load
+    out = [
+        own.view(*g.shape[:dim], g.shape[dim] // n, *g.shape[dim + 1 :])
+        for own, g, dim in zip(row[:start].split_with_sizes(lengths), even, dims, strict=True)
+    ]
     nbytes = rows.numel() * rows.element_size()
     finish = begin(
         "reduce_scatter",
@@ -335,6 +338,10 @@ def _scatter_sums(
         lambda g: collectives.run_reduce_scatter(row, rows.view(-1), group=g, async_op=True),
     )
     return out, finish if cargo is None or load is None else cargo.unloaded(finish, row[start:])
+
+
+def _lengths(parts: Sequence[Tensor]) -> list[int]:
+    return [part.numel() for part in parts]
 
 
 def _rows_of(whole: Tensor, dim: int, n: int) -> Tensor:

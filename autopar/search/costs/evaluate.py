@@ -34,6 +34,7 @@ def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     plan, program = running(plan, program)
+    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
@@ -65,7 +66,13 @@ def _beside(plan: Plan, program: Program, pricer: Pricer) -> float:
     return beside_seconds(plan, program, pricer, find_live(plan, program, pricer))
 
 
+def priced_for(plan: Plan, pricer: Pricer) -> Pricer:
+    """Prices of a plan, in buckets or not."""
+    return pricer.for_buckets if plan.buckets else pricer.alone if pricer.copies else pricer
+
+
 def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
+    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     return sum(_summed(_charges(plan, program, pricer, journeys, replays)).values())
@@ -102,6 +109,7 @@ def itemised(
 ) -> tuple[list[Charge], Live]:
     """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
     plan, program = running(plan, program)
+    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer, sent)
     replays = find_replays(plan, program, pricer, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)

@@ -17,7 +17,8 @@ Gloo sends both at the end of a bucket's gradients, where one goes over the same
 them is left.
 
 Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
-take, which delays backward like a start. So nothing is hidden within a host, and between hosts what the wire takes.
+take, and for copying gradients into it, which delays backward like a start. So nothing is hidden within a host, and
+between hosts what the wire takes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -117,7 +118,8 @@ def _reductions(
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
-        start += (1 - pricer.hides(first.axes)) * (whole - start)
+        copied = pricer.copied(first.nbytes)
+        start += copied + (1 - pricer.hides(first.axes)) * (whole - copied - start)
         sent.append((-max(min(uses), 0), whole, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for last, seconds, start, holds in sorted(sent):

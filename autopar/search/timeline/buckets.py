@@ -58,7 +58,7 @@ def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatt
 
 def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True) -> Plan:
     """`with_buckets` for a program and prices at hand."""
-    limit = memory_limit(pricer.cluster, plan.config)
+    limit, pricer = memory_limit(pricer.cluster, plan.config), pricer.for_buckets
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     plan = replace(plan, buckets=(), ways={})
     free = (True, False) if flatten and plan.mesh.size > 1 else (False,)
@@ -273,7 +273,8 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     first, *later = together
     sizes = np.geomspace(1.0, max(nbytes, 2.0), SIZES)
     known = np.array([seconds(first, size / nbytes) for size in sizes])
-    start, busy = known[0], (1 - pricer.hides(first[1])) * (known[-1] - known[0])
+    copied = pricer.copied(together[first])
+    start, busy = known[0], copied + (1 - pricer.hides(first[1])) * (known[-1] - copied - known[0])
     for kind in later:
         least = seconds(kind, 0.0)
         start, busy = start + least, busy + seconds(kind, 1.0) - least
