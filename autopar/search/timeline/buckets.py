@@ -175,30 +175,35 @@ def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool
 
     Of lifetimes that differ in nothing but when a copy is gathered, on a way that gathers none. It is counted in turn.
     """
+    known: dict[tuple[str, ...], float] = {}
 
-    def class_of(run: list[Journey]) -> object:
-        tensor = run[0].tensor
+    def least(run: list[Journey], heads: list[Journey]) -> float:
+        """heads: one of each kind, for those of a kind can take the same ways."""
+        key = tuple(head.tensor.name for head in heads)
+        if key not in known:
+            words = _common(heads, plan, flatten)
+            known[key] = min((seconds_of(word, run, plan, pricer) for word in words), default=math.inf)
+        return known[key]
+
+    def class_of(journey: Journey) -> object:
+        tensor = journey.tensor
         lifetime = plan.lifetimes.get(tensor.name, "")
         kept = lifetime != "use" and (plan.microbatches == 1 or lifetime in ONCE_A_STEP)
-        even = is_even(tensor.shape, run[0].source, plan.mesh)
+        even = is_even(tensor.shape, journey.source, plan.mesh)
         return (even, tensor.element_size, tensor.requires_grad) if kept else tensor.name
 
-    def least(run: list[Journey]) -> float:
-        return min((seconds_of(word, run, plan, pricer) for word in _common(run, plan, flatten)), default=math.inf)
-
-    own = [least(run) for run in runs]
+    made = [(run, [run[0]]) for run in runs]
     while True:
         best, pair = 0.0, (0, 0)
-        for a, b in itertools.combinations(range(len(runs)), 2):
-            if class_of(runs[a]) == class_of(runs[b]) and math.inf not in (own[a], own[b]):
-                saved = own[a] + own[b] - least([*runs[a], *runs[b]])
+        for a, b in itertools.combinations(range(len(made)), 2):
+            (run, heads), (other, others) = made[a], made[b]
+            if class_of(heads[0]) == class_of(others[0]) and _common([*heads, *others], plan, flatten):
+                saved = least(run, heads) + least(other, others) - least([*run, *other], [*heads, *others])
                 best, pair = max((best, pair), (saved, (a, b)))
         if not best:
-            return runs
-        a, b = pair
-        runs[a] = sorted([*runs[a], *runs.pop(b)], key=_first_use)
-        own[a] = least(runs[a])
-        del own[b]
+            return [run for run, _ in made]
+        (run, heads), (other, others) = made[pair[0]], made.pop(pair[1])
+        made[pair[0]] = sorted([*run, *other], key=_first_use), [*heads, *others]
 
 
 def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
