@@ -61,7 +61,7 @@ class Estimate:
     hidden: seconds for which collectives run beside compute: those of one micro-batch beside another's (`Plan.copies`),
         or reductions in buckets beside backward (`search.costs.late`).
     saved: seconds that buckets save, and the ways that they take.
-    saved_by_ways: those of them that ways over several axes save.
+    saved_by_ways: those of them that other ways than those of parameters alone save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
     rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
     bound: a proved lower bound on the step seconds, everything in turn, over the space searched: of plans in buckets
@@ -123,7 +123,7 @@ class Plan:
     buckets: parameters that are gathered, and whose gradients are reduced, in one message where they are alike
         (`passes.fuse_collectives`); none: each alone.
     ways: of parameters that travel another way than `routes` say, because a bucket's message is not one parameter's:
-        collectives over several axes one after the other, as one, or in levels.
+        collectives over several axes one after the other, as one, or in levels; or one that all of a bucket can take.
     """
 
     model: str

@@ -134,7 +134,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     captured, rng = captured_of(family), random.Random(family)
     plan = random_plan(captured, make_mesh((2, 2)), rng)
     plan = random_buckets(random_ways(plan, captured, rng), captured, rng)
-    pricer = Pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config).for_buckets
+    pricer = Pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config)
     pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
     seconds = evaluate_program(plan, program_of(family), pricer).seconds
     sent = predicted_messages(insert_collectives(captured, plan), by_processor=False)

@@ -60,7 +60,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     rng = random.Random(family)
     for shape in ((2,), (2, 2)):
         plan = random_buckets(random_plan(captured, make_mesh(shape), rng), captured, rng)
-        pricer = Pricer(mesh=plan.mesh, cluster=counting(plan.mesh.size), config=plan.config).for_buckets
+        pricer = Pricer(mesh=plan.mesh, cluster=counting(plan.mesh.size), config=plan.config)
         pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
         seconds = evaluate_program(plan, program, pricer).seconds
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from autopar.mesh import make_mesh
+from autopar.ops import collectives
+from autopar.ops.buckets import all_gather_bucket
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.fuse_collectives import fuse_collectives, fused_groups
 from autopar.passes.insert_collectives import insert_collectives
@@ -20,6 +22,7 @@ from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from tests.plans_in_threads import errors_of, one_process
+from tests.ranks_in_threads import Member, run_in_threads
 from tests.search_cases import captured_of, exact_of, machine
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph
@@ -95,3 +98,34 @@ def test_buckets_are_saved_with_the_plan() -> None:
     plan, captured = baseline("ddp")
     plan = random_buckets(plan, captured, random.Random(0))
     assert plan.buckets and plan_from_json(plan.to_json()).buckets == plan.buckets
+
+
+def gather(out: torch.Tensor, own: torch.Tensor, group: Member) -> None:
+    out.copy_(torch.cat(group.group.exchange(group.index, own)))
+
+
+def test_what_is_gathered_together_is_whole_and_holds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of every dim, of one row too, which there is nothing to reorder in."""
+    monkeypatch.setattr(collectives, "run_all_gather", gather)
+    shapes: list[tuple[tuple[int, ...], int]] = [
+        ((1, 64), 0),
+        ((1,), 0),
+        ((3, 5), 0),
+        ((64, 1), 1),
+        ((2, 3, 4), 1),
+        ((4, 6), 1),
+    ]
+
+    def one_rank(rank: int) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        rng = torch.Generator().manual_seed(rank)
+        parts = [torch.randn(shape, generator=rng) for shape, _ in shapes]
+        dims, sizes = tuple(dim for _, dim in shapes), (None,) * len(shapes)
+        return parts, all_gather_bucket(*parts, axis=("data",), dims=dims, sizes=sizes)
+
+    outcomes, _ = run_in_threads(make_mesh((2,)), one_rank)
+    for number, (_, dim) in enumerate(shapes):
+        want = torch.cat([parts[number] for parts, _ in outcomes], dim)
+        for _, wholes in outcomes:
+            got = wholes[number]
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+            assert got.is_contiguous() and got.untyped_storage().nbytes() == got.numel() * got.element_size()

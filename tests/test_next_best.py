@@ -19,6 +19,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import evaluate
+from autopar.search.explanation.next_best import _decisions
 from autopar.search.known.random_plan import random_plan
 from autopar.search.overlapped import Ranking
 from autopar.search.timeline.plan_timeline import plan_timeline
@@ -160,3 +161,13 @@ def test_numbers_of_micro_batches_are_ranked_as_one_by_one() -> None:
     each = [step(1, "gpipe"), step(2), step(4)]
     assert each[0] < 0.99 * min(each[1:]), "another number than that of the first by the sum"
     assert step("auto") == pytest.approx(min(each), rel=1e-3)
+
+
+def test_plans_that_differ_in_names_alone_are_one() -> None:
+    """Without a gradient, invariant and replicated run alike."""
+    plan = made()
+    assert plan.captured is not None
+    op = next(iter(plan.choices))
+    one, other = (replace(plan, choices={**plan.choices, op: (word,)}) for word in ("invariant", "replicate"))
+    for without, same in ((frozenset({op}), True), (frozenset[str](), False)):
+        assert (_decisions(one, without) == _decisions(other, without)) is same

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import runtime_cases as cases
 import torch
+from process_group import ranks
 from test_buckets_trained import deep
+from test_runtime_train_step import train_distributed, train_whole
 
 from autopar.cluster import Cluster, load_cluster
 from autopar.mesh import make_mesh
@@ -24,7 +27,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
 from autopar.search.timeline import buckets
-from autopar.search.timeline.buckets import bucketed, with_buckets
+from autopar.search.timeline.buckets import bucketed, used_last, with_buckets
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, exact_of, machine, program_of
 from tests.zoo import zoo
@@ -65,13 +68,35 @@ def test_one_bucket_for_two_ways_sends_one_message_and_trains_as_one_process(see
     assert errors[0] <= 1e-10 and errors[1] <= 1e-8, errors
 
 
-def test_what_is_gathered_for_use_or_each_micro_batch_keeps_to_its_own() -> None:
+def test_what_is_gathered_for_use_keeps_to_its_own() -> None:
     captured, plan = exact_of("llama"), on_two_ways(random.Random(3))
-    gathered = [name for name, lifetime in plan.lifetimes.items() if lifetime == "microbatch"]
+    gathered = {name for name, lifetime in plan.lifetimes.items() if lifetime == "microbatch"}
     used = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(gathered, "use")})
     found = with_buckets(used, captured, starting(1e-2, machine(2)))
-    own = [names for names in found.buckets if found.lifetimes[names[0]] == "use"]
-    assert own and {name for names in own for name in names} <= set(gathered)
+    assert all(set(names) <= gathered or not set(names) & gathered for names in found.buckets)
+    changed = {name for name in found.lifetimes if found.lifetimes[name] != used.lifetimes[name]}
+    assert changed == set(used_last(used, program_of("llama"))), "kept, for backward asks for them first"
+
+
+@pytest.mark.parametrize(("lifetime", "count"), [("step", 1), ("microbatch", 2)])
+def test_of_several_micro_batches_what_is_paid_once_shares_a_bucket(lifetime: str, count: int) -> None:
+    graph = cases.captured(microbatches=2)
+    plan = make_baseline("ddp", graph, machine(2), make_mesh((2,)), TrainConfig())
+    trained = [p.placeholder for p in graph.parameters if p.trainable and p.shape[0] % 2 == 0]
+    some = trained[::2]
+    plan = replace(
+        plan,
+        routes={**plan.routes, **dict.fromkeys(some, ((WHOLE, PART, COPY),))},
+        lifetimes={**plan.lifetimes, **dict.fromkeys(some, lifetime)},
+    )
+    found = with_buckets(plan, graph, starting(1e-2, machine(2)))
+    assert len(found.buckets) == count
+    losses, state = train_whole(2)
+    for got_losses, got_state, bytes_as_said in ranks(2).run(train_distributed, found):
+        assert bytes_as_said
+        assert got_losses == pytest.approx(losses, rel=1e-10)
+        for key, value in state.items():
+            torch.testing.assert_close(got_state[key], value, rtol=1e-8, atol=1e-9, msg=key)
 
 
 def test_together_costs_no_more_than_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,8 @@ def _gather(
     for column, part, dim, size in zip(rows.split_with_sizes(_lengths(parts), 1), parts, dims, sizes, strict=True):
         chunks = column if dim == 0 else column.view(n, *part.shape).movedim(0, dim)
         whole = chunks.reshape(*part.shape[:dim], n * part.shape[dim], *part.shape[dim + 1 :])
+        if part.shape[dim] == 1:  # there was nothing to reorder: it would hold all the rows
+            whole = whole.clone(memory_format=torch.contiguous_format)
         out.append(whole if size is None else whole.narrow(dim, 0, size))
     return out
 

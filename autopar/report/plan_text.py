@@ -23,7 +23,7 @@ from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections, unruled
 from autopar.report.search_text import search_text, timeline_text
-from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
 
 WIDTH = 120
@@ -133,7 +133,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         beside = estimate.hidden > 0 and plan.copies == 1
         lines.append(
             f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} "
-            f"bucket{'s' * (len(plan.buckets) > 1)}, which saves {seconds_text(estimate.saved)}"
+            f"bucket{'s' * (len(plan.buckets) > 1)}, which {saving_text(estimate.saved)}"
             + (f"; collectives run beside compute for {seconds_text(estimate.hidden)}" if beside else "")
         )
     if plan.ways:
@@ -151,11 +151,13 @@ def _ways_text(plan: Plan) -> str:
     words: dict[str, int] = {}
     for way in plan.ways.values():
         joined = any(len(step.axes) > 1 for step in way.steps(plan.mesh))
-        word = f"in levels, {', '.join(way.inside)} first" if way.inside else "as one" if joined else "axis by axis"
+        several = len({axis for step in way.steps(plan.mesh) for axis in step.axes}) > 1
+        word = "as one" if joined else "axis by axis" if several else "over one axis"
+        word = f"in levels, {', '.join(way.inside)} first" if way.inside else word
         words[word] = words.get(word, 0) + 1
     said = ", ".join(f"{count} {word}" for word, count in words.items())
-    saved = seconds_text(plan.estimate.saved_by_ways)
-    return f"over several axes in buckets: {said}, which saves {saved} (counted above)"
+    saved = saving_text(plan.estimate.saved_by_ways)
+    return f"in buckets otherwise than alone: {said}, which {saved} (counted above)"
 
 
 def _section_table(section: Section, clock: Clock) -> Table:

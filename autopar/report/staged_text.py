@@ -10,7 +10,7 @@ from rich.table import Table
 from autopar.blocks import blocks_text
 from autopar.graph import CapturedModel, requires_grad
 from autopar.report.search_text import search_text, timeline_text
-from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.staged_plan import StagedPlan
 
 
@@ -38,7 +38,7 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
             parameters = sum(len(names) for stage in plan.stages for names in stage.buckets)
             lines.append(
                 f"buckets: {parameters} parameters are gathered or reduced in {count} bucket{'s' * (count > 1)}, which "
-                f"saves {seconds_text(estimate.saved)}"
+                f"{saving_text(estimate.saved)}"
             )
         kinds = (f"{kind} {seconds_text(seconds)}" for kind, seconds in estimate.seconds.items() if seconds)
         lines.append(f"of which {', '.join(kinds)}")

@@ -9,6 +9,11 @@ def seconds_text(seconds: float) -> str:
     return "0" if seconds == 0 else f"{_three(seconds / 1e-9)} ns"
 
 
+def saving_text(seconds: float) -> str:
+    """`saves 1.24 ms`, or what it costs where that is less than nothing."""
+    return f"saves {seconds_text(seconds)}" if seconds >= 0 else f"costs {seconds_text(-seconds)}"
+
+
 def nbytes_text(nbytes: float) -> str:
     """`8.39 MB`, decimal units."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

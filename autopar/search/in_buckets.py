@@ -72,7 +72,7 @@ def best_in_buckets(
     """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
     as many micro-batches; with `plan`'s bound. `estimate.solver["in_buckets"]` says what each takes.
 
-    flatten: over several axes a bucket may take other ways. with_baselines: price them in any case; else only where
+    flatten: a bucket may take other ways. with_baselines: price them in any case; else only where
     there is time. beside: search for what runs beside compute, which may add up to more. seconds: of solving, for each
     search. spent: CPU seconds of planning so far, of which a part may be spent here; or `most`, if it is said. search:
     as `search.planner.plan_program` takes it. Of a plan that came from here baselines are asked, and what runs beside

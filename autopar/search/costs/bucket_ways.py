@@ -89,7 +89,9 @@ def seconds_of(word: Word, journeys: Sequence[Journey], plan: Plan, pricer: Pric
                 if not backward or j.in_backward
             ]
             again = plan.lifetimes.get(journeys[0].tensor.name) == "use" and alike[0].forward == "all_gather"
-            for parts in zip(*sent, strict=True):
+            for number, parts in enumerate(zip(*sent, strict=True)):
                 first, nbytes = parts[0], sum(message.nbytes for message in parts)
-                total += pricer.message(first.kind, first.axes, nbytes, True)[0] * (2 if again and not backward else 1)
+                seconds = pricer.message(first.kind, first.axes, nbytes, True)[0]
+                seconds += 0.0 if number else pricer.rates.copied_seconds(nbytes)  # into the first of a row, or out
+                total += seconds * (2 if again and not backward else 1)
     return total

@@ -21,6 +21,7 @@ from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program, Tensor, make_program
 from autopar.search.costs.replays import Replays, Value, find_replays
+from autopar.search.costs.straight import gradients_copied
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
@@ -34,7 +35,6 @@ def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     plan, program = running(plan, program)
-    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
@@ -48,7 +48,8 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     if program.copies > 1:
         hidden = alone - _beside(plan, program, pricer)
     elif plan.buckets and plan.microbatches == 1:
-        hidden = late_seconds(plan, program, pricer, journeys, dict.fromkeys(find_fused(plan, journeys).values()))
+        copied = gradients_copied(program, plan, pricer, journeys, find_fused(plan, journeys))
+        hidden = late_seconds(plan, program, pricer, journeys, copied)
     return replace(
         plan.estimate,
         seconds=seconds,
@@ -66,13 +67,7 @@ def _beside(plan: Plan, program: Program, pricer: Pricer) -> float:
     return beside_seconds(plan, program, pricer, find_live(plan, program, pricer))
 
 
-def priced_for(plan: Plan, pricer: Pricer) -> Pricer:
-    """Prices of a plan, in buckets or not."""
-    return pricer.for_buckets if plan.buckets else pricer.alone if pricer.copies else pricer
-
-
 def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
-    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     return sum(_summed(_charges(plan, program, pricer, journeys, replays)).values())
@@ -109,7 +104,6 @@ def itemised(
 ) -> tuple[list[Charge], Live]:
     """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
     plan, program = running(plan, program)
-    pricer = priced_for(plan, pricer)
     journeys = make_journeys(program, plan, pricer, sent)
     replays = find_replays(plan, program, pricer, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)
@@ -147,15 +141,20 @@ def _charges(
     for (name, _), (step, _) in replays.steps.items():
         yield from sent(name, stepped(journeys[name].tensor, step)[0])
     fused = find_fused(plan, journeys)
+    copied = gradients_copied(program, plan, pricer, journeys, fused)
 
     def together(group: Fused, *, backward: bool, again: bool = False) -> Iterator[Charge]:
-        for message in fused_messages(group, plan, journeys, backward=backward and not again):
-            seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0] / len(group.values)
+        for number, message in enumerate(fused_messages(group, plan, journeys, backward=backward and not again)):
+            seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0]
+            if not number:
+                is_sent = backward and not again
+                seconds += copied[group] if is_sent else pricer.rates.copied_seconds(message.nbytes)
+            seconds /= len(group.values)
             for name, _ in group.values:
                 times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
                 yield Charge(message.kind, name, seconds * times, message.axes, backward)
 
-    for group in dict.fromkeys(fused.values()):
+    for group in copied:
         yield from together(group, backward=False)
         yield from together(group, backward=True)
     for name, journey in journeys.items():

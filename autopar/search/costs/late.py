@@ -35,17 +35,19 @@ from autopar.search.costs.program import Program
 
 
 def late_seconds(
-    plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], groups: Iterable[Fused]
+    plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], copied: Mapping[Fused, float]
 ) -> float:
-    """Seconds of collectives that are hidden, in a step of one micro-batch."""
+    """Seconds of collectives that are hidden, in a step of one micro-batch.
+
+    copied: buckets, and what it takes to copy gradients into each.
+    """
     prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
-    groups = tuple(groups)
-    hidden = _reductions(plan, program, pricer, journeys, groups, after)
+    hidden = _reductions(plan, program, pricer, journeys, copied, after)
     told = _told(program, pricer, journeys)
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
-    if pricer.cluster.library == "gloo" and _is_carried(told, plan, program, journeys, groups):
+    if pricer.cluster.library == "gloo" and _is_carried(told, plan, program, journeys, copied):
         if _counts_ride(counts, told[0][2], plan, program):
             hidden, counts = hidden + sum(map(total, counts.values())), {}
         hidden, told = hidden + total(told), ()
@@ -104,12 +106,12 @@ def _reductions(
     program: Program,
     pricer: Pricer,
     journeys: Mapping[str, Journey],
-    groups: Iterable[Fused],
+    copied: Mapping[Fused, float],
     after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
 ) -> float:
     """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on."""
     sent, paid, wait = [], 0.0, 0.0
-    for group in groups:
+    for group, own in copied.items():
         messages = fused_messages(group, plan, journeys, backward=True)
         if not group.direct or not messages or not any(journeys[name].tensor.requires_grad for name, _ in group.values):
             continue
@@ -118,9 +120,8 @@ def _reductions(
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
-        copied = pricer.copied(first.nbytes)
-        start += copied + (1 - pricer.hides(first.axes)) * (whole - copied - start)
-        sent.append((-max(min(uses), 0), whole, start, first.kind == "reduce_scatter"))
+        start += own + (1 - pricer.hides(first.axes)) * (whole - start)
+        sent.append((-max(min(uses), 0), whole + own, start, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for last, seconds, start, holds in sorted(sent):
         ready = float(after[-last])

@@ -60,7 +60,6 @@ class Pricer:
 
     in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
-    copies: parameters are copied into messages, and out of them, as those in buckets are, and a host takes time for it.
     starts: how many times its share a parameter counts of a kind of message, but no more than a whole start; with any
     the prices are a guide (`costs.starts_paid`), and prove nothing. So they are where what runs beside compute
     (`costs.late`) counts less, not None `shown`: of gradients' reductions that part; and sums of `ELEMENT` bytes or
@@ -74,7 +73,6 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     in_buckets: bool = False
-    copies: bool = False
     starts: Starts = field(default_factory=dict)
     shown: float | None = None
     loose: tuple[tuple[int, ...], ...] = ()
@@ -109,19 +107,11 @@ class Pricer:
     @cached_property
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
-        return self._with(False, {}, None) if self.in_buckets or self.copies else self
-
-    @cached_property
-    def for_buckets(self) -> "Pricer":
-        """The same with what it takes to copy parameters into messages and out of them, as those of a plan in buckets;
-        of a pricer `in_buckets`, which counts that, itself."""
-        is_counted = self.in_buckets or self.copies or not self.rates.copied_seconds(1.0)
-        return self if is_counted else replace(self, copies=True, _steps={}, _sent={})
+        return self._with(False, {}, None) if self.in_buckets else self
 
     def _with(self, in_buckets: bool, starts: Starts, shown: float | None) -> "Pricer":
         ops = self._ops if shown == self.shown else {}
-        own = {"in_buckets": in_buckets, "copies": False, "starts": starts, "shown": shown}
-        return replace(self, **own, _steps={}, _sent={}, _ops=ops)  # type: ignore[arg-type]
+        return replace(self, in_buckets=in_buckets, starts=starts, shown=shown, _steps={}, _sent={}, _ops=ops)
 
     @cached_property
     def rates(self) -> Rates:
@@ -163,13 +153,8 @@ class Pricer:
             if self.shown is not None and parameter and kind in REDUCTIONS:
                 travel = nbytes * min(form.seconds_per_byte for form in forms) / part
                 found = found[0] - (1 - self.shown) * self.hides(axes) * travel, found[1]
-            found = (found[0] + self.copied(nbytes), found[1]) if parameter else found
             self._sent[key] = found
         return found
-
-    def copied(self, nbytes: float) -> float:
-        """Seconds of the processor for parameters of a message, of those that are copied into it or out of it."""
-        return self.rates.copied_seconds(nbytes) if self.in_buckets or self.copies else 0.0
 
     def hides(self, axes: tuple[int, ...]) -> float:
         """For which part of the time that a message's bytes take the processor is free to compute."""

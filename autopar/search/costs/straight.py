@@ -7,7 +7,7 @@ from autopar.passes.compute_straight import WEIGHT
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.rules.spare import short_name
-from autopar.search.costs.fused import Fused
+from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -41,6 +41,23 @@ def find_straight(
         if reader is not None and _is_weight(program, plan, journeys, *reader):
             found[value] = group
     return found
+
+
+def gradients_copied(
+    program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[str, Journey], fused: Mapping[Value, Fused]
+) -> dict[Fused, float]:
+    """Seconds in which a host copies gradients into the message of each bucket, all but those computed there."""
+    out = dict.fromkeys(fused.values(), 0.0)
+    if not pricer.rates.copied_seconds(1.0):
+        return out
+    straight = find_straight(program, plan, pricer, journeys, fused)
+    for group in out:
+        sent = fused_messages(group, plan, journeys, backward=True)
+        there = [value for value, own in straight.items() if own is group]
+        nbytes = sent[0].nbytes if sent else 0
+        nbytes -= sum(pricer.local_nbytes(journeys[name].tensor, layout) for name, layout in there)
+        out[group] = pricer.rates.copied_seconds(max(nbytes, 0))
+    return out
 
 
 def _only_reader(journey: Journey, layout: Layout) -> tuple[int, int] | None:

@@ -58,7 +58,7 @@ def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatt
 
 def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True) -> Plan:
     """`with_buckets` for a program and prices at hand."""
-    limit, pricer = memory_limit(pricer.cluster, plan.config), pricer.for_buckets
+    limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     plan = replace(plan, buckets=(), ways={})
     free = (True, False) if flatten and plan.mesh.size > 1 else (False,)
@@ -192,18 +192,22 @@ def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool
         even = is_even(tensor.shape, journey.source, plan.mesh)
         return (even, tensor.element_size, tensor.requires_grad) if kept else tensor.name
 
-    made = [(run, [run[0]]) for run in runs]
-    while True:
-        best, pair = 0.0, (0, 0)
-        for a, b in itertools.combinations(range(len(made)), 2):
-            (run, heads), (other, others) = made[a], made[b]
-            if class_of(heads[0]) == class_of(others[0]) and _common([*heads, *others], plan, flatten):
-                saved = least(run, heads) + least(other, others) - least([*run, *other], [*heads, *others])
-                best, pair = max((best, pair), (saved, (a, b)))
-        if not best:
-            return [run for run, _ in made]
-        (run, heads), (other, others) = made[pair[0]], made.pop(pair[1])
-        made[pair[0]] = sorted([*run, *other], key=_first_use), [*heads, *others]
+    classes: dict[object, list[tuple[list[Journey], list[Journey]]]] = {}
+    for run in runs:
+        classes.setdefault(class_of(run[0]), []).append((run, [run[0]]))
+    for made in classes.values():
+        best = 1.0
+        while best:
+            best, pair = 0.0, (0, 0)
+            for a, b in itertools.combinations(range(len(made)), 2):
+                (run, heads), (other, others) = made[a], made[b]
+                if _common([*heads, *others], plan, flatten):
+                    saved = least(run, heads) + least(other, others) - least([*run, *other], [*heads, *others])
+                    best, pair = max((best, pair), (saved, (a, b)))
+            if best:
+                (run, heads), (other, others) = made[pair[0]], made.pop(pair[1])
+                made[pair[0]] = sorted([*run, *other], key=_first_use), [*heads, *others]
+    return [run for made in classes.values() for run, _ in made]
 
 
 def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
@@ -278,11 +282,12 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     first, *later = together
     sizes = np.geomspace(1.0, max(nbytes, 2.0), SIZES)
     known = np.array([seconds(first, size / nbytes) for size in sizes])
-    copied = pricer.copied(together[first])
-    start, busy = known[0], copied + (1 - pricer.hides(first[1])) * (known[-1] - copied - known[0])
+    copied = pricer.rates.copied_seconds(together[first])
+    start, busy = known[0], copied + (1 - pricer.hides(first[1])) * (known[-1] - known[0])
     for kind in later:
         least = seconds(kind, 0.0)
         start, busy = start + least, busy + seconds(kind, 1.0) - least
+    known += copied * sizes / nbytes
     return _Prices(lambda n: np.interp(n, sizes, known), float(start), float(busy) / nbytes)
 
 

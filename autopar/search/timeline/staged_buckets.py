@@ -72,7 +72,7 @@ def stages_in_buckets(
     """The plan with buckets in its stages, priced again; itself if with any of them it fits the limit no more, or holds
     more than it does where it is beyond that.
 
-    stages: their captured models. flatten: over several axes a bucket may take other ways than the plan's.
+    stages: their captured models. flatten: a bucket may take other ways than the plan's.
     """
     part = part_of(cluster, plan.pipeline)
     known = PricedStages() if known is None else known
