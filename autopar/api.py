@@ -86,7 +86,7 @@ def plan(
         seconds: stop solving after these, with the best plan so far and its true gap.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
-        flatten: a bucket that travels over several mesh axes does so as one collective, or in levels, where cheaper.
+        flatten: a bucket takes another way than its parameters alone (as one collective, in levels) where cheaper.
         weave: run two micro-batches at once, one computing while the other communicates, where that is faster.
         with_baselines: price the named baselines too.
         overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
