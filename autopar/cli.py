@@ -76,7 +76,7 @@ def plan(
     no_buckets: Annotated[
         bool, typer.Option("--no-buckets", help="every parameter is gathered and reduced alone")
     ] = False,
-    no_flatten: Annotated[bool, typer.Option("--no-flatten", help="buckets take the ways of single parameters")] = False,
+    no_flatten: Annotated[bool, typer.Option("--no-flatten", help="buckets take single parameters' ways")] = False,
     no_weave: Annotated[bool, typer.Option("--no-weave", help="one micro-batch at a time")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="do not price the named baselines")] = False,
     out: Annotated[Path | None, typer.Option(help="export into this folder too; a name.json: the plan alone")] = None,
