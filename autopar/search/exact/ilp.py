@@ -23,7 +23,7 @@ from autopar.search.exact.memory_prices import Plane, ascend, plane, remember, r
 from autopar.search.exact.mixture import Mixture, Seen
 from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
-from autopar.search.exact.relaxation import floor, incompatible
+from autopar.search.exact.relaxation import floor, incompatible, relax
 from autopar.search.exact.steiner import Metric, metric
 from autopar.search.graph.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
 
@@ -182,28 +182,25 @@ class _Run:
         self, graph: StrategyGraph, metrics: Sequence[Metric], starts: list[Ints], phase: str, started: float
     ) -> tuple[Completed | None, float]:
         """Without a limit: (best, bound), and bound inf where no choice is compatible."""
-        linear = formulate(graph)
-        answer = linear.model.solve(relaxed=True, seconds=self.left())
-        started = self._passed(phase, "relaxation", started)
-        if answer.infeasible:
+        try:
+            relaxed = relax(graph, enough=self.cutoff, seconds=self.left())
+        except InfeasibleError:
             return None, np.inf
-        if answer.values is not None:
-            starts = [*starts, linear.choice(answer.values)]
-        best: Completed | None = None
-        for start in starts:
-            best = better(best, complete(graph, metrics, start))
-        started = self._passed(phase, "rounding", started)
-        bound = answer.bound / linear.scale if answer.optimal else floor(graph)
+        started = self._passed(phase, "relaxation", started)
+        bound = relaxed.bound
         if bound >= self.cutoff:
             raise CutoffError(bound)
+        best: Completed | None = None
+        for start in [*starts, *relaxed.choices]:
+            best = better(best, complete(graph, metrics, start))
+        started = self._passed(phase, "rounding", started)
         self._stands(phase, best, bound)
         if not self.proved(best, bound) and not self.over():
-            if answer.reduced_costs is None or not answer.optimal:
+            if relaxed.extra is None:
                 found, proved = self._program(graph, metrics, phase=phase)
                 best, bound = better(best, found), max(bound, proved)
             else:
-                extra = linear.least_extra(answer.reduced_costs)
-                best, bound = self._widen(graph, bound, extra, best, phase=phase)
+                best, bound = self._widen(graph, bound, relaxed.extra, best, phase=phase)
             self._passed(phase, "program", started)
         return best, bound
 
@@ -264,16 +261,15 @@ class _Run:
             self.mixture = mixture
             return better(best, mixture.slow), bound
         if not self.proved(best, bound) and not self.over():
-            linear = formulate(priced(graph, ascent.prices))
-            answer = linear.model.solve(relaxed=True, seconds=self.left())
-            if answer.reduced_costs is None or not answer.optimal:
+            relaxed = relax(priced(graph, ascent.prices), seconds=self.left())
+            if relaxed.extra is None:
                 found, proved = self._program(graph, metrics, phase=phase, prices=ascent.prices)
                 best, bound = better(best, found), max(bound, proved)
             else:
-                options, arcs = linear.least_extra(answer.reduced_costs)
+                options, arcs = relaxed.extra
                 arcs = [part[: len(group.arc_seconds)] for part, group in zip(arcs, graph.groups, strict=True)]
-                relaxed = answer.bound / linear.scale + float(ascent.prices @ (graph.memory.base - graph.memory.limit))
-                best, proved = self._widen(graph, relaxed, (options, arcs), best, phase=phase, prices=ascent.prices)
+                least = relaxed.bound + float(ascent.prices @ (graph.memory.base - graph.memory.limit))
+                best, proved = self._widen(graph, least, (options, arcs), best, phase=phase, prices=ascent.prices)
                 bound = max(bound, proved)
             self._passed(phase, "program", started)
         return best, bound

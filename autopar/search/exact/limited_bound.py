@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.search.exact.formulation import Formulation, formulate
 from autopar.search.exact.memory_prices import Plane, ascend, hopeless, never_fits, remember, remembered
 from autopar.search.exact.reduction import Reduction, reduce
-from autopar.search.exact.relaxation import incompatible, least_seconds
+from autopar.search.exact.relaxation import Mixed, least_seconds, relax
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
 
 GAP = 1e-3
@@ -50,25 +49,14 @@ def least_within(
 
     def solved(cheap: StrategyGraph, at: Floats, end: float) -> tuple[Plane | None, float]:
         small = reduce(cheap)
-        linear = formulate(small.graph)
-        end = min(end, reached)
-        enough = None if math.isinf(end) else linear.scale * (end - float(at @ (memory.base - memory.limit)))
-        answer = linear.model.solve(
-            relaxed=True,
-            seconds=max(deadline - time.monotonic(), 0.0) if math.isfinite(deadline) else None,
-            cutoff=enough,
-            perturbs=enough is None,
-        )
-        if answer.infeasible:
-            raise incompatible()
-        if enough is not None and answer.bound >= enough:
-            return None, answer.bound / linear.scale  # how much more does not matter
-        if answer.values is None or not answer.optimal:
-            return None, -math.inf
-        least = answer.bound / linear.scale
-        beyond = _beyond(graph, small, linear, answer.values)
+        end = min(end, reached) - float(at @ (memory.base - memory.limit))
+        left = max(deadline - time.monotonic(), 0.0) if math.isfinite(deadline) else None
+        found = relax(small.graph, enough=end, seconds=left)
+        if found.mixed is None:
+            return None, found.bound  # how much more does not matter, or time ended
+        beyond = _beyond(graph, small, found.mixed)
         paid = float(at @ (beyond - (memory.base - memory.limit)))
-        return (least - paid, beyond / (abs(memory.limit) or 1.0)), least
+        return (found.mixed.seconds - paid, beyond / (abs(memory.limit) or 1.0)), found.bound
 
     moments = hopeless(prices, memory.moments)
     if moments is not None and never_fits(graph, solved, moments / (abs(memory.limit) or 1.0)):
@@ -90,15 +78,15 @@ def least_within(
     return ascent.bound
 
 
-def _beyond(graph: StrategyGraph, small: Reduction, linear: Formulation, values: Floats) -> Floats:
+def _beyond(graph: StrategyGraph, small: Reduction, mixed: Mixed) -> Floats:
     """Bytes beyond the limit at each moment, in a solution of the relaxation of what is left of the graph at prices."""
     memory = graph.memory
     assert memory is not None
     nbytes = memory.base - memory.limit
     for term in memory.nodes:
-        own = term.nbytes[small.options[term.node]] @ values[linear.options[term.node]]
+        own = term.nbytes[small.options[term.node]] @ mixed.options[term.node]
         nbytes = nbytes + float(own) * term.coefficient
-    used = [_spread(values[columns], arcs) for columns, arcs in zip(linear.arcs, small.arcs, strict=True)]
+    used = [_spread(values, arcs) for values, arcs in zip(mixed.arcs, small.arcs, strict=True)]
     for arc in memory.arcs:
         nbytes = nbytes + _sum(arc.nbytes, used[arc.group]) * arc.coefficient
     ends = [len(group.arc_seconds) for group in graph.groups]

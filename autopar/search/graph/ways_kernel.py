@@ -90,7 +90,7 @@ def reached(num_vertices: int, source: Ints, target: Ints, starts: Ints) -> Bool
 
 
 @compiled
-def _push(keys: Floats, heap: Ints, size: int, key: float, vertex: int) -> None:
+def push(keys: Floats, heap: Ints, size: int, key: float, vertex: int) -> None:
     """Add a vertex to a heap of so many, the least key first."""
     at = size
     while at > 0 and key < keys[(at - 1) // 2]:
@@ -100,7 +100,7 @@ def _push(keys: Floats, heap: Ints, size: int, key: float, vertex: int) -> None:
 
 
 @compiled
-def _pop(keys: Floats, heap: Ints, size: int) -> int:
+def pop(keys: Floats, heap: Ints, size: int) -> int:
     """Take the vertex of the least key out of a heap of so many."""
     least, last, at = int(heap[0]), size - 1, 0
     while 2 * at + 1 < last:
@@ -137,10 +137,10 @@ def shortest_arcs(num_vertices: int, source: Ints, target: Ints, price: Floats) 
                     own += 1
                 distance[vertex], direct[vertex] = price[arc], arc
         for at in range(num_met):
-            _push(keys, heap, size, distance[met[at]], met[at])
+            push(keys, heap, size, distance[met[at]], met[at])
             size += 1
         while own and size:
-            vertex = _pop(keys, heap, size)
+            vertex = pop(keys, heap, size)
             size -= 1
             if direct[vertex] == -2:  # done, by a shorter way
                 continue
@@ -159,7 +159,7 @@ def shortest_arcs(num_vertices: int, source: Ints, target: Ints, price: Floats) 
                         own -= 1
                         direct[onward] = -1
                     distance[onward] = through
-                    _push(keys, heap, size, through, onward)
+                    push(keys, heap, size, through, onward)
                     size += 1
         for at in range(num_met):
             distance[met[at]], direct[met[at]] = np.inf, -1
