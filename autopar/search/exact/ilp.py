@@ -161,7 +161,7 @@ class _Run:
     def optimise(self, graph: StrategyGraph, hints: Sequence[Ints], *, phase: str) -> _Outcome:
         """Relaxation, rounding, fixing, program; InfeasibleError when no choice is compatible."""
         started = time.monotonic()
-        reduced = reduce(graph)
+        reduced = reduce(graph, replaces_arcs=graph.memory is not None)
         small = reduced.graph
         metrics = [metric(group) for group in small.groups]
         started = self._passed(phase, "reduction", started)

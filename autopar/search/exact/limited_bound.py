@@ -48,7 +48,7 @@ def least_within(
     reached = cutoff * (1 + GAP)
 
     def solved(cheap: StrategyGraph, at: Floats, end: float) -> tuple[Plane | None, float]:
-        small = reduce(cheap)
+        small = reduce(cheap, replaces_arcs=False)
         end = min(end, reached) - float(at @ (memory.base - memory.limit))
         left = max(deadline - time.monotonic(), 0.0) if math.isfinite(deadline) else None
         found = relax(small.graph, enough=end, seconds=left)

@@ -106,10 +106,12 @@ def reduce(
     options: Sequence[Mask] | None = None,
     arcs: Sequence[Mask] | None = None,
     by_seconds: bool = True,
+    replaces_arcs: bool = True,
 ) -> Reduction:
     """Leave out what the optimum does not need, beginning with the options and arcs whose given mask is not set.
 
-    Without `by_seconds` only memory counts as cost. InfeasibleError when no choice of options is compatible.
+    Without `by_seconds` only memory counts as cost; without `replaces_arcs` those stay that a path of others replaces,
+    which takes as long to find as a dual ascent. InfeasibleError when no choice of options is compatible.
     """
     alive = [np.isfinite(node.seconds) for node in graph.nodes]
     if options is not None:
@@ -123,7 +125,7 @@ def reduce(
     weighted = {term.group for term in graph.memory.arcs} if graph.memory is not None else set()
     known: dict[object, Mask] = {}  # tensors of one shape travel alike
     for i, group in enumerate(graph.groups):
-        if by_seconds and i not in weighted:
+        if by_seconds and replaces_arcs and i not in weighted:
             seconds = np.where(open_arcs[i], group.arc_seconds, np.inf)
             key = (group.num_vertices, *(a.tobytes() for a in (group.arc_source, group.arc_target, seconds)))
             if key not in known:

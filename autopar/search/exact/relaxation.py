@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.search.exact.array_model import Answer
 from autopar.search.exact.dual_ascent import Dual, dual_ascent
 from autopar.search.exact.formulation import Formulation, formulate
-from autopar.search.exact.reduction import reduce
+from autopar.search.exact.reduction import Reduction, reduce
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
 
 NEAR = 1e-4
@@ -27,6 +27,10 @@ OPEN = 1e-3
 
 Extra = tuple[list[Floats], list[Floats]]
 """options[node], arcs[group]: how much more than the bound a solution takes that uses one, at least."""
+
+
+Proof = tuple[float, Extra]
+"""A bound, and what is beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +64,7 @@ def least_seconds(graph: StrategyGraph, cutoff: float = math.inf) -> float:
 
     Raises InfeasibleError when no choice is compatible.
     """
-    return relax(reduce(graph).graph, enough=cutoff).bound
+    return relax(reduce(graph, replaces_arcs=False).graph, enough=cutoff).bound
 
 
 def relax(graph: StrategyGraph, *, enough: float = math.inf, seconds: float | None = None) -> Relaxed:
@@ -157,7 +161,9 @@ def _of_values(
 
 
 def _whole(graph: StrategyGraph, dual: Dual | None, enough: float, seconds: float | None) -> Relaxed:
-    linear = formulate(graph)
+    """By a linear program."""
+    rest = reduce(graph)
+    linear = formulate(rest.graph)
     cutoff = None if math.isinf(enough) else enough * linear.scale
     # without perturbation costs are those by which HiGHS ends at the cutoff
     answer = linear.model.solve(relaxed=True, seconds=seconds, cutoff=cutoff, perturbs=cutoff is None)
@@ -165,17 +171,29 @@ def _whole(graph: StrategyGraph, dual: Dual | None, enough: float, seconds: floa
         raise incompatible()
     is_bound = answer.optimal or (cutoff is not None and answer.bound >= cutoff)
     bound = max(answer.bound / linear.scale if is_bound else -math.inf, floor(graph))
-    extra: Extra | None = None
+    known = -math.inf if dual is None else dual.bound
+    extra: Extra | None = None if dual is None else dual.extra
     if answer.optimal and answer.reduced_costs is not None:
-        extra = linear.least_extra(answer.reduced_costs)
-    if dual is not None and dual.bound > bound:
-        bound, extra = dual.bound, dual.extra
-    mixed = None
+        own = linear.least_extra(answer.reduced_costs)
+        extra = _joined(graph, rest, (bound, own), None if extra is None else (known, extra))
+    mixed, choices = None, []
     if answer.values is not None and answer.optimal:
-        options = [np.arange(len(node.seconds)) for node in graph.nodes]
-        arcs = [np.arange(len(group.arc_seconds)) for group in graph.groups]
-        mixed = _of_values(graph, linear, answer, options, arcs)
-    choices = [] if mixed is None else [mixed.choice()]
+        mixed = _of_values(graph, linear, answer, rest.options, rest.arcs)
+        choices.append(mixed.choice())
     if dual is not None and dual.found is not None:
         choices.append(dual.found[0])
-    return Relaxed(bound=bound, extra=extra, mixed=mixed, choices=choices)
+    return Relaxed(bound=max(bound, known), extra=extra, mixed=mixed, choices=choices)
+
+
+def _joined(graph: StrategyGraph, rest: Reduction, own: Proof, known: Proof | None) -> Extra:
+    """What a program of the rest says and what is known, both beyond the higher of the two bounds."""
+    highest = own[0] if known is None else max(own[0], known[0])
+    options = [np.zeros(len(node.seconds)) for node in graph.nodes]
+    arcs = [np.zeros(len(group.arc_seconds)) for group in graph.groups]
+    if known is not None:
+        options, arcs = ([np.maximum(part - (highest - known[0]), 0.0) for part in parts] for parts in known[1])
+    for parts, kept, said in ((options, rest.options, own[1][0]), (arcs, rest.arcs, own[1][1])):
+        for part, places, beyond in zip(parts, kept, said, strict=True):
+            places = places[: len(beyond)]  # a tensor that nobody reads has no columns
+            part[places] = np.maximum(part[places], beyond - (highest - own[0]))
+    return options, arcs
