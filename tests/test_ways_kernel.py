@@ -6,7 +6,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
 from autopar.search.exact.steiner import with_ties
-from autopar.search.graph.ways_kernel import reached, shorten, shorten_lengths, shortest_arcs
+from autopar.search.graph.ways_kernel import desk, leaving, reached, shorten, shortest_arcs, spread
 
 Graph = tuple[int, np.ndarray, np.ndarray, np.ndarray]
 
@@ -37,14 +37,11 @@ def distances(matrix: np.ndarray) -> np.ndarray:
 def test_distances_and_last_arcs(seed: int) -> None:
     graph = n, source, target, price = random_graph(seed)
     wanted = distances(cheapest(graph))
-    lengths = cheapest(graph)
-    np.fill_diagonal(lengths, 0.0)
-    own, last = lengths.copy(), np.full((n, n), -1)
+    own, last = cheapest(graph), np.full((n, n), -1)
+    np.fill_diagonal(own, 0.0)
     for arc in np.argsort(-price):
         last[source[arc], target[arc]] = arc
-    shorten_lengths(lengths)
     shorten(own, last)
-    np.testing.assert_allclose(lengths, wanted)
     np.testing.assert_allclose(own, wanted)
     for a, b in np.argwhere(np.isfinite(wanted)):
         if a != b:
@@ -72,3 +69,21 @@ def test_reached(seed: int) -> None:
     starts = np.random.default_rng(seed).integers(0, n, seed % 3)
     wanted = np.isfinite(distances(cheapest(graph)))[starts].any(axis=0) if len(starts) else np.zeros(n, bool)
     np.testing.assert_array_equal(reached(n, source, target, starts), wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_from_many_vertices_at_once(seed: int) -> None:
+    """The least of any vertex's key and the way from there; last arcs lead back to a vertex whose key was its own."""
+    graph = n, source, target, price = random_graph(seed)
+    rng = np.random.default_rng(seed)
+    start = np.where(rng.random(n) < 0.4, rng.integers(-5, 20, n) * 1.0, np.inf)
+    key, last = start.copy(), np.full(n, -1)
+    spread(*leaving(n, source), target, price, key, last, desk(n + len(price)))
+    wanted = (start[:, None] + distances(cheapest(graph))).min(axis=0)
+    np.testing.assert_allclose(key, wanted, atol=1e-12)
+    for vertex in np.flatnonzero(np.isfinite(key)):
+        at, paid = int(vertex), 0.0
+        while last[at] >= 0:
+            paid += price[last[at]]
+            at = int(source[last[at]])
+        assert key[vertex] == pytest.approx(start[at] + paid)

@@ -5,7 +5,9 @@
 
 import numpy as np
 
-from autopar.search.graph.ways_kernel import reached, shorten, shorten_lengths, shortest_arcs
+from autopar.search.exact.dual_ascent import dual_ascent
+from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph
+from autopar.search.graph.ways_kernel import reached, shorten, shortest_arcs
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
@@ -39,14 +41,30 @@ def sample() -> Pairwise:
     )
 
 
+def tensor() -> StrategyGraph:
+    """One, on its way from a node to another."""
+    number, nothing = np.zeros(1, np.int64), np.zeros(1)
+    group = Group(
+        name="tensor",
+        producer=0,
+        gives=number,
+        consumers=(Consumer(node=1, wants=number + 1),),
+        num_vertices=2,
+        arc_source=number,
+        arc_target=number + 1,
+        arc_seconds=nothing,
+    )
+    return StrategyGraph(nodes=(Node(name="from", seconds=nothing), Node(name="to", seconds=nothing)), groups=(group,))
+
+
 def main() -> None:
     """Every part at least once: what a solve of one small graph reaches is up to the clock."""
     distance = np.zeros((1, 1))
     shorten(distance, np.zeros((1, 1), np.int64))
-    shorten_lengths(distance)
     ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
     reached(1, *ends, ends[0])
     shortest_arcs(1, *ends, np.zeros(1))
+    dual_ascent(tensor())
     problem = sample()
     solve(problem, relative_gap=0.05)
     dual = DualBound(problem)

@@ -42,11 +42,10 @@ def complete(
     None when the choice is not compatible.
     """
     ends = [terminals(group, choice) for group in graph.groups]
-    if not all(
-        np.isfinite(m.distance[root, sorted(wanted)]).all() for m, (root, wanted) in zip(metrics, ends, strict=True)
-    ):
+    try:
+        arcs = [tree(m, root, wanted) for m, (root, wanted) in zip(metrics, ends, strict=True)]
+    except ValueError:
         return None
-    arcs = [tree(m, root, wanted) for m, (root, wanted) in zip(metrics, ends, strict=True)]
     fits = within(graph, choice, arcs)
     if not fits and proposed is not None and graph.memory is not None:
         for i in {term.group for term in graph.memory.arcs}:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.search.exact.dual_kernel import Desk, Links, Prices, here, suggest, sweep, ways
+from autopar.search.exact.dual_kernel import Links, Prices, Room, here, suggest, sweep, ways
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints, StrategyGraph
-from autopar.search.graph.ways_kernel import leaving
+from autopar.search.graph.ways_kernel import desk, leaving
 
 MOST_SWEEPS = 60
 """To and fro are two."""
@@ -53,7 +53,7 @@ def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | N
     tensors, shift = _tensors(graph)
     if any((tensor.arc_seconds < 0).any() for tensor in tensors):
         return None
-    links, desk = _laid(graph, tensors)
+    links, room = _laid(graph, tensors)
     prices = Prices(
         label=np.zeros(links.first_label[-1]),
         use=np.zeros(links.first_hop[-1]),
@@ -61,15 +61,15 @@ def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | N
     )
     bound = -np.inf
     for _ in range(MOST_SWEEPS // 2):
-        sweep(links, prices, False, desk)
-        reached = sweep(links, prices, True, desk) + shift
+        sweep(links, prices, False, room)
+        reached = sweep(links, prices, True, room) + shift
         if not np.isfinite(reached):
             return None
         is_still = reached - bound <= STANDS * abs(reached)
         bound = max(bound, reached)
         if bound >= enough or is_still or time.monotonic() >= deadline:
             break
-    found, least = (None, np.inf) if bound >= enough else _suggested(links, prices, desk, len(graph.groups))
+    found, least = (None, np.inf) if bound >= enough else _suggested(links, prices, room, len(graph.groups))
     return Dual(bound=bound, extra=_extra(links, prices, len(graph.groups)), found=found, seconds=least + shift)
 
 
@@ -99,7 +99,7 @@ def _tensors(graph: StrategyGraph) -> tuple[list[Group], float]:
     return tensors, shift
 
 
-def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Desk]:
+def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Room]:
     links: list[tuple[int, Group, Consumer]] = []
     first_of = [0]
     for i, tensor in enumerate(tensors):
@@ -113,8 +113,8 @@ def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Desk]:
             of_node[node].append(link)
     ahead = [leaving(tensor.num_vertices, tensor.arc_source) for _, tensor, _ in links]
     back = [leaving(tensor.num_vertices, tensor.arc_target) for _, tensor, _ in links]
-    room = max((tensor.num_vertices + len(tensor.arc_source) for _, tensor, _ in links), default=0)
-    room += max(len(node.seconds) for node in graph.nodes)
+    most = max((tensor.num_vertices + len(tensor.arc_source) for _, tensor, _ in links), default=0)
+    most = max(most, *(len(node.seconds) for node in graph.nodes))
     laid = Links(
         first_option=_first([node.seconds for node in graph.nodes]),
         seconds=_floats([node.seconds for node in graph.nodes]),
@@ -139,15 +139,8 @@ def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Desk]:
         first_entering=_ints([first for first, _ in back]),
         entering=_ints([order for _, order in back]),
     )
-    desk = Desk(
-        taken=np.zeros(room),
-        seconds=np.zeros(room),
-        key=np.zeros(room),
-        last=np.zeros(room, np.int64),
-        keys=np.zeros(room),
-        heap=np.zeros(room, np.int64),
-    )
-    return laid, desk
+    taken, seconds, key = np.zeros((3, most))
+    return laid, Room(taken=taken, seconds=seconds, key=key, last=np.zeros(most, np.int64), desk=desk(most))
 
 
 def _closed(tensor: Group, consumer: Consumer) -> tuple[Group, Consumer]:
@@ -179,15 +172,15 @@ def _ints(parts: Sequence[Ints]) -> Ints:
 
 
 def _suggested(
-    links: Links, prices: Prices, desk: Desk, groups: int
+    links: Links, prices: Prices, room: Room, groups: int
 ) -> tuple[tuple[Ints, tuple[Ints, ...]] | None, float]:
     """The better of what the labels suggest from the first node on and from the last."""
     best, least = None, np.inf
     for backward in (False, True):
         choice = np.zeros(len(links.first_option) - 1, np.int64)
         used = np.zeros(links.first_arc[-1], np.int64)
-        suggest(links, prices, backward, choice, desk)
-        seconds = ways(links, choice, used, desk)
+        suggest(links, prices, backward, choice, room)
+        seconds = ways(links, choice, used, room)
         if seconds < least:
             arcs = tuple(np.flatnonzero(part) for part in np.split(used, links.first_arc[1:-1])[:groups])
             best, least = (choice, arcs), seconds
@@ -197,10 +190,10 @@ def _suggested(
 def _extra(links: Links, prices: Prices, groups: int) -> tuple[list[Floats], list[Floats]]:
     """How much more than the bound a solution takes that uses an option, or an arc: some consumer uses it then, for
     what of its share the labels do not need."""
-    options, desk = [], np.zeros(int(np.diff(links.first_option).max()))
+    options, taken = [], np.zeros(int(np.diff(links.first_option).max()))
     for node, num in enumerate(np.diff(links.first_option)):
-        least = here(links, prices.label, node, desk)
-        options.append(desk[:num] - least)
+        least = here(links, prices.label, node, taken)
+        options.append(taken[:num] - least)
     arcs = []
     for i in range(groups):
         begin, end = links.first_arc[i : i + 2]

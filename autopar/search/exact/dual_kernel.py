@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.search.compiled import compiled
 from autopar.search.graph.strategy_graph import Floats, Ints
-from autopar.search.graph.ways_kernel import pop, push
+from autopar.search.graph.ways_kernel import Desk, spread
 
 FIRST_SHARE = 0.7
 """Of what is left of an arc's seconds: what the consumer whose turn it is may use. With all of it the first takes what
@@ -60,15 +60,14 @@ class Prices(NamedTuple):
     used: Floats
 
 
-class Desk(NamedTuple):
-    """Room to work in: a number an option, a hop, a vertex, and a heap."""
+class Room(NamedTuple):
+    """To work in: a number an option, a hop, a vertex, and a heap."""
 
     taken: Floats
     seconds: Floats
     key: Floats
     last: Ints
-    keys: Floats
-    heap: Ints
+    desk: Desk
 
 
 @compiled
@@ -100,11 +99,10 @@ def here(links: Links, label: Floats, node: int, out: Floats) -> float:
 
 
 @compiled
-def spread(links: Links, link: int, ahead: bool, desk: Desk) -> None:
-    """Dijkstra along a link's hops, ahead or back, from all vertices with a finite key: no key is more than that of a
-    vertex before it and what the hop between them takes. last[vertex]: the hop that its key came along."""
-    corner = links.first_label[link] + link
+def along(links: Links, link: int, ahead: bool, room: Room) -> None:
+    """Dijkstra along a link's hops, ahead or back, from all vertices with a finite key."""
     num = links.first_label[link + 1] - links.first_label[link]
+    corner = links.first_label[link] + link
     begin, end = links.first_hop[link], links.first_hop[link + 1]
     if ahead:
         first, order = links.first_leaving[corner : corner + num + 1], links.leaving[begin:end]
@@ -112,31 +110,14 @@ def spread(links: Links, link: int, ahead: bool, desk: Desk) -> None:
     else:
         first, order = links.first_entering[corner : corner + num + 1], links.entering[begin:end]
         onward = links.hop_source[begin:end]
-    key, size = desk.key, 0
-    for vertex in range(num):
-        if key[vertex] < np.inf:
-            push(desk.keys, desk.heap, size, key[vertex], vertex)
-            size += 1
-    while size:
-        least = desk.keys[0]
-        vertex = pop(desk.keys, desk.heap, size)
-        size -= 1
-        if least > key[vertex]:
-            continue
-        for place in range(first[vertex], first[vertex + 1]):
-            hop = order[place]
-            through = least + desk.seconds[hop]
-            if through < key[onward[hop]]:
-                key[onward[hop]], desk.last[onward[hop]] = through, hop
-                push(desk.keys, desk.heap, size, through, onward[hop])
-                size += 1
+    spread(first, order, onward, room.seconds, room.key[:num], room.last, room.desk)
 
 
 @compiled
-def sweep(links: Links, prices: Prices, backward: bool, desk: Desk) -> float:
+def sweep(links: Links, prices: Prices, backward: bool, room: Room) -> float:
     """Every node in turn, the first first or the last, hands what its options take above the least to its links to
     nodes whose turn is still to come, each an equal part. Returns the bound."""
-    taken, key, nodes = desk.taken, desk.key, len(links.first_option) - 1
+    taken, key, nodes = room.taken, room.key, len(links.first_option) - 1
     for turn in range(nodes):
         node = nodes - 1 - turn if backward else turn
         left = 0
@@ -147,7 +128,7 @@ def sweep(links: Links, prices: Prices, backward: bool, desk: Desk) -> float:
             if leads_on(links, link, node, backward):
                 least = here(links, prices.label, node, taken)
                 labels = prices.label[links.first_label[link] : links.first_label[link + 1]]
-                lend(links, prices, link, desk)
+                lend(links, prices, link, room)
                 ahead = node == links.giver[link]
                 first = links.first_given[link] if ahead else links.first_wanted[link]
                 vertices = links.gives if ahead else links.wants
@@ -156,7 +137,7 @@ def sweep(links: Links, prices: Prices, backward: bool, desk: Desk) -> float:
                 for option in range(links.first_option[node + 1] - links.first_option[node]):
                     vertex = vertices[first + option]
                     key[vertex] = min(key[vertex], sign * labels[vertex] + (taken[option] - least) / left)
-                spread(links, link, ahead, desk)
+                along(links, link, ahead, room)
                 labels[:] = sign * key[: len(labels)]
                 settle(links, prices, link)
                 left -= 1
@@ -167,15 +148,15 @@ def sweep(links: Links, prices: Prices, backward: bool, desk: Desk) -> float:
 
 
 @compiled
-def lend(links: Links, prices: Prices, link: int, desk: Desk) -> None:
+def lend(links: Links, prices: Prices, link: int, room: Room) -> None:
     """Of each arc's seconds what a link may use, beside the others' use: what it does, and a share of what is left."""
     tensor, begin = links.tensor[link], links.first_hop[link]
     arcs, num_arcs = links.first_arc[tensor], links.first_arc[tensor + 1] - links.first_arc[tensor]
     part = FIRST_SHARE if links.first_of[tensor + 1] - links.first_of[tensor] > 1 else 1.0
     for hop in range(num_arcs):
         left = max(links.arc_seconds[arcs + hop] - prices.used[arcs + hop], 0.0)
-        desk.seconds[hop] = prices.use[begin + hop] + part * left
-    desk.seconds[num_arcs : links.first_hop[link + 1] - begin] = 0.0
+        room.seconds[hop] = prices.use[begin + hop] + part * left
+    room.seconds[num_arcs : links.first_hop[link + 1] - begin] = 0.0
 
 
 @compiled
@@ -193,10 +174,10 @@ def settle(links: Links, prices: Prices, link: int) -> None:
 
 
 @compiled
-def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, desk: Desk) -> None:
+def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, room: Room) -> None:
     """Node after node the option that takes least, where shortest ways lead to nodes that have had their turn, and
     labels stand for the others."""
-    taken, key, nodes = desk.taken, desk.key, len(links.first_option) - 1
+    taken, key, nodes = room.taken, room.key, len(links.first_option) - 1
     for turn in range(nodes):
         node = nodes - 1 - turn if backward else turn
         num = links.first_option[node + 1] - links.first_option[node]
@@ -215,9 +196,9 @@ def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, desk: De
                 key[links.wants[links.first_wanted[link] + choice[other]]] = 0.0
             tensor = links.tensor[link]
             arcs, num_arcs = links.first_arc[tensor], links.first_arc[tensor + 1] - links.first_arc[tensor]
-            desk.seconds[:num_arcs] = links.arc_seconds[arcs : arcs + num_arcs]
-            desk.seconds[num_arcs : links.first_hop[link + 1] - links.first_hop[link]] = 0.0
-            spread(links, link, ahead, desk)
+            room.seconds[:num_arcs] = links.arc_seconds[arcs : arcs + num_arcs]
+            room.seconds[num_arcs : links.first_hop[link + 1] - links.first_hop[link]] = 0.0
+            along(links, link, ahead, room)
             first = links.first_wanted[link] if ahead else links.first_given[link]
             vertices = links.wants if ahead else links.gives
             sign = 1.0 if ahead else -1.0
@@ -228,29 +209,29 @@ def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, desk: De
 
 
 @compiled
-def ways(links: Links, choice: Ints, used: Ints, desk: Desk) -> float:
+def ways(links: Links, choice: Ints, used: Ints, room: Room) -> float:
     """Seconds of a choice; `used` counts its arcs: consumer after consumer by the cheapest way, for nothing along arcs
     that lead to others. Infinite where one cannot be reached."""
-    total, key = 0.0, desk.key
+    total, key = 0.0, room.key
     for node in range(len(links.first_option) - 1):
         total += links.seconds[links.first_option[node] + choice[node]]
     for link in range(len(links.giver)):
         tensor, begin = links.tensor[link], links.first_hop[link]
         arcs, num_arcs = links.first_arc[tensor], links.first_arc[tensor + 1] - links.first_arc[tensor]
-        desk.seconds[: links.first_hop[link + 1] - begin] = 0.0
+        room.seconds[: links.first_hop[link + 1] - begin] = 0.0
         for hop in range(num_arcs):
             if not used[arcs + hop]:
-                desk.seconds[hop] = links.arc_seconds[arcs + hop]
+                room.seconds[hop] = links.arc_seconds[arcs + hop]
         vertex = links.gives[links.first_given[link] + choice[links.giver[link]]]
         end = links.wants[links.first_wanted[link] + choice[links.taker[link]]]
         key[: links.first_label[link + 1] - links.first_label[link]] = np.inf
         key[end] = 0.0
-        spread(links, link, False, desk)
+        along(links, link, False, room)
         if key[vertex] == np.inf:
             return np.inf
         total += key[vertex]
         while vertex != end:
-            hop = desk.last[vertex]
+            hop = room.last[vertex]
             if hop < num_arcs:
                 used[arcs + hop] += 1
             vertex = links.hop_target[begin + hop]

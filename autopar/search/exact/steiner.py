@@ -5,7 +5,8 @@ cost of reaching all of X from u and d the shortest distances,
 
     S({t}, u) = d(u, t)        S(X, u) = min over w of d(u, w) + min over Y of S(Y, w) + S(X - Y, w)
 
-exponential in the number of terminals only, which are the consumers of one tensor.
+exponential in the number of terminals only, which are the consumers of one tensor. Either is one pass of Dijkstra's
+algorithm along the arcs backward, from t or from all w at once (Erickson, Monma and Veinott 1987).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.graph.strategy_graph import Group
-from autopar.search.graph.ways_kernel import shorten_lengths
+from autopar.search.graph.ways_kernel import desk, leaving, spread
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,24 +26,41 @@ TIE = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Metric:
-    """Shortest distances between all vertices of a group, `distance[from, to]`, each arc a little dearer (`TIE`)."""
+    """A group's arcs by the vertex that they enter, entering[first[v]:first[v + 1]], each a little dearer (`TIE`)."""
 
     group: Group
     price: Floats
-    distance: Floats
-    leaving: tuple[Ints, ...]
+    first: Ints
+    entering: Ints
+
+    def toward(self, start: Floats) -> tuple[Floats, Ints]:
+        """From each vertex the least of a way to another and what that one starts with; and the first arc of that way,
+        -1 where there is none to go, or none to be reached."""
+        key, ahead = start.copy(), np.full(len(start), -1)
+        room = desk(len(start) + len(self.price))
+        spread(self.first, self.entering, self.group.arc_source, self.price, key, ahead, room)
+        return key, ahead
+
+    def end(self, vertex: int) -> Floats:
+        """Where ways to one vertex start."""
+        start = np.full(self.group.num_vertices, np.inf)
+        start[vertex] = 0.0
+        return start
 
     def path(self, source: int, target: int) -> list[int]:
         """The arcs of a shortest path; raises ValueError when there is none."""
-        if not np.isfinite(self.distance[source, target]):
+        lengths, ahead = self.toward(self.end(target))
+        if not np.isfinite(lengths[source]):
             raise ValueError(f"group {self.group.name!r}: no path from vertex {source} to vertex {target}")
+        return self.follow(source, ahead)[0]
+
+    def follow(self, vertex: int, ahead: Ints) -> tuple[list[int], int]:
+        """The arcs from a vertex on, and where they end."""
         arcs = []
-        while source != target:
-            out = self.leaving[source]
-            ahead = self.distance[self.group.arc_target[out], target]
-            arcs.append(int(out[np.argmin(self.price[out] + ahead)]))
-            source = int(self.group.arc_target[arcs[-1]])
-        return arcs
+        while ahead[vertex] >= 0:
+            arcs.append(int(ahead[vertex]))
+            vertex = int(self.group.arc_target[arcs[-1]])
+        return arcs, vertex
 
 
 def with_ties(seconds: Floats) -> Floats:
@@ -53,15 +71,8 @@ def with_ties(seconds: Floats) -> Floats:
 
 def metric(group: Group) -> Metric:
     """Of the group's arcs."""
-    price = with_ties(group.arc_seconds)
-    distance = np.full((group.num_vertices, group.num_vertices), np.inf)
-    np.fill_diagonal(distance, 0.0)
-    np.minimum.at(distance, (group.arc_source, group.arc_target), price)
-    shorten_lengths(distance)
-    order = np.argsort(group.arc_source, kind="stable")
-    first = np.searchsorted(group.arc_source[order], np.arange(group.num_vertices + 1))
-    leaving = tuple(order[first[v] : first[v + 1]] for v in range(group.num_vertices))
-    return Metric(group=group, price=price, distance=distance, leaving=leaving)
+    first, entering = leaving(group.num_vertices, group.arc_target)
+    return Metric(group=group, price=with_ties(group.arc_seconds), first=first, entering=entering)
 
 
 def cheapest_arcs(metric: Metric, root: int, terminals: set[int]) -> Ints:
@@ -73,31 +84,27 @@ def cheapest_arcs(metric: Metric, root: int, terminals: set[int]) -> Ints:
         return np.array(metric.path(root, wanted[0]), np.int64)
     full = (1 << len(wanted)) - 1
     reach: dict[int, Floats] = {}
-    here: dict[int, Floats] = {}
+    ahead: dict[int, Ints] = {}
     split: dict[int, Ints] = {}
     for subset in range(1, full + 1):
-        if subset & (subset - 1) == 0:
-            reach[subset] = metric.distance[:, wanted[subset.bit_length() - 1]]
-            continue
-        parts = [part for part in _parts(subset) if part > subset ^ part]
-        sums = np.stack([reach[part] + reach[subset ^ part] for part in parts])
-        best = sums.argmin(axis=0)
-        split[subset] = np.array(parts)[best]
-        here[subset] = sums[best, np.arange(len(best))]
-        reach[subset] = (metric.distance + here[subset]).min(axis=1)
+        start = metric.end(wanted[subset.bit_length() - 1])
+        if parts := [part for part in _parts(subset) if part > subset ^ part]:
+            sums = np.stack([reach[part] + reach[subset ^ part] for part in parts])
+            best = sums.argmin(axis=0)
+            split[subset] = np.array(parts)[best]
+            start = sums[best, np.arange(len(best))]
+        reach[subset], ahead[subset] = metric.toward(start)
     if not np.isfinite(reach[full][root]):
         raise ValueError(f"group {metric.group.name!r}: vertices {wanted} cannot all be reached from {root}")
     arcs: set[int] = set()
     pending = [(full, root)]
     while pending:
         subset, vertex = pending.pop()
-        if subset in here:
-            fork = int((metric.distance[vertex] + here[subset]).argmin())
-            arcs.update(metric.path(vertex, fork))
+        way, fork = metric.follow(vertex, ahead[subset])
+        arcs.update(way)
+        if subset in split:
             part = int(split[subset][fork])
             pending += [(part, fork), (subset ^ part, fork)]
-        else:
-            arcs.update(metric.path(vertex, wanted[subset.bit_length() - 1]))
     return arborescence(metric.group, np.array(sorted(arcs), np.int64), root, terminals)
 
 

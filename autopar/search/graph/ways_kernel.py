@@ -1,5 +1,7 @@
 """Shortest ways between vertices, compiled. What for: layouts (`lattice`), what a strategy graph needs (`exact`)."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +9,18 @@ from autopar.search.compiled import compiled
 from autopar.search.graph.strategy_graph import Floats, Ints
 
 Bools = NDArray[np.bool_]
+
+
+class Desk(NamedTuple):
+    """Room for a heap of as many as there are vertices and arcs together."""
+
+    keys: Floats
+    heap: Ints
+
+
+def desk(room: int) -> Desk:
+    return Desk(keys=np.empty(room), heap=np.empty(room, np.int64))
+
 
 SHORTER = 1e-15
 """Seconds that more arcs have to save, where ways are wanted."""
@@ -35,23 +49,6 @@ def shorten(distance: Floats, last: Ints) -> None:
                 if through < distance[i, j] - SHORTER:
                     distance[i, j] = through
                     last[i, j] = last[k, j]
-
-
-@compiled
-def shorten_lengths(distance: Floats) -> None:
-    """The same of distances alone: whole rows at once."""
-    n = len(distance)
-    for k in range(n):
-        onward = distance[k]
-        if not (onward < np.inf).sum() > 1:
-            continue
-        for i in range(n):
-            ahead = distance[i, k]
-            if i != k and ahead < np.inf:
-                row = distance[i]
-                for j in range(n):
-                    through = ahead + onward[j]
-                    row[j] = through if through < row[j] else row[j]
 
 
 @compiled
@@ -113,6 +110,33 @@ def pop(keys: Floats, heap: Ints, size: int) -> int:
         at = below
     keys[at], heap[at] = keys[last], heap[last]
     return least
+
+
+@compiled
+def spread(first: Ints, order: Ints, onward: Ints, price: Floats, key: Floats, last: Ints, desk: Desk) -> None:
+    """Dijkstra from all vertices with a finite key at once: no key is more than that of a vertex before it and the
+    price of the arc between them. last[vertex]: the arc that its key came along, left as it was where it is its own.
+
+    Arcs order[first[v]:first[v + 1]] lead from v to onward[arc].
+    """
+    size = 0
+    for vertex in range(len(key)):
+        if key[vertex] < np.inf:
+            push(desk.keys, desk.heap, size, key[vertex], vertex)
+            size += 1
+    while size:
+        least = desk.keys[0]
+        vertex = pop(desk.keys, desk.heap, size)
+        size -= 1
+        if least > key[vertex]:
+            continue
+        for place in range(first[vertex], first[vertex + 1]):
+            arc = order[place]
+            through = least + price[arc]
+            if through < key[onward[arc]]:
+                key[onward[arc]], last[onward[arc]] = through, arc
+                push(desk.keys, desk.heap, size, through, onward[arc])
+                size += 1
 
 
 @compiled
