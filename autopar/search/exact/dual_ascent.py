@@ -26,9 +26,9 @@ from autopar.search.exact.dual_kernel import Links, Prices, Room, here, suggest,
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints, StrategyGraph
 from autopar.search.graph.ways_kernel import desk, leaving
 
-MOST_SWEEPS = 60
+MOST_SWEEPS = 100
 """To and fro are two."""
-STANDS = 1e-6
+STANDS = 1e-7
 """Part of the bound that two sweeps have to add."""
 
 
