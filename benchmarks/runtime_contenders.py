@@ -115,9 +115,13 @@ class Contender:
         return float(loss.detach())
 
     def measured(self) -> Side:
-        """What one more step sends, what some hold, and the times so far."""
+        """What one more step sends, the optimizer's part with it, what some hold, and the times so far.
+
+        torch's sequence-parallel norms leave their gradients partial, and the optimizer's first operation sums them.
+        """
         with Sent() as sent:
             loss = self.run()
+            self.optimizer.step()
         peak = torch.tensor(float(min(self._peak() for _ in range(PEAKS))), dtype=torch.float64)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self.optimizer.zero_grad()

@@ -13,7 +13,9 @@ passing on a graph of nodes whose pairs cost the shortest ways between vertices 
 chain dynamic programming; a share that labels do not need is free for other consumers. The bound never falls. It may
 stand still below the relaxation's optimum, as block coordinate ascent does (`relaxation` asks a program then).
 
-An edge is a tensor from options to options whose arcs are its pairs.
+An edge is a tensor from options to options whose arcs are its pairs. Every other arc takes a little more than its
+seconds (`TIE`), so that of ways that take as long the one of fewer arcs is suggested: an input is split as it is read,
+not read whole and split then. The bound is less by what all arcs that one solution may need take more.
 """
 
 import time
@@ -28,6 +30,8 @@ from autopar.search.graph.ways_kernel import desk, leaving
 
 MOST_SWEEPS = 100
 """To and fro are two."""
+TIE = 1e-12
+"""What an arc takes beyond its seconds, as a part of what the cheapest options take together."""
 STANDS = 1e-7
 """Part of the bound that two sweeps have to add."""
 
@@ -50,8 +54,9 @@ def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | N
     None where nothing is proved: arcs of less than no seconds, or an option that has no partner.
     """
     deadline = np.inf if seconds is None else time.monotonic() + seconds
-    tensors, shift = _tensors(graph)
-    if any((tensor.arc_seconds < 0).any() for tensor in tensors):
+    tie = TIE * _size(graph)
+    tensors, shift = _tensors(graph, tie)
+    if any((tensor.arc_seconds < 0.0).any() for tensor in tensors):
         return None
     links, room = _laid(graph, tensors)
     prices = Prices(
@@ -69,14 +74,23 @@ def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | N
         bound = max(bound, reached)
         if bound >= enough or is_still or time.monotonic() >= deadline:
             break
-    found, least = (None, np.inf) if bound >= enough else _suggested(links, prices, room, len(graph.groups))
-    return Dual(bound=bound, extra=_extra(links, prices, len(graph.groups)), found=found, seconds=least + shift)
+    found = None if bound >= enough else _suggested(links, prices, room, len(graph.groups))
+    least = np.inf if found is None else _seconds(graph, *found)
+    return Dual(bound=bound, extra=_extra(links, prices, len(graph.groups)), found=found, seconds=least)
 
 
-def _tensors(graph: StrategyGraph) -> tuple[list[Group], float]:
-    """Groups and then edges, these with pairs of no less than nothing and what that takes away."""
-    tensors = list(graph.groups)
-    shift = 0.0
+def _size(graph: StrategyGraph) -> float:
+    """Of seconds: what the cheapest options take, or where these take nothing the dearest arc."""
+    cheapest = sum(abs(float(node.seconds.min())) for node in graph.nodes)
+    arcs = [group.arc_seconds[np.isfinite(group.arc_seconds)] for group in graph.groups]
+    return cheapest or max((float(part.max(initial=0.0)) for part in arcs), default=0.0)
+
+
+def _tensors(graph: StrategyGraph, tie: float) -> tuple[list[Group], float]:
+    """Groups, their arcs by `tie` dearer, and then edges, with pairs of no less than nothing; and what is to be added
+    to a bound for that."""
+    tensors = [replace(group, arc_seconds=group.arc_seconds + tie) for group in graph.groups]
+    shift = -tie * sum(group.num_vertices - 1 for group in graph.groups)
     for edge in graph.edges:
         a, b = np.nonzero(np.isfinite(edge.seconds))
         pairs = edge.seconds[a, b]
@@ -171,20 +185,24 @@ def _ints(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def _suggested(
-    links: Links, prices: Prices, room: Room, groups: int
-) -> tuple[tuple[Ints, tuple[Ints, ...]] | None, float]:
+def _suggested(links: Links, prices: Prices, room: Room, groups: int) -> tuple[Ints, tuple[Ints, ...]] | None:
     """The better of what the labels suggest from the first node on and from the last."""
     best, least = None, np.inf
     for backward in (False, True):
         choice = np.zeros(len(links.first_option) - 1, np.int64)
         used = np.zeros(links.first_arc[-1], np.int64)
         suggest(links, prices, backward, choice, room)
-        seconds = ways(links, choice, used, room)
-        if seconds < least:
+        if (seconds := ways(links, choice, used, room)) < least:
             arcs = tuple(np.flatnonzero(part) for part in np.split(used, links.first_arc[1:-1])[:groups])
             best, least = (choice, arcs), seconds
-    return best, least
+    return best
+
+
+def _seconds(graph: StrategyGraph, choice: Ints, arcs: tuple[Ints, ...]) -> float:
+    """What `evaluate` says of arcs that lead where they have to."""
+    total = sum(float(node.seconds[option]) for node, option in zip(graph.nodes, choice, strict=True))
+    total += sum(float(edge.seconds[choice[edge.a], choice[edge.b]]) for edge in graph.edges)
+    return total + sum(float(group.arc_seconds[used].sum()) for group, used in zip(graph.groups, arcs, strict=True))
 
 
 def _extra(links: Links, prices: Prices, groups: int) -> tuple[list[Floats], list[Floats]]:
