@@ -87,7 +87,7 @@ def find_exactly(
             raise SearchTimeoutError(str(error)) from error  # of plans that run nothing again
 
     tell("building the strategy graph")
-    if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few linear programs to see
+    if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few relaxations to see
         again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
         if not is_below:
             bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)

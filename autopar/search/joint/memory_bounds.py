@@ -1,4 +1,4 @@
-"""What does a candidate's step take at least within the memory of a rank? Bounds that a linear program or two give."""
+"""What does a candidate's step take at least within the memory of a rank? Bounds of relaxations of strategy graphs."""
 
 import math
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""What does a mesh take at least, memory aside and within it? The joint search's bounds, a second each on three axes
-and several within memory."""
+"""What does a mesh take at least, memory aside and within it? The joint search's bounds."""
 
 import math
 from dataclasses import dataclass, field, replace
