@@ -1,8 +1,9 @@
 """Which solution of a strategy graph is cheapest, and how far can any other be below it? HiGHS on the mixed program.
 
 1. Without the memory limit first: a smaller program, and where its optimum fits it is the optimum.
-2. The linear relaxation (`relaxation`); it is nearly integral, so that rounding gives an incumbent of cost U and, with z its optimum,
-   any solution that uses an option or arc of reduced cost d costs at least z + d. What cannot beat U by the gap goes.
+2. The relaxation (`relaxation`); it is nearly integral, so that rounding gives an incumbent of cost U and, with z its
+   optimum, any solution that uses an option or arc of reduced cost d costs at least z + d. What cannot beat U by the
+   gap goes.
 3. The mixed program on the rest. Its solution is completed with exact arcs; where continuous arcs made it look cheaper
    than it is, the arcs of those groups become binary and it is solved again.
 """

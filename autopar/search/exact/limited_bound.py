@@ -1,8 +1,9 @@
 """What does every solution within the memory limit take at least, for a few relaxations and no more?
 
 The linear relaxation with a row for every moment takes minutes where the one of a graph at prices of memory takes
-hundredths of a second; with the best prices both have one optimum (duality). So the prices are climbed as in `memory_prices`, and each
-solution of a relaxation, fractional as it may be, is a plane above the bound: what it takes, and its bytes.
+hundredths of a second; with the best prices both have one optimum (duality). So the prices are climbed as in
+`memory_prices`, and each solution of a relaxation, fractional as it may be, is a plane above the bound: what it takes,
+and its bytes.
 """
 
 import math
