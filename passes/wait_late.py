@@ -26,7 +26,7 @@ def last_sum(graph: fx.Graph) -> fx.Node | None:
     """The all-reduce without a backward pass that makes the first result, if nothing else reads it."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results = output.args[0]
-    first = results[0] if isinstance(results, tuple | list) else results
+    first = next(iter(results), None) if isinstance(results, tuple | list) else results  # a stage may have none
     if not isinstance(first, fx.Node) or first.target is not collectives.all_reduce or len(first.users) > 1:
         return None
     return first if first.kwargs.get("backward", "none") == "none" else None

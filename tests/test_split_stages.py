@@ -17,10 +17,11 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel, requires_grad
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.split_stages import owners, split_stages
+from autopar.passes.split_stages import local_stage, owners, split_stages
+from autopar.passes.wait_late import last_sum, wait_late
 from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
-from autopar.search.known.random_plan import random_cuts, random_plan
+from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.serialize import dump, load
 from autopar.staged_plan import (
     SCHEDULES,
@@ -245,3 +246,15 @@ def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
         staged("gpipe", 2, 2, mesh=make_mesh((4,)))
     with pytest.raises(ArgumentError, match="stage 0 is planned for 1 micro-batches a step, the plan has 4"):
         staged("gpipe", 2, 2, microbatches=4)
+
+
+def test_a_stage_that_nothing_is_left_for_has_a_graph_to_run() -> None:
+    """All before the first call that needs its batch is known when the model is captured."""
+    captured = exact_of("bert")
+    cut = next(name for name in calls(captured)[1:] if not calls(split_stages(captured, (name,))[0]))
+    plan = random_staged_plan(captured, make_mesh((1,)), "gpipe", 2, (cut,), random.Random(0))
+    stages = split_stages(captured, plan.cuts)
+    first, last = (local_stage(stages, plan, number) for number in range(2))
+    assert not stages[0].sends and not calls(first.captured)
+    assert last_sum(wait_late(first.graph)) is None
+    assert calls(last.captured) == calls(captured)
