@@ -232,7 +232,8 @@ class PipelinedModule(Trainable):
         for placeholder, (ranks, group) in self._sharing.items():
             leaf = self._state_of(placeholder).stored[placeholder] if self.pipeline_rank in ranks else None
             if leaf is not None and leaf.requires_grad:
-                total = found.setdefault(placeholder, torch.zeros_like(leaf, requires_grad=False)).contiguous()
+                own = found.get(placeholder)
+                total = torch.zeros_like(leaf, requires_grad=False) if own is None else own.contiguous()
                 self.groups.count("all_reduce", PIPELINE, total.numel() * total.element_size())
                 dist.all_reduce(total, group=group)
                 found[placeholder] = total
