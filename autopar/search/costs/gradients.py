@@ -53,12 +53,14 @@ class Gradients:
     tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
     first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
     outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
-    `grad` does, or are handed both. A permuted one is given back as a copy.
+    `grad` does, or are handed both. A permuted one is copied too: as it comes where leaves copy, else as it is given
+    back.
     received: bytes of the gradient that a step gives. straight: of values whose gradients are computed where their
     bucket is sent from, that bucket's number: the buffer of all is there from the first of them on.
 
-    summed: bytes of sums that were written anew, by moment. released: what the pass let go; held: what it leaves, on
-    leaves; arrived: what came to each call; passed: what came to leaves from outside.
+    summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
+    pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
+    outside.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Gradients:
         self.permuted: set[Value | None] = set()
         self.expanded: dict[Value | None, Tensor] = {}
         self.summed: dict[int, int] = {}
+        self.came: dict[Value, int] = {}
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
         self.held: dict[Value, Gradient] = {}
@@ -99,7 +102,9 @@ class Gradients:
                 self.held[value] = Gradient(value[0], nbytes(value), begin, begin)
         end = max(moments.values(), default=0)
         strided = [v for v, g in self.held.items() if (not g.name and v in self.permuted) or v in self.expanded]
-        self.held.update((value, Gradient(value[0], nbytes(value), end, end)) for value in strided)
+        for value in strided:  # a leaf's own lies as the leaf does; what is handed out is copied when it is given back
+            since = self.came.get(value, end) if copies else end
+            self.held[value] = Gradient(value[0], nbytes(value), since, end)
 
     def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Callable[[Value], bool]) -> None:
         """What one call makes, hands on, adds up and lets go."""
@@ -179,6 +184,7 @@ class Gradients:
     def _arrive(self, value: Value, new: Gradient, now: int) -> None:
         """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
         old = self.held.get(value)
+        self.came[value] = now
         if old is None:
             self.held[value] = new
         elif old.owners == 1 and value not in self.expanded:
