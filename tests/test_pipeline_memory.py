@@ -275,3 +275,16 @@ def test_an_input_that_none_reads_is_held(schedule: str) -> None:
     assert len(read) == 1 < len(captured.inputs)
     plan = random_staged_plan(captured, make_mesh((1,)), schedule, 2, ("relu",), Random(0))
     assert max(map(abs, errors_of(plan, captured, values, inputs))) <= 0.02
+
+
+def test_a_weight_on_its_way_through_a_cut() -> None:
+    """Experts' weights, split and permuted where stages are cut: their gradients come back permuted, to a leaf that
+    copies them then, and to a part of a weight that two ranks have."""
+    captured, values, inputs = case("mixtral", 1)
+    names = [node.name for node in captured.graph.nodes if node.op == "call_function"]
+    grouped = [i for i, name in enumerate(names) if name.startswith("grouped_linear")]
+    permuted = max(i for i in range(grouped[0]) if names[i].startswith("permute"))
+    split = max(i for i in range(permuted) if names[i].startswith("slice"))
+    cuts = (names[split], names[permuted], names[grouped[2]])
+    plan = random_staged_plan(captured, make_mesh((1,)), "gpipe", 4, cuts, Random(0))
+    assert max(map(abs, errors_of(plan, captured, values, inputs))) <= 0.01
