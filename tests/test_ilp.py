@@ -1,12 +1,14 @@
 """The mixed program finds what trying everything finds, proves it, and says what would do where nothing fits."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact import brute_force, ilp
+from autopar.search.exact import brute_force, ilp, memory_prices
 from autopar.search.exact.completion import complete, lean
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.steiner import cheapest_arcs, metric
@@ -80,6 +82,30 @@ def test_random_graphs_are_of_every_kind() -> None:
             free = brute_force.solve(replace(graph, memory=None))
             kinds["binding" if free.seconds < found.seconds else "slack"] += 1
     assert min(kinds.values()) >= 10, kinds
+
+
+@pytest.mark.parametrize("first", range(240, 540, 100))
+def test_few_prices_leave_more_to_the_program_and_nothing_out(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last prices rule out is ruled out within the limit: with one price or two that is seldom what is near
+    the optimum, and the program decides."""
+    widened, widen = [], ilp._Run._widen
+
+    def noted(self: ilp._Run, *given: Any, **options: Any) -> Any:
+        widened.append(options["phase"])
+        return widen(self, *given, **options)
+
+    monkeypatch.setattr(ilp._Run, "_widen", noted)
+    for seed, prices in product(range(first, first + 100), (1, 2, 3)):
+        monkeypatch.setattr(memory_prices, "EVALUATIONS", prices)
+        graph = random_graph(seed)
+        if graph.memory is None:
+            continue
+        expected, found = solved(brute_force.solve, graph), solved(ilp.solve, graph, relative_gap=0.0)
+        assert type(found) is type(expected), seed
+        if isinstance(found, Solution):
+            assert found.seconds == pytest.approx(expected.seconds, rel=1e-6, abs=1e-9), seed
+            assert found.bound <= expected.seconds * (1 + 1e-7) + 1e-9, seed
+    assert widened.count("within limit") > 5
 
 
 @pytest.mark.parametrize("first", range(0, 60, BLOCK))

@@ -42,8 +42,9 @@ def complete(
     None when the choice is not compatible.
     """
     ends = [terminals(group, choice) for group in graph.groups]
+    ways = list(zip(metrics, ends, strict=True))
     try:
-        arcs = [tree(m, root, wanted) for m, (root, wanted) in zip(metrics, ends, strict=True)]
+        arcs = [tree(m, root, wanted) for m, (root, wanted) in ways]
     except ValueError:
         return None
     fits = within(graph, choice, arcs)

@@ -10,8 +10,9 @@ so that the leasts of all nodes add up to a bound on every solution, fractional 
 it (`dual_kernel.sweep`): a node hands what its options take above the least to the links to nodes whose turn is still
 to come, and Dijkstra from there finds the highest labels (backward the lowest) that shares allow. That is message
 passing on a graph of nodes whose pairs cost the shortest ways between vertices (TRW-S: Kolmogorov, PAMI 2006), on a
-chain dynamic programming; a share that labels do not need is free for other consumers. The bound never falls. It may
-stand still below the relaxation's optimum, as block coordinate ascent does (`relaxation` asks a program then).
+chain dynamic programming; a share that labels do not need is free for other consumers. Where every option has a partner
+(`reduction`) the bound never falls. It may stand still below the relaxation's optimum, as block coordinate ascent does,
+the further the more consumers a tensor has (`relaxation` asks a program then).
 
 An edge is a tensor from options to options whose arcs are its pairs. Every other arc takes a little more than its
 seconds (`TIE`), so that of ways that take as long the one of fewer arcs is suggested: an input is split as it is read,
@@ -51,7 +52,8 @@ class Dual:
 def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | None = None) -> Dual | None:
     """A bound on every solution, no better than it takes to reach `enough`. seconds: of time, about.
 
-    None where nothing is proved: arcs of less than no seconds, or an option that has no partner.
+    None where nothing is proved: arcs of less than no seconds, or labels that are no numbers where options have no
+    partner.
     """
     deadline = np.inf if seconds is None else time.monotonic() + seconds
     tie = TIE * _size(graph)
@@ -71,7 +73,7 @@ def dual_ascent(graph: StrategyGraph, enough: float = np.inf, seconds: float | N
         if not np.isfinite(reached):
             return None
         is_still = reached - bound <= STANDS * abs(reached)
-        bound = max(bound, reached)
+        bound = reached  # labels and what they leave over are those of the last sweep
         if bound >= enough or is_still or time.monotonic() >= deadline:
             break
     found = None if bound >= enough else _suggested(links, prices, room, len(graph.groups))

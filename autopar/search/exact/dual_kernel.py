@@ -13,7 +13,7 @@ from autopar.search.graph.ways_kernel import Desk, spread
 
 FIRST_SHARE = 0.7
 """Of what is left of an arc's seconds: what the consumer whose turn it is may use. With all of it the first takes what
-others need, and the ascent stands still up to 2% below the relaxation's optimum; with half it takes longer."""
+others need, and the ascent stands still further below the relaxation's optimum; with half it takes longer."""
 
 
 class Links(NamedTuple):

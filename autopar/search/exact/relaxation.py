@@ -27,8 +27,6 @@ OPEN = 1e-3
 
 Extra = tuple[list[Floats], list[Floats]]
 """options[node], arcs[group]: how much more than the bound a solution takes that uses one, at least."""
-
-
 Proof = tuple[float, Extra]
 """A bound, and what is beyond it."""
 
@@ -48,8 +46,9 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relaxed:
-    """`bound`: seconds. extra: None where time ended first. mixed: a solution that takes no more than the bound; None
-    where enough was reached, or time ended. choices: to begin with."""
+    """`bound`: seconds. extra: beyond it; None where neither labels nor a program proved any. mixed: a solution that
+    takes no more than the bound, within a part of `NEAR`; None where enough was reached, time ended or HiGHS gave up.
+    choices: to begin with."""
 
     bound: float
     extra: Extra | None
@@ -58,7 +57,8 @@ class Relaxed:
 
 
 def least_seconds(graph: StrategyGraph, cutoff: float = math.inf) -> float:
-    """What every solution of a graph without a memory limit takes at least: the optimum of its linear relaxation.
+    """What every solution of a graph without a memory limit takes at least: the optimum of its linear relaxation, or
+    less by a part of `NEAR`.
 
     cutoff: from which on it does not matter how much more that is.
 
@@ -76,11 +76,9 @@ def relax(graph: StrategyGraph, *, enough: float = math.inf, seconds: float | No
     """
     began = time.monotonic()
     dual = dual_ascent(graph, enough, seconds)
-    if dual is None:
-        return _whole(graph, None, enough, seconds)
-    if dual.bound >= enough:
+    if dual is not None and dual.bound >= enough:
         return Relaxed(bound=dual.bound, extra=dual.extra, mixed=None, choices=[])
-    if dual.found is None:
+    if dual is None or dual.found is None:
         return _whole(graph, dual, enough, _left(seconds, began))
     choices = [dual.found[0]]
     if _is_near(dual.seconds, dual.bound):
@@ -171,29 +169,41 @@ def _whole(graph: StrategyGraph, dual: Dual | None, enough: float, seconds: floa
         raise incompatible()
     is_bound = answer.optimal or (cutoff is not None and answer.bound >= cutoff)
     bound = max(answer.bound / linear.scale if is_bound else -math.inf, floor(graph))
-    known = -math.inf if dual is None else dual.bound
-    extra: Extra | None = None if dual is None else dual.extra
+    proofs: list[Proof] = [] if dual is None else [(dual.bound, dual.extra)]
     if answer.optimal and answer.reduced_costs is not None:
-        own = linear.least_extra(answer.reduced_costs)
-        extra = _joined(graph, rest, (bound, own), None if extra is None else (known, extra))
+        proofs.append((bound, _of_rest(graph, rest, linear.least_extra(answer.reduced_costs))))
+    bound = max([bound, *(proved for proved, _ in proofs)])
     mixed, choices = None, []
     if answer.values is not None and answer.optimal:
         mixed = _of_values(graph, linear, answer, rest.options, rest.arcs)
         choices.append(mixed.choice())
     if dual is not None and dual.found is not None:
         choices.append(dual.found[0])
-    return Relaxed(bound=max(bound, known), extra=extra, mixed=mixed, choices=choices)
+    return Relaxed(bound=bound, extra=_beyond(bound, proofs), mixed=mixed, choices=choices)
 
 
-def _joined(graph: StrategyGraph, rest: Reduction, own: Proof, known: Proof | None) -> Extra:
-    """What a program of the rest says and what is known, both beyond the higher of the two bounds."""
-    highest = own[0] if known is None else max(own[0], known[0])
-    options = [np.zeros(len(node.seconds)) for node in graph.nodes]
-    arcs = [np.zeros(len(group.arc_seconds)) for group in graph.groups]
-    if known is not None:
-        options, arcs = ([np.maximum(part - (highest - known[0]), 0.0) for part in parts] for parts in known[1])
-    for parts, kept, said in ((options, rest.options, own[1][0]), (arcs, rest.arcs, own[1][1])):
-        for part, places, beyond in zip(parts, kept, said, strict=True):
-            places = places[: len(beyond)]  # a tensor that nobody reads has no columns
-            part[places] = np.maximum(part[places], beyond - (highest - own[0]))
+def _of_rest(graph: StrategyGraph, rest: Reduction, extra: Extra) -> Extra:
+    """Of the whole graph, nothing for what was left out."""
+    options = [
+        _at(len(node.seconds), kept, beyond)
+        for node, kept, beyond in zip(graph.nodes, rest.options, extra[0], strict=True)
+    ]
+    arcs = [
+        _at(len(group.arc_seconds), kept[: len(beyond)], beyond)  # a tensor that nobody reads has no columns
+        for group, kept, beyond in zip(graph.groups, rest.arcs, extra[1], strict=True)
+    ]
+    return options, arcs
+
+
+def _beyond(bound: float, proofs: Sequence[Proof]) -> Extra | None:
+    """What all proofs say beyond a bound that is at least as high as theirs."""
+    if not proofs:
+        return None
+
+    def most(parts: Sequence[Floats]) -> Floats:
+        own = [part - (bound - proved) for part, (proved, _) in zip(parts, proofs, strict=True)]
+        return np.asarray(np.maximum.reduce([*own, np.zeros_like(own[0])]))
+
+    options = [most(parts) for parts in zip(*(extra[0] for _, extra in proofs), strict=True)]
+    arcs = [most(parts) for parts in zip(*(extra[1] for _, extra in proofs), strict=True)]
     return options, arcs
