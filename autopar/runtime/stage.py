@@ -218,11 +218,16 @@ class _Pass(torch.autograd.Function):
         ctx.stage.backward([end for end, _ in pairs], [g for _, g in pairs], wanted)
         if ctx.stage.returns_away:
             ctx.stage.count(wanted)  # zeros are sent where there is no gradient
-        found = [None if x.grad is None else x.grad.contiguous() for x in ctx.leaves]
-        for leaf in ctx.leaves:
-            leaf.grad = None  # where backward has a second part, leaves live until then
+        found = [_given_back(leaf) for leaf in ctx.leaves]
         del ctx.leaves, ctx.ends
         return (None, None, None, *found)
+
+
+def _given_back(leaf: Tensor) -> Tensor | None:
+    """The gradient of what was received, contiguous, no longer the leaf's, which lives on where backward has a second
+    part."""
+    gradient, leaf.grad = leaf.grad, None
+    return None if gradient is None else gradient.contiguous()
 
 
 def _sendable(value: Tensor) -> Tensor:

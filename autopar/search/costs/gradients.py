@@ -4,7 +4,7 @@ A gradient lives from the backward of a value's last reader to that of its produ
 storage may be the gradient of several values.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,16 +18,21 @@ from autopar.search.costs.calls import Call
 from autopar.search.costs.program import Op
 from autopar.search.costs.replays import Value
 
+Wanted = Callable[[Value], bool]
+Noted = Collection[int] | None
+
 
 @dataclass(slots=True, eq=False)
 class Gradient:
-    """A gradient's storage: since when, and how many values' gradients it is."""
+    """A gradient's storage: since when, and how many values' gradients it is. copied: it is a leaf's own copy of one
+    that lies or is held elsewhere, which only a first gradient is: another is added to what the leaf has."""
 
     name: str
     nbytes: int
     since: int
     last: int
     owners: int = 1
+    copied: bool = False
 
 
 OUTSIDE = 2
@@ -53,14 +58,14 @@ class Gradients:
     tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
     first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
     outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
-    `grad` does, or are handed both. A permuted one is copied too: as it comes where leaves copy, else as it is given
-    back.
+    `grad` does, or are handed both. A permuted one is copied too, as it comes. noted: of the first of two parts, which
+    gives all back when it ends, the calls for which it notes what comes to them; nothing is added to that in place.
     received: bytes of the gradient that a step gives. straight: of values whose gradients are computed where their
     bucket is sent from, that bucket's number: the buffer of all is there from the first of them on.
 
     summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
     pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
-    outside.
+    outside; lent: leaves that a call hands one from outside as it is.
     """
 
     def __init__(
@@ -71,14 +76,15 @@ class Gradients:
         nbytes: Callable[[Value], int],
         received: Callable[[Step, str], int],
         skipped: Callable[[str], bool],
-        wanted: Callable[[Value], bool] = lambda _: True,
+        wanted: Wanted = lambda _: True,
         buckets: Mapping[int, int] = MappingProxyType({}),
         outside: Iterable[Value] = (),
         copies: bool = True,
         straight: Mapping[Value, int] = MappingProxyType({}),
+        noted: Noted = None,
     ) -> None:
         self.nbytes, self.received, self.copies = nbytes, received, copies
-        self.buckets, self.straight = buckets, straight
+        self.buckets, self.straight, self.noted = buckets, straight, noted or ()
         self.since: dict[int, int] = {}  # when a bucket's buffer is made
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: set[Value | None] = set()
@@ -89,6 +95,7 @@ class Gradients:
         self.released: list[Released] = []
         self.held: dict[Value, Gradient] = {}
         self.arrived: dict[int, Gradient] = {}
+        self.lent: set[Value] = set()
         begin = min(moments.values(), default=0)
         given = {value: Gradient("", 0, begin, begin, owners=OUTSIDE) for value in outside}
         self.passed = tuple(given.values())
@@ -99,14 +106,14 @@ class Gradients:
                 self._back(number, call, moments[number], number in begins, wanted)
         for value, gradient in given.items():
             if copies and self.held[value] is gradient:
-                self.held[value] = Gradient(value[0], nbytes(value), begin, begin)
+                self.held[value] = Gradient(value[0], nbytes(value), begin, begin, copied=True)
         end = max(moments.values(), default=0)
         strided = [v for v, g in self.held.items() if (not g.name and v in self.permuted) or v in self.expanded]
-        for value in strided:  # a leaf's own lies as the leaf does; what is handed out is copied when it is given back
-            since = self.came.get(value, end) if copies else end
-            self.held[value] = Gradient(value[0], nbytes(value), since, end)
+        for value in strided:  # what a leaf has lies as the leaf does
+            since = self.came.get(value, end) if noted is None else end
+            self.held[value] = Gradient(value[0], nbytes(value), since, end, copied=True)
 
-    def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Callable[[Value], bool]) -> None:
+    def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Wanted) -> None:
         """What one call makes, hands on, adds up and lets go."""
         given = [self.held.pop(value, None) for value in call.results if value is not None]
         arrived = next((g for g in given if g is not None), None)
@@ -114,6 +121,7 @@ class Gradients:
             arrived = Gradient("", 0, now, now, owners=OUTSIDE)
         if arrived is not None:
             self.arrived[number] = arrived
+            arrived.owners += number in self.noted
         if number in self.buckets:
             self._together(self.buckets[number], number, call, given, now)
             return
@@ -145,8 +153,10 @@ class Gradients:
         if call.op is not None:
             handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
             handed = handed and not self._is_spread(call.op, call.results[0], value)
-            is_leaf = self.copies and value not in self.made
-            is_copied = is_leaf and call.op.rule.alias is None and arrived.owners > 1
+            is_lent = value not in self.made and call.op.rule.alias is None and arrived.owners > 1
+            is_copied = is_lent and self.copies
+            if handed and is_lent and not arrived.name:
+                self.lent.add(value)
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False
             if call.results[0] in self.permuted:
@@ -160,7 +170,7 @@ class Gradients:
             self.since.setdefault(self.straight[value], now)
             return Gradient(value[0], 0, now, now)
         nbytes = self.nbytes(value) if call.step is None else self.received(call.step, value[0])
-        return Gradient(value[0], nbytes, now, now)
+        return Gradient(value[0], nbytes, now, now, copied=handed)
 
     def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
         """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from autopar.placement import Layout
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "inputs")
+LEAVES = ("leaf", "copy")
+"""Roles of gradients of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,9 @@ class Holding:
     """Bytes that an op or a tensor holds from moment `first` to moment `last`.
 
     role: `fixed`: there through all micro-batches; `once`: before the first of several or after the last; `gradient`:
-    of a value, `leaf`: of a parameter, which is then added to what is there, `given`: of what a stage received.
+    of a value, `leaf`: of a parameter, which is then added to what is there, `copy`: the same where nothing is there,
+    for it is a copy of what would be added; `given`: of what a stage received; `sent`: what a stage sends; `end`: of
+    what a copy is sent, let go when its gradient has come.
     layout: of a value that is kept, or replayed, for backward.
     """
 
@@ -30,10 +34,10 @@ class Holding:
 
 
 def bytes_at(holdings: Iterable[Holding], end: int) -> dict[str, NDArray[np.float64]]:
-    """By kind, the bytes held at each of the moments 0 to `end`."""
+    """By kind, the bytes held at each of the moments 0 to `end`; of several micro-batches in the last."""
     changes = {kind: [0.0] * (end + 2) for kind in MEMORY_KINDS}
     for holding in holdings:
-        if holding.first <= holding.last:
+        if holding.first <= holding.last and holding.role != "copy":
             own = changes[holding.kind]
             own[holding.first] += holding.nbytes
             own[holding.last + 1] -= holding.nbytes

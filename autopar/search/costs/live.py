@@ -19,7 +19,7 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from math import prod
 
 from autopar.placement import Layout, Shard, chunk_size
@@ -29,7 +29,7 @@ from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
 from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
 from autopar.search.costs.fused import Fused, find_fused, gathered_from
-from autopar.search.costs.gradients import Gradients
+from autopar.search.costs.gradients import Gradients, Noted, Wanted
 from autopar.search.costs.holding import Holding, bytes_at
 from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
@@ -54,8 +54,7 @@ class Live:
             self.calls = woven_calls(self.calls, program, plan)
         self.ended = {call.results[0]: i for i, call in enumerate(self.calls) if call.part == WAIT}
         self.several = plan.microbatches > 1 or program.captured.is_stage
-        self.ends: dict[Value, int] = {}
-        self.held: set[Value] = set()
+        self.ends, self.held = dict[Value, int](), dict[Value, str]()  # what a stage's results are: `sent` or `end`
         self.alone: dict[int, list[Value]] = {}  # gathered again, by moment
         self.fused = find_fused(plan, journeys)
         self.first: dict[Fused, int] = {}
@@ -152,13 +151,13 @@ class Live:
         journey = self.journeys[name]
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
             if (root := self.root(name, layout)) in made:
-                self.held.add(root)
+                self.held.setdefault(root, "end")
             is_strided = not journey.is_contiguous and not journey.is_laid_anew(layout)
             if is_strided or self._is_cut(root):
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))
-                self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1)
+                self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1, "sent")
             elif root in made:
-                self.ends[root] = self._nbytes(root)
+                self.ends[root], self.held[root] = self._nbytes(root), "sent"
 
     def _cast(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
         """Of a parameter: the rank's part as it is computed on, which what is gathered again is made of too."""
@@ -226,8 +225,9 @@ class Live:
         if self._is_once_a_step(value[0]):
             self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
         elif value in self.held:
-            self._add("activations", value[0], nbytes, made, self.end - 1)
-            if value in self.replays.first:
+            layout = None if (again := value in self.replays.first) else value[1]
+            self._hold(Holding("activations", value[0], nbytes, made, self.end - 1, self.held[value], layout))
+            if again:
                 self._keep(kind, value, self.replay[made], max(uses))
         elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
             self._add(kind, value[0], nbytes, made, last)
@@ -266,11 +266,12 @@ class Live:
                 self._add("gradients", tensor.name, stored, 0, end, "fixed")
 
     def gradients(
-        self, begins: Iterable[int] = (), wanted: Callable[[Value], bool] = lambda _: True, *, copies: bool = True
+        self, begins: Iterable[int] = (), wanted: Wanted = lambda _: True, *, copies: bool = True, noted: Noted = None
     ) -> Gradients:
         """The backward pass, or the part of it for `wanted` values, which may begin at further calls.
 
         copies: leaves copy a gradient from outside, of what a stage received and sends on as it is, or a shared one.
+        noted: of a first of two parts.
         """
         ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
@@ -285,7 +286,7 @@ class Live:
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self._is_once_a_step)
         found = find_straight(self.program, self.plan, self.pricer, self.journeys, self.fused)
-        return Gradients(*own, wanted, buckets, outside, copies, {v: self.first[group] for v, group in found.items()})
+        return Gradients(*own, wanted, buckets, outside, copies, {v: self.first[g] for v, g in found.items()}, noted)
 
     def _gradients(self) -> None:
         """Backward, call by call."""
@@ -296,9 +297,8 @@ class Live:
         for (name, layout), gradient in found.held.items():
             tensor = self.journeys[name].tensor
             if tensor.kind == "parameter" and not self.several:
-                is_cast = tensor.stored_size != tensor.element_size
-                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
-                if is_cast:  # autograd casts back what it cast first when all else is done
+                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - tensor.is_cast)
+                if tensor.is_cast:  # autograd casts back what it cast first when all else is done
                     self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
 
     def holdings_of(self, found: Gradients) -> Iterator[Holding]:
@@ -312,7 +312,8 @@ class Live:
                     yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
                 shared.add(id(gradient))
             elif self.several:
-                yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, "leaf")
+                role = "copy" if gradient.copied and not self.journeys[name].tensor.is_cast else "leaf"
+                yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, role)
 
     def _is_once_a_step(self, name: str) -> bool:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""

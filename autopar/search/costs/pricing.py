@@ -220,7 +220,7 @@ class Pricer:
 
     def cast_nbytes(self, tensor: Tensor, layout: Layout) -> int:
         """Bytes of the rank's part in the dtype that is computed on, 0 where that is what is stored."""
-        return self.local_nbytes(tensor, layout) if tensor.stored_size != tensor.element_size else 0
+        return self.local_nbytes(tensor, layout) if tensor.is_cast else 0
 
     def is_allowed(self, op: Op, names: tuple[str, ...]) -> bool:
         """Whether the sizes of the op can be split so."""

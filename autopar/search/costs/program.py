@@ -45,6 +45,11 @@ class Tensor:
     index: int = 0
     shares: tuple[float, float] = (1.0, 1.0)
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is computed on, and its gradient made, in another dtype than it is stored and summed in."""
+        return self.stored_size != self.element_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Op:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.rules.spare import gives_all
 from autopar.search.costs.calls import Call
 from autopar.search.costs.gradients import Gradients
-from autopar.search.costs.holding import Holding
+from autopar.search.costs.holding import LEAVES, Holding
 from autopar.search.costs.live import Live
 from autopar.search.costs.replays import Value
 
@@ -64,36 +64,48 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
                 beside[1].append(holding)
     stored = [*kept, *(h for h in beside[0] if _is_stored(h))]
     stays = [(h, span) for h in stored if (span := spans.second(h)) is not None]
-    first = live.gradients(wanted=lambda value: value not in later, copies=False)
+    first = live.gradients(wanted=lambda value: value not in later, copies=False, noted=heads)
     second = live.gradients(heads, wanted=lambda value: value in later, copies=False)
     given = {id(g) for (name, _), g in first.held.items() if live.journeys[name].tensor.kind != "parameter"}
     noted = {number: g for number in sorted(heads) if (g := first.arrived.get(number)) is not None}
-    lowest = {id(g): live.backward[number] for number, g in reversed(noted.items())}
+    until: dict[int, int] = {}
+    for number, g in noted.items():
+        until[id(g)] = max(until.get(id(g), 0), _over(live, cut, number))
     for number in sorted(heads):
         mine, other = _made_beside(live, cut, number)
         beside[0].append(mine)
         beside[1].append(other)
-    # What is noted and sent back too is copied when it is sent.
-    noting = [
-        Holding("working", g.name, g.nbytes, spans.end - 1 if id(g) in given else g.last + 1, lowest[id(g)])
-        for g in {id(g): g for g in noted.values()}.values()
-    ]
+    noting = {
+        key: Holding("working", g.name, g.nbytes, g.since, until[key])
+        for key, g in {id(g): g for g in noted.values()}.items()
+    }
     return Parts(
         first=(
             *map(spans.first, stored),
-            *(replace(h, last=spans.end - 1) for h in noting),
+            *(replace(h, last=spans.end - 1) for key, h in noting.items() if key not in given),
             *(h for h in beside[0] if not _is_stored(h)),
-            *(replace(h, last=spans.end - 1) if h.role == "leaf" else h for h in live.holdings_of(first)),
+            *(replace(h, last=spans.end - 1) if h.role in LEAVES else h for h in live.holdings_of(first)),
         ),
         second=(
             *(span for _, span in stays),
-            *(replace(h, first=0) for h in noting),
+            *(replace(h, first=0) for h in noting.values()),
             *beside[1],
             *live.holdings_of(second),
         ),
-        left=(*(replace(h, first=0, last=spans.end - 1) for h, _ in stays), *noting),
-        returned=_returned(live, first, {id(g) for g in noted.values()}),
+        left=(*(replace(h, first=0, last=spans.end - 1) for h, _ in stays), *noting.values()),
+        returned=_returned(live, first, set(noting)),
     )
+
+
+def _over(live: Live, cut: Cut, head: int) -> int:
+    """The last moment of the branch below a head, whose gradient is there until then."""
+    below, last = set(live.calls[head].operands) & cut.later, live.backward[head]
+    for number in reversed(range(head)):
+        call = live.calls[number]
+        if not below.isdisjoint(call.results):
+            last = live.backward[number]
+            below.update(cut.later.intersection(call.operands))
+    return last
 
 
 def _made_beside(live: Live, cut: Cut, number: int) -> tuple[Holding, Holding]:
@@ -121,11 +133,13 @@ def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
     shared = Counter(id(gradient) for gradient in found.held.values())  # copied for all but one, which has it
     for name in live.program.captured.received:
         journey = live.journeys[name]
-        gradient = found.held.get((name, journey.source))
+        value = name, journey.source
+        gradient = found.held.get(value)
         if not journey.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
             continue
         is_shared = gradient is not None and shared[id(gradient)] > 1
-        if gradient is None or is_shared or gradient in found.passed or id(gradient) in noted:
+        is_others = value in found.lent or gradient in found.passed
+        if gradient is None or is_shared or is_others or id(gradient) in noted:
             total += live.pricer.local_nbytes(journey.tensor, journey.source)
         else:
             total += gradient.nbytes
@@ -179,7 +193,9 @@ class _Spans:
 
     def second(self, holding: Holding) -> Holding | None:
         """In the second part, None if it is gone."""
-        if holding.last == self.end - 1 and holding.first < self.turn:  # what was sent
+        if holding.role == "end" and holding.layout is None:
+            return None
+        if holding.role == "sent":
             return replace(holding, first=0)
         savers, readers = self._users(holding)
         moments = [self.until[number] for number in savers if number in self.until]

@@ -17,6 +17,7 @@ and, with the optimizer, its state. Neighbouring stages on one rank put what the
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
 from autopar.placement import local_shape
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.holding import MEMORY_KINDS, Holding
+from autopar.search.costs.holding import LEAVES, MEMORY_KINDS, Holding
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
@@ -42,19 +43,25 @@ WAITS_AT_END = ("gpipe", "interleaved-1f1b", "zbv")
 """Schedules that keep the handles of their messages, and with them what was sent, to the end of the step."""
 
 
+Held = tuple[Action | None, Floats]
+"""Bytes by kind (`STAGED_KINDS`) at the peak of an action; None: between two of them, before or after all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageMemory:
     """Bytes of one stage on one rank by kind (`STAGED_KINDS`).
 
-    passes: at the peak of an action, what its micro-batch keeps included; first: of the first, which makes gradients
-    instead of adding to them. opening, closing: beside what is always there, while once a step parameters are gathered
-    and their gradients reduced. update: what is there when the optimizer runs. Of one micro-batch `ends` is sent and
-    `given` sent back, `copied` by a backward pass in two parts, for then what passes through is a copy; `taken` and
-    `answered` are received, forward and back.
+    early: what the first of two parts of a backward pass makes of the gradients. passes: at the peak of an action, what
+    its micro-batch keeps included; first: of the first, which makes gradients instead of adding to them. opening,
+    closing: beside what is always there, while once a step parameters are gathered and their gradients reduced. update:
+    what is there when the optimizer runs. Of one micro-batch `ends` is sent and `given` sent back, `copied` by a
+    backward pass in two parts, for then what passes through is a copy; `taken` and `answered` are received, forward and
+    back.
     """
 
     always: Floats
     gradients: Floats
+    early: Floats
     opening: Floats
     closing: Floats
     update: Floats
@@ -91,6 +98,7 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     turn, end = len(live.calls), live.end
     inputs = {spec.placeholder for spec in stage.inputs}
     fixed = [h for h in live.holdings if h.role == "fixed" and h.name not in inputs]
+    gradients = [h for h in fixed if h.kind == "gradients" and h.first == 0]
     once = [h for h in live.holdings if h.role == "once"]
     moving = [h for h in live.holdings if h.role not in ("fixed", "once")] + list(_copied_inputs(live, stage))
     forward, back = [h for h in moving if h.first < turn], [h for h in moving if h.last >= turn]
@@ -98,15 +106,18 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     parts = split_passes(live, kept, back)
     received = [live.journeys[name] for name in stage.received]
     taken = [live.pricer.local_nbytes(j.tensor, j.source) for j in received]
-    passes = {"B": back, "I": parts.first, "W": parts.second}
+    parts_of = {"B": back, "I": parts.first, "W": parts.second}
+    early = {h.name for h in parts.first if h.role in LEAVES}
+    again = {kind: [h for h in part if h.role != "copy"] for kind, part in parts_of.items()}
     return StageMemory(
         always=_summed(h for h in fixed if h.kind not in ("gradients", "optimizer")),
-        gradients=_summed(h for h in fixed if h.kind == "gradients" and h.first == 0),
+        gradients=_summed(gradients),
+        early=_summed(h for h in gradients if h.name in early),
         opening=_peak((h for h in once if h.last < turn), 0, turn),
         closing=_peak((h for h in once if h.first >= turn), turn, end),
         update=_summed(h for h in fixed if h.last == end),
-        passes={"F": _peak(forward, 0, turn)} | {kind: _peak(part, turn, end) for kind, part in passes.items()},
-        first={kind: _peak(_staying(live, part), turn, end) for kind, part in passes.items()},
+        passes={"F": _peak(forward, 0, turn)} | {kind: _peak(part, turn, end) for kind, part in again.items()},
+        first={kind: _peak(_staying(live, part), turn, end) for kind, part in parts_of.items()},
         kept=_summed(kept),
         left=_summed(parts.left),
         ends=float(sum(live.ends.values())),
@@ -117,56 +128,62 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     )
 
 
-def rank_memory(
+def held_in_actions(
     actions: Sequence[Action],
     stages: Mapping[int, StageMemory],
     batch_nbytes: float,
     schedule: str,
     *,
-    with_optimizer: bool = True,
-    again: Floats | float = 0.0,
-) -> dict[str, float]:
-    """Bytes by kind at the peak of a rank that runs `actions` of `stages` (by number).
+    with_optimizer: bool,
+    again: Floats,
+) -> Iterator[Held]:
+    """What a rank that runs `actions` of `stages` (by number) holds at the peak of each, and between them.
 
     batch_nbytes: of the global batch. with_optimizer: with the optimizer's state, which is there from the second step.
     again: what of the stages' `update` is the same storage in several of them (gradients are summed for it).
     """
     count = 1 + max(action.microbatch for action in actions)
-    received = [stages[n - 1].ends if n - 1 in stages else s.taken for n, s in stages.items()]
-    given = {n: s.copied if schedule in SPLITTING else s.given for n, s in stages.items()}
-    received += [given[n + 1] if n + 1 in stages else s.answered for n, s in stages.items()]
-    batch = _vector("inputs", batch_nbytes) + _vector("received", count * sum(received))
-    best = batch - again + sum(s.update if with_optimizer else s.update - s.state for s in stages.values())
-    live = batch - again * _AT_WORK + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
+    live = _vector("inputs", batch_nbytes) - again * _AT_WORK
+    live = live + sum(s.always + s.state if with_optimizer else s.always for s in stages.values())
+    live = live + _vector("received", count * sum(s.taken + s.answered for s in stages.values()))
     for stage in stages.values():
-        best = _larger(best, live + stage.opening)
+        yield None, live + stage.opening
+    returned = {n: s.copied if schedule in SPLITTING else s.given for n, s in stages.items()}
     waits, begun = schedule in WAITS_AT_END, set[tuple[int, str]]()
     warmup = next(i for i, action in enumerate(actions) if action.kind != "F")
     started, over = warmup - 2, len(actions) // 2 - warmup
-    for number, kind, microbatch in actions:
-        own = stages[number]
-        here = _vector("activations", own.ends if number + 1 in stages else 0.0)  # in the next one's buffers
+    for action in actions:
+        number, kind, microbatch = action
+        own, before, after = stages[number], stages.get(number - 1), stages.get(number + 1)
         if kind == "F":
-            best = _larger(best, live + own.passes["F"])
-            live = live + own.kept - here
+            yield action, live + own.passes["F"]
+            live = live + own.kept - _vector("received", after.taken if after else 0.0)  # what is sent is there instead
             continue
         is_first = (number, kind) not in begun
         begun.add((number, kind))
-        live = live - (own.left if kind == "W" else own.kept) + here
-        best = _larger(best, live - here + (own.first if is_first else own.passes)[kind])
-        if is_first and kind != "I":
-            live = live + own.gradients
+        live = live - (own.left if kind == "W" else own.kept)
+        yield action, live + (own.first if is_first else own.passes)[kind]
+        if is_first:
+            live = live + {"B": own.gradients, "I": own.early, "W": own.gradients - own.early}[kind]
         if kind == "I":
-            live = live + own.left - here
-        if kind != "I" and waits and number + 1 not in stages:
+            live = live + own.left
+        elif after:
+            live = live + _vector("activations", own.ends)
+        if kind != "W" and before:
+            live = live + _vector("received", returned[number] - before.answered)
+        if kind != "I" and waits and not after:
             live = live + _vector("sent", own.ends)
         if schedule == "1f1b" and 0 <= started < over and microbatch in (started, over):
             live = live + _vector("sent", own.ends if microbatch == started else -own.ends)
-        if kind != "W" and number - 1 not in stages and (waits or is_first):
-            live = live + _vector("sent", own.copied if kind == "I" else own.given)
+        if kind != "W" and not before and (waits or is_first):
+            live = live + _vector("sent", returned[number])
+        yield None, live  # what is noted and sent back too has been copied
     for stage in stages.values():
-        best = _larger(best, live + stage.closing)
-    return dict(zip(STAGED_KINDS, best.tolist(), strict=True))
+        yield None, live + stage.closing
+    received = [stages[n - 1].ends if n - 1 in stages else s.taken for n, s in stages.items()]
+    received += [returned[n + 1] if n + 1 in stages else s.answered for n, s in stages.items()]
+    update = sum((s.update if with_optimizer else s.update - s.state for s in stages.values()), start=-again)
+    yield None, _vector("inputs", batch_nbytes) + _vector("received", count * sum(received)) + update
 
 
 def rank_memories(
@@ -177,7 +194,19 @@ def rank_memories(
     *,
     with_optimizer: bool = True,
 ) -> list[dict[str, float]]:
-    """`rank_memory` of every pipeline rank, for the memory of each stage."""
+    """Bytes by kind at the peak of every pipeline rank, for the memory of each stage."""
+    held = _held(plan, stages, order, memories, with_optimizer)
+    return [dict(zip(STAGED_KINDS, _most(of_rank).tolist(), strict=True)) for of_rank in held]
+
+
+def _held(
+    plan: StagedPlan,
+    stages: Sequence[CapturedModel],
+    order: PipelineOrder,
+    memories: Sequence[StageMemory],
+    with_optimizer: bool,
+) -> Iterator[Iterator[Held]]:
+    """`held_in_actions` of every pipeline rank."""
     inputs = {
         spec.placeholder: spec for stage in stages for spec in stage.inputs if spec.placeholder not in stage.received
     }
@@ -185,17 +214,10 @@ def rank_memories(
         math.prod(spec.shape) * spec.dtype.itemsize * (plan.microbatches if spec.shape else 1)
         for spec in inputs.values()
     )
-    return [
-        rank_memory(
-            order.ranks[rank],
-            {number: memories[number] for number in plan.stages_of(rank)},
-            batch,
-            plan.schedule,
-            with_optimizer=with_optimizer,
-            again=_stored_again(plan, [stages[number] for number in plan.stages_of(rank)], with_optimizer),
-        )
-        for rank in range(plan.pipeline)
-    ]
+    for rank in range(plan.pipeline):
+        own = {number: memories[number] for number in plan.stages_of(rank)}
+        again = _stored_again(plan, [stages[number] for number in own], with_optimizer)
+        yield held_in_actions(order.ranks[rank], own, batch, plan.schedule, with_optimizer=with_optimizer, again=again)
 
 
 def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[float]:
@@ -210,14 +232,30 @@ def held_without_optimizer(
     plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster
 ) -> list[dict[str, float]]:
     """`peaks_without_optimizer` by kind."""
+    order, memories = _order(plan), _memories(plan, stages, cluster)
+    return rank_memories(plan, stages, order, memories, with_optimizer=False)
+
+
+def peaks_of_actions(
+    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster
+) -> list[list[tuple[Action, float]]]:
+    """`peaks_without_optimizer` within each action of every pipeline rank, in their order."""
+    held = _held(plan, stages, _order(plan), _memories(plan, stages, cluster), with_optimizer=False)
+    return [[(action, float(most.sum())) for action, most in of_rank if action] for of_rank in held]
+
+
+def _order(plan: StagedPlan) -> PipelineOrder:
+    return make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
+
+
+def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[StageMemory]:
     memories = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
         pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         sent = {name: after[name] for name in stage.sends}
         memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
-    order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
-    return rank_memories(plan, stages, order, memories, with_optimizer=False)
+    return memories
 
 
 def _stored_again(plan: StagedPlan, stages: Sequence[CapturedModel], with_optimizer: bool) -> Floats:
@@ -267,13 +305,17 @@ def _staying(live: Live, holdings: Iterable[Holding]) -> list[Holding]:
     """The same with gradients of parameters that stay, as wide as they are stored."""
     out = []
     for holding in holdings:
-        if holding.role == "leaf":
+        if holding.role in LEAVES:
             tensor = live.journeys[holding.name].tensor
             nbytes = holding.nbytes / tensor.element_size * tensor.stored_size
             out.append(replace(holding, kind="gradients", nbytes=nbytes, last=live.end - 1))
         else:
             out.append(holding)
     return out
+
+
+def _most(held: Iterable[Held]) -> Floats:
+    return reduce(_larger, (most for _, most in held))
 
 
 def _vector(kind: str, nbytes: float) -> Floats:
