@@ -53,7 +53,8 @@ def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:
         return 0.0, 0.0
     name = short_name(node)
     shapes = {tuple(source.meta["val"].shape) for source in operands(node)}
-    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and len(shapes) > 1 else 0.0
+    is_scaled = name != "add" or node.kwargs.get("alpha", 1) != 1  # what a sum hands on is reduced as it is
+    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and len(shapes) > 1 and is_scaled else 0.0
     return FORWARD.get(name, 0.0), max(BACKWARD.get(name, 0.0), broadcast)
 
 

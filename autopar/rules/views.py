@@ -37,6 +37,8 @@ aten = torch.ops.aten
 RESHAPING = ("view", "reshape", "_unsafe_view")
 """Calls that copy where strides do not allow a view."""
 
+PERMUTING = ("permute", "transpose", "t")
+
 
 @lru_cache(maxsize=1 << 14)
 def reshape_dims(source: Shape, target: Shape) -> tuple[Factors, Dims, Dims]:
@@ -98,6 +100,15 @@ def expanded_gradient(total: fx.Node) -> Tensor:
     summed = normalized_dims(argument(total, 1, "dim"), len(source))
     kept = torch.empty([1 if d in summed else size for d, size in enumerate(source)], device="meta")
     return kept.expand(source)
+
+
+def permuted_gradient(moved: fx.Node, gradient: Tensor) -> Tensor:
+    """How the gradient that a permutation gives its operand lies, for how that of its result does."""
+    if moved.target is aten.permute.default:
+        dims = [normalized_dim(d, gradient.dim()) for d in argument(moved, 1, "dims")]
+        return gradient.permute([dims.index(d) for d in range(gradient.dim())])
+    first, second = (argument(moved, at, name) for at, name in ((1, "dim0"), (2, "dim1")))
+    return gradient.mT if first is None and gradient.dim() > 1 else gradient.transpose(first or 0, second or 0)
 
 
 def _local_reshape(local: Local) -> Call:

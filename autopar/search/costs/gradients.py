@@ -4,17 +4,20 @@ A gradient lives from the backward of a value's last reader to that of its produ
 storage may be the gradient of several values.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
-from autopar.rules.views import RESHAPING, expanded_gradient, is_view
+from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
 from autopar.search.costs.calls import Call
+from autopar.search.costs.holding import Holding
+from autopar.search.costs.journeys import Journey
 from autopar.search.costs.program import Op
 from autopar.search.costs.replays import Value
 
@@ -39,7 +42,8 @@ OUTSIDE = 2
 """Owners of a gradient that comes from outside, where somebody holds it."""
 
 
-PERMUTING = ("permute", "transpose", "t")
+ATTENTION = "scaled_dot_product_attention"
+"""Gives queries, keys and values gradients that lie with the dims of heads and positions swapped."""
 
 
 class Released(NamedTuple):
@@ -65,7 +69,7 @@ class Gradients:
 
     summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
     pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
-    outside; lent: leaves that a call hands one from outside as it is.
+    outside; lent: leaves that a call hands one from outside as it is; turned: values whose gradient is permuted.
     """
 
     def __init__(
@@ -87,8 +91,9 @@ class Gradients:
         self.buckets, self.straight, self.noted = buckets, straight, noted or ()
         self.since: dict[int, int] = {}  # when a bucket's buffer is made
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
-        self.permuted: set[Value | None] = set()
+        self.permuted: dict[Value | None, Tensor] = {}  # those from outside, as they lie
         self.expanded: dict[Value | None, Tensor] = {}
+        self.turned: set[Value | None] = set()
         self.summed: dict[int, int] = {}
         self.came: dict[Value, int] = {}
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
@@ -108,7 +113,7 @@ class Gradients:
             if copies and self.held[value] is gradient:
                 self.held[value] = Gradient(value[0], nbytes(value), begin, begin, copied=True)
         end = max(moments.values(), default=0)
-        strided = [v for v, g in self.held.items() if (not g.name and v in self.permuted) or v in self.expanded]
+        strided = [v for v, g in self.held.items() if (not g.name and self._is_permuted(v)) or v in self.expanded]
         for value in strided:  # what a leaf has lies as the leaf does
             since = self.came.get(value, end) if noted is None else end
             self.held[value] = Gradient(value[0], nbytes(value), since, end, copied=True)
@@ -151,6 +156,10 @@ class Gradients:
     def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
+            name = short_name(call.op.node)
+            is_moved = name in (*PERMUTING, *RESHAPING) and (call.results[0] in self.turned) != (name in PERMUTING)
+            if is_moved or (name == ATTENTION and slot < 3):
+                self.turned.add(value)
             handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
             handed = handed and not self._is_spread(call.op, call.results[0], value)
             is_lent = value not in self.made and call.op.rule.alias is None and arrived.owners > 1
@@ -160,7 +169,7 @@ class Gradients:
         else:
             handed, is_copied = call.step is not None and not call.step.backward, False
             if call.results[0] in self.permuted:
-                self.permuted.add(value)
+                self.permuted[value] = self.permuted[call.results[0]]
             if handed and call.results[0] in self.expanded:
                 self.expanded[value] = self.expanded[call.results[0]]
         if handed and not is_copied:
@@ -175,11 +184,21 @@ class Gradients:
     def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
         """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""
         assert call.op is not None
-        name = short_name(call.op.node)
-        before = call.results[0] in self.permuted
-        if not arrived.name and (before != (name in PERMUTING)):
-            self.permuted.add(value)
-        return not arrived.name and before and name in RESHAPING
+        node, result = call.op.node, call.results[0]
+        name = short_name(node)
+        if arrived.name:
+            return False
+        if name in PERMUTING:
+            before = self.permuted.get(result, torch.empty(call.op.result_shapes[0], device="meta"))
+            self.permuted[value] = permuted_gradient(node, before)
+        elif name in RESHAPING and result in self.permuted:
+            if not is_view(self.permuted[result], call.op.operand_shapes[0]):
+                return True
+            self.permuted[value] = self.permuted[result].view(call.op.operand_shapes[0])
+        return False
+
+    def _is_permuted(self, value: Value) -> bool:
+        return value in self.permuted and not self.permuted[value].is_contiguous()
 
     def _is_spread(self, op: Op, result: Value | None, value: Value) -> bool:
         """Whether a reshape copies a gradient because its elements are not all stored: that of a sum is expanded."""
@@ -212,3 +231,28 @@ class Gradients:
         if not gradient.owners:
             gradient.last = now
             self.released.append(Released(gradient.name, gradient.nbytes, gradient.since, now))
+
+
+def gradient_holdings(
+    found: Gradients, journeys: Mapping[str, Journey], end: int, received: Sequence[str], several: bool
+) -> Iterator[Holding]:
+    """What of a pass that ends before moment `end` is live for a while, or is added to what there is.
+
+    several: there are other passes; received: what a stage sends gradients back of.
+    """
+    for released in found.released:
+        yield Holding("working", *released, "gradient")
+    shared = set[int]()
+    for (name, _), gradient in found.held.items():
+        if journeys[name].tensor.kind != "parameter":
+            if id(gradient) not in shared:
+                yield Holding("working", name, gradient.nbytes, gradient.since, end - 1, "given")
+            shared.add(id(gradient))
+        elif several:
+            role = "copy" if gradient.copied and not journeys[name].tensor.is_cast else "leaf"
+            yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, role)
+    # what is sent back is made contiguous, one after another, when all else of the pass is gone
+    own = [(value, g) for value, g in found.held.items() if value[0] in received and not g.copied]
+    turned = [g.nbytes for value, g in own if value in found.turned]
+    gone = sum(released.nbytes for released in found.released if released.last == end - 1)
+    yield Holding("working", "sent back", max(max(turned, default=0) - gone, 0), end - 1, end - 1, "given")

@@ -29,7 +29,7 @@ from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
 from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
 from autopar.search.costs.fused import Fused, find_fused, gathered_from
-from autopar.search.costs.gradients import Gradients, Noted, Wanted
+from autopar.search.costs.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.search.costs.holding import Holding, bytes_at
 from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
@@ -133,10 +133,10 @@ class Live:
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
         read = {self.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
-        hops = [self._nbytes(value) for value in made if self._is_once_a_step(value[0]) and value not in read]
+        hops = [self._nbytes(value) for value in made if self.is_once_a_step(value[0]) and value not in read]
         self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
-            if value in read or not self._is_once_a_step(value[0]):
+            if value in read or not self.is_once_a_step(value[0]):
                 self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
@@ -180,7 +180,7 @@ class Live:
             nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
         if nbytes == self.pricer.local_nbytes(tensor, source):
             return
-        if self._is_once_a_step(tensor.name):
+        if self.is_once_a_step(tensor.name):
             self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")
             return
         read = {source, *journey.made} if self.plan.lifetimes.get(tensor.name) == "use" else {source}
@@ -222,7 +222,7 @@ class Live:
             return
         kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
         nbytes = self._nbytes(value)
-        if self._is_once_a_step(value[0]):
+        if self.is_once_a_step(value[0]):
             self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
         elif value in self.held:
             layout = None if (again := value in self.replays.first) else value[1]
@@ -257,7 +257,7 @@ class Live:
             if not (tensor.requires_grad and readers):
                 continue
             self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end, "fixed")
-            if self._is_once_a_step(tensor.name):
+            if self.is_once_a_step(tensor.name):
                 for layout in readers:
                     nbytes = self.pricer.stored_nbytes(tensor, layout)
                     self._add("gradients", tensor.name, nbytes, 0, end - 1, "fixed")
@@ -284,7 +284,7 @@ class Live:
             (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
         outside = filter(wanted, passed)
-        own = (self.calls, self.backward, begin, self._size, self._given, self._is_once_a_step)
+        own = (self.calls, self.backward, begin, self._size, self._given, self.is_once_a_step)
         found = find_straight(self.program, self.plan, self.pricer, self.journeys, self.fused)
         return Gradients(*own, wanted, buckets, outside, copies, {v: self.first[g] for v, g in found.items()}, noted)
 
@@ -303,19 +303,9 @@ class Live:
 
     def holdings_of(self, found: Gradients) -> Iterator[Holding]:
         """What of a backward pass is live for a while, or is added to what there is."""
-        for released in found.released:
-            yield Holding("working", *released, "gradient")
-        shared = set[int]()
-        for (name, _), gradient in found.held.items():
-            if self.journeys[name].tensor.kind != "parameter":
-                if id(gradient) not in shared:
-                    yield Holding("working", name, gradient.nbytes, gradient.since, self.end - 1, "given")
-                shared.add(id(gradient))
-            elif self.several:
-                role = "copy" if gradient.copied and not self.journeys[name].tensor.is_cast else "leaf"
-                yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, role)
+        return gradient_holdings(found, self.journeys, self.end, self.program.captured.received, self.several)
 
-    def _is_once_a_step(self, name: str) -> bool:
+    def is_once_a_step(self, name: str) -> bool:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
         return self.several and self.plan.lifetimes.get(name) in ONCE_A_STEP
 
@@ -347,7 +337,7 @@ class Live:
         call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
         source, target = (self.pricer.local_nbytes(tensor, layout) for layout in (step.source, step.target))
         ahead, back = self.pricer.wholes(step, tensor.shape, tensor.element_size)
-        role = "once" if self._is_once_a_step(name) else ""
+        role = "once" if self.is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
             spans = list(flight(step.forward, step, source, ahead, number, end))
@@ -366,7 +356,7 @@ class Live:
         step = self.journeys[name].made[layout]
         if step.forward != "all_gather":
             return
-        role = "once" if self._is_once_a_step(name) else ""
+        role = "once" if self.is_once_a_step(name) else ""
         rows = sum(map(self._nbytes, group.values))
         row = sum(map(self._nbytes, gathered_from(group, self.journeys)))
         self._add("working", name, rows + row, forward, forward, role)

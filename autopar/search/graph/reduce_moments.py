@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from autopar.search.graph.moments import Moments
 from autopar.search.graph.strategy_graph import Floats
 
+NUM_SUMS = 32
+
 
 def few_moments(table: Floats, moments: Moments, instances: Sequence[tuple[tuple[int, ...], ...]]) -> NDArray[np.int64]:
     """The moments that matter; `instances[cluster][k]` are positions of the ops of instance k."""
@@ -29,12 +31,25 @@ def few_moments(table: Floats, moments: Moments, instances: Sequence[tuple[tuple
     candidates = np.flatnonzero(alive)
     _, first_of_equal = np.unique(table[:, candidates], axis=1, return_index=True)
     candidates = candidates[np.sort(first_of_equal)]
-    order = np.argsort(-table[:, candidates].sum(axis=0), kind="stable")
-    kept: list[int] = []
-    for moment in candidates[order]:
-        if not kept or not (table[:, kept] >= table[:, [moment]] - 1e-12).all(axis=0).any():
-            kept.append(int(moment))
-    return np.array(sorted(kept), dtype=np.int64)
+    return np.sort(candidates[_undominated(table[:, candidates])])
+
+
+def _undominated(table: Floats) -> NDArray[np.int64]:
+    """Columns that no other one is at least as large as in every row.
+
+    Sums of some rows are compared first: they leave few columns to compare whole.
+    """
+    sums = np.stack([table[group::NUM_SUMS].sum(axis=0) for group in range(NUM_SUMS)], axis=1)
+    columns, slack = np.ascontiguousarray(table.T), 1e-9 * (1.0 + sums.max(initial=0.0))
+    kept = np.empty(table.shape[1], dtype=np.int64)
+    kept_sums = np.empty_like(sums)
+    count = 0
+    for column in np.argsort(-table.sum(axis=0), kind="stable"):
+        above = kept[:count][(kept_sums[:count] >= sums[column] - slack).all(axis=1)]
+        if not (columns[above] >= columns[column] - 1e-12).all(axis=1).any():
+            kept[count], kept_sums[count] = column, sums[column]
+            count += 1
+    return kept[:count]
 
 
 def _below_line(series: Floats) -> NDArray[np.bool_]:

@@ -253,6 +253,8 @@ def _later(live: Live, way: set[Value]) -> tuple[set[Value], set[int]]:
     heads: dict[Value, set[object]] = defaultdict(set)
     reads: list[tuple[int, Value]] = []
     for number, call in enumerate(live.calls):
+        if call.step is not None and live.is_once_a_step(call.operands[0][0]):
+            continue  # leaves are what it makes
         wanted = [v for v, w in zip(call.operands, call.gradients, strict=True) if w and v not in way]
         results = [v for v in call.results if v is not None]
         if any(v in way for v in results):
