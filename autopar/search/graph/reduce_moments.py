@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from autopar.search.graph.moments import Moments
 from autopar.search.graph.strategy_graph import Floats
 
-NUM_SUMS = 32
-
 
 def few_moments(table: Floats, moments: Moments, instances: Sequence[tuple[tuple[int, ...], ...]]) -> NDArray[np.int64]:
     """The moments that matter; `instances[cluster][k]` are positions of the ops of instance k."""
@@ -37,17 +35,17 @@ def few_moments(table: Floats, moments: Moments, instances: Sequence[tuple[tuple
 def _undominated(table: Floats) -> NDArray[np.int64]:
     """Columns that no other one is at least as large as in every row.
 
-    Sums of some rows are compared first: they leave few columns to compare whole.
+    A column is compared with those alone that are as large in the row in which fewest are.
     """
-    sums = np.stack([table[group::NUM_SUMS].sum(axis=0) for group in range(NUM_SUMS)], axis=1)
-    columns, slack = np.ascontiguousarray(table.T), 1e-9 * (1.0 + sums.max(initial=0.0))
+    rank = np.stack([np.searchsorted(ascending, row) for row, ascending in zip(table, np.sort(table), strict=True)])
+    telling, columns = rank.argmax(axis=0), np.ascontiguousarray(table.T)
     kept = np.empty(table.shape[1], dtype=np.int64)
-    kept_sums = np.empty_like(sums)
     count = 0
     for column in np.argsort(-table.sum(axis=0), kind="stable"):
-        above = kept[:count][(kept_sums[:count] >= sums[column] - slack).all(axis=1)]
+        row = telling[column]
+        above = kept[:count][table[row, kept[:count]] >= table[row, column] - 1e-12]
         if not (columns[above] >= columns[column] - 1e-12).all(axis=1).any():
-            kept[count], kept_sums[count] = column, sums[column]
+            kept[count] = column
             count += 1
     return kept[:count]
 
