@@ -73,17 +73,20 @@ def test_strategy_graphs_of_either_kind_go_through_the_same_door() -> None:
 
 def test_an_interrupt_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of the search: the answer is a choice that fits, its bound holds."""
-    problem = _hard()
+    problem, interrupts = _hard(), []
 
     def interrupted(state: Progress) -> None:
         if np.isfinite(state.incumbent) and state.elapsed > 0.0:
+            interrupts.append(state.incumbent)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(pairwise.DualBound, "ascend", lambda self, **_: self.bound)
     found = solve(problem, relative_gap=0.0, seconds=30.0, on_progress=interrupted)
-    assert found.status == "interrupted"
+    assert interrupts
+    if found.status != "interrupted":  # a proof that was under way came in time
+        assert found.status == "optimal" and found.bound == found.seconds
     assert fits(problem, found.choice)
-    assert found.bound <= found.seconds
+    assert found.bound <= found.seconds <= interrupts[0]
 
 
 def test_what_a_choice_costs_above_the_bound_is_what_it_wastes() -> None:

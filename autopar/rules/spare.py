@@ -5,6 +5,9 @@ composes of others (tests/test_rules_spare.py measures them). A gradient is *han
 the storage of the gradient that it got, as views and sums do; else it is written anew.
 """
 
+from functools import cache
+from typing import Any
+
 from torch import fx
 
 from autopar.graph import operands, target_name
@@ -44,7 +47,12 @@ FORWARD: dict[str, float] = {"dropout": 1.0}
 
 def short_name(node: fx.Node) -> str:
     """`mul` of `aten.mul.Tensor`, `dropout` of our own function."""
-    return target_name(node.target).removeprefix("aten.").split(".")[0].rsplit(":")[-1]
+    return _short(node.target)
+
+
+@cache
+def _short(target: Any) -> str:
+    return target_name(target).removeprefix("aten.").split(".")[0].rsplit(":")[-1]
 
 
 def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:

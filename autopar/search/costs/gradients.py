@@ -157,8 +157,8 @@ class Gradients:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             name = short_name(call.op.node)
-            is_moved = name in (*PERMUTING, *RESHAPING) and (call.results[0] in self.turned) != (name in PERMUTING)
-            if is_moved or (name == ATTENTION and slot < 3):
+            is_turned = call.results[0] in self.turned
+            if (name in PERMUTING and not is_turned) or (name in RESHAPING and is_turned) or name == ATTENTION:
                 self.turned.add(value)
             handed = slot in call.op.handed and not self._is_strided(call, value, arrived)
             handed = handed and not self._is_spread(call.op, call.results[0], value)
