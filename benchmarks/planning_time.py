@@ -1,12 +1,13 @@
 """How long does a whole plan take, every mesh searched? Wall and CPU seconds of `autopar.plan`, capture included.
 
     python -m benchmarks.planning_time [--targets 8b,70b,405b] [--layers 8,32,128,512] [--nodes 64] [--seconds 120]
-        [--pipeline 1]
+        [--pipeline 1] [--memory-gb 1000]
 
 Three models of the sizes of Llama 3, and Llama-3-8B's block in other numbers of layers, each on as many nodes of 8 as
 `NODES` says or all on so many (`--nodes 1,64`: of each).
 The gap is that of the plan, everything in turn, to the bound over all meshes, in buckets; of a plan in stages that of
 every collective alone.
+--memory-gb: of a device, in place of its own: what planning takes where all fits.
 --pipeline auto searches stages too; 1, the default, meshes and micro-batches. An empty list leaves a part out.
 """
 
@@ -44,7 +45,14 @@ NODES = {8: 1, 32: 8, 128: 64, 512: 2048}
 """Nodes of 8 for a number of layers in the table."""
 
 
-def planned(cluster: str, batch: int, config: dict[str, int], seconds: float | None, pipeline: str) -> list[str]:
+def planned(
+    cluster: str,
+    batch: int,
+    config: dict[str, int],
+    seconds: float | None,
+    pipeline: str,
+    memory_gb: float | None = None,
+) -> list[str]:
     """A row of the table."""
     began, cpu = time.monotonic(), _cpu_seconds()
     found: list[str]
@@ -68,6 +76,7 @@ def planned(cluster: str, batch: int, config: dict[str, int], seconds: float | N
                 precision="bf16",
                 relative_gap=GAP,
                 seconds=seconds,
+                memory_gb=memory_gb,
                 with_baselines=False,
             )
         estimate: Any = made.estimate
@@ -91,7 +100,9 @@ def main() -> None:
     parser.add_argument("--nodes", default="", help="of 8 devices, for every number of layers")
     parser.add_argument("--seconds", type=float, default=None, help="of search, for each row")
     parser.add_argument("--pipeline", default="1")
+    parser.add_argument("--memory-gb", type=float, default=None)
     arguments = parser.parse_args()
+    searched = arguments.seconds, arguments.pipeline, arguments.memory_gb
     table = Table("model", "cluster", "mesh, micro-batches", "step s", "gap", "wall s", "CPU s")
 
     def add_row(*cells: str) -> None:
@@ -100,12 +111,12 @@ def main() -> None:
 
     for name in filter(None, arguments.targets.split(",")):
         cluster, batch, config = TARGETS[name]
-        add_row(name, cluster, *planned(cluster, batch, config, arguments.seconds, arguments.pipeline))
+        add_row(name, cluster, *planned(cluster, batch, config, *searched))
     for layers in map(int, filter(None, arguments.layers.split(","))):
         for nodes in map(int, filter(None, arguments.nodes.split(","))) if arguments.nodes else (NODES.get(layers, 8),):
             cluster = "8xh100" if nodes == 1 else f"{nodes}x8xh100"
             config = {"num_hidden_layers": layers}
-            row = planned(cluster, 8 * nodes, config, arguments.seconds, arguments.pipeline)
+            row = planned(cluster, 8 * nodes, config, *searched)
             add_row(f"{layers} layers of 8b", cluster, *row)
     Console(width=140).print(table)
 
