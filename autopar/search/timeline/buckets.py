@@ -23,7 +23,7 @@ halved, some times, as long as the step takes no longer than `SLACK` for it.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -75,8 +75,10 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
 def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float, for_use: bool) -> Plan:
     """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
 
+    groups = _groups(plan, program, pricer, flatten, for_use)
+
     def made(most: float) -> Plan:
-        found = choose_buckets(plan, program, pricer, flatten=flatten, most=most, for_use=for_use)
+        found = _in_groups(plan, pricer, flatten, [part for group in groups for part in _cut(group, plan, most)])
         found = found.with_estimate(evaluate_program(found, program, pricer))
         return _carrying(found, program, pricer, limit) if flatten else found
 
@@ -135,23 +137,40 @@ def choose_buckets(
     most: bytes of whole tensors in one bucket of gradients, if it is of several. for_use: of what is gathered for use
     too.
     """
+    groups = _groups(plan, program, pricer, flatten, for_use)
+    return _in_groups(plan, pricer, flatten, [part for group in groups for part in _cut(group, plan, most)])
+
+
+def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use: bool) -> list[list[Journey]]:
+    """Parameters that travel together, however large."""
+    groups: list[list[Journey]] = []
+    for journeys in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
+        if not _is_used(journeys, plan):
+            groups += _merged(journeys, plan, program, pricer, flatten)
+        elif for_use:
+            groups.append(journeys)
+    return groups
+
+
+def _is_used(group: Sequence[Journey], plan: Plan) -> bool:
+    """Whether they are gathered for use."""
+    return plan.lifetimes.get(group[0].tensor.name) == "use"
+
+
+def _in_groups(plan: Plan, pricer: Pricer, flatten: bool, groups: Iterable[list[Journey]]) -> Plan:
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     lifetimes = dict(plan.lifetimes)
-    for journeys in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
-        use = plan.lifetimes.get(journeys[0].tensor.name) == "use"
-        if use and not for_use:
-            continue
-        for group in [journeys] if use else _merged(journeys, plan, program, pricer, flatten, most):
-            if len(group) > 1 or not use:
-                buckets.append(tuple(journey.tensor.name for journey in group))
-            word = _best_word(group, plan, pricer, flatten)
-            for journey in group if word else ():
-                own = ways_of(journey, plan, free=flatten)
-                if word != next(iter(own)):
-                    ways[journey.tensor.name] = own[word]
-            if len({lifetimes.get(journey.tensor.name) for journey in group}) > 1:
-                lifetimes.update(dict.fromkeys((journey.tensor.name for journey in group), "always"))
+    for group in groups:
+        if len(group) > 1 or not _is_used(group, plan):
+            buckets.append(tuple(journey.tensor.name for journey in group))
+        word = _best_word(group, plan, pricer, flatten)
+        for journey in group if word else ():
+            own = ways_of(journey, plan, free=flatten)
+            if word != next(iter(own)):
+                ways[journey.tensor.name] = own[word]
+        if len({lifetimes.get(journey.tensor.name) for journey in group}) > 1:
+            lifetimes.update(dict.fromkeys((journey.tensor.name for journey in group), "always"))
     return replace(plan, buckets=tuple(buckets), ways=ways, lifetimes=lifetimes)
 
 
@@ -243,7 +262,7 @@ def _alike(journey: Journey, plan: Plan, flatten: bool) -> tuple[object, ...]:
 
 
 def _merged(
-    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool, most: float
+    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool
 ) -> list[list[Journey]]:
     """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
     after = np.zeros(len(program.ops) + 1)
@@ -262,7 +281,7 @@ def _merged(
         return [[journey] for journey in journeys]
     price = _prices(together, float(nbytes.sum()), pricer)
     groups = merge_with_starts(ready, nbytes, price.seconds, price.start, price.busy)
-    return [part[::-1] for first, last in groups for part in _cut(order[first : last + 1], most)]
+    return [order[first : last + 1][::-1] for first, last in groups]
 
 
 class _Prices(NamedTuple):
@@ -291,17 +310,20 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     return _Prices(lambda n: np.interp(n, sizes, known), float(start), float(busy) / nbytes)
 
 
-def _cut(journeys: list[Journey], most: float) -> Iterator[list[Journey]]:
-    """Neighbours together that have at most so many bytes."""
+def _cut(group: list[Journey], plan: Plan, most: float) -> Iterator[list[Journey]]:
+    """Neighbours together that have at most so many bytes, from the last on; what is gathered for use stays whole."""
+    if _is_used(group, plan):
+        yield group
+        return
     part: list[Journey] = []
     held = 0.0
-    for journey in journeys:
+    for journey in reversed(group):
         if part and held + _nbytes(journey.tensor) > most:
-            yield part
+            yield part[::-1]
             part, held = [], 0.0
         part.append(journey)
         held += _nbytes(journey.tensor)
-    yield part
+    yield part[::-1]
 
 
 def _nbytes(tensor: Tensor) -> float:
