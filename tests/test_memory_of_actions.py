@@ -70,7 +70,7 @@ def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapp
 
 
 def errors(plan: StagedPlan, captured: CapturedModel, values: Any, inputs: Any) -> dict[str, float]:
-    """By rank and action how far the predicted peak is off, in parts of what was measured; of those that compute."""
+    """By rank and action how far the predicted peak is off, in parts of what was measured."""
     said = peaks_of_actions(plan, split_stages(captured, plan.cuts), machine(plan.mesh.size))
     seen = ranks(plan.world).run(measured, plan.to_json(), dump(captured), values, inputs)
     out = {}
@@ -94,8 +94,7 @@ def test_random_cuts(family: str, schedule: str) -> None:
 
 
 def test_a_permuted_gradient_is_copied_once_a_step() -> None:
-    """The first gradient of a leaf is copied if it lies otherwise, another one added to it: 5.3% too much. And what a
-    head of a branch received is there until the whole branch is done."""
+    """The first gradient of a leaf is copied if it lies otherwise, another one added to it: 5.3% too much."""
     captured, values, inputs = case("mixtral", 2)
     names = [node.name for node in captured.graph.nodes if node.op == "call_function"]
     grouped = [i for i, name in enumerate(names) if name.startswith("grouped_linear")]

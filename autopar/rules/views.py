@@ -38,6 +38,7 @@ RESHAPING = ("view", "reshape", "_unsafe_view")
 """Calls that copy where strides do not allow a view."""
 
 PERMUTING = ("permute", "transpose", "t")
+"""Calls whose result lies with its dims in another order."""
 
 
 @lru_cache(maxsize=1 << 14)

@@ -22,7 +22,10 @@ from autopar.search.costs.program import Op
 from autopar.search.costs.replays import Value
 
 Wanted = Callable[[Value], bool]
+"""Which values a pass gives gradients to."""
+
 Noted = Collection[int] | None
+"""Calls for which the first of two parts notes what comes to them; None of a pass in one."""
 
 
 @dataclass(slots=True, eq=False)

@@ -74,11 +74,10 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
 
 def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float, for_use: bool) -> Plan:
     """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
-
     groups = _groups(plan, program, pricer, flatten, for_use)
 
     def made(most: float) -> Plan:
-        found = _in_groups(plan, pricer, flatten, [part for group in groups for part in _cut(group, plan, most)])
+        found = _in_groups(groups, plan, pricer, flatten, most)
         found = found.with_estimate(evaluate_program(found, program, pricer))
         return _carrying(found, program, pricer, limit) if flatten else found
 
@@ -138,7 +137,7 @@ def choose_buckets(
     too.
     """
     groups = _groups(plan, program, pricer, flatten, for_use)
-    return _in_groups(plan, pricer, flatten, [part for group in groups for part in _cut(group, plan, most)])
+    return _in_groups(groups, plan, pricer, flatten, most)
 
 
 def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use: bool) -> list[list[Journey]]:
@@ -157,11 +156,12 @@ def _is_used(group: Sequence[Journey], plan: Plan) -> bool:
     return plan.lifetimes.get(group[0].tensor.name) == "use"
 
 
-def _in_groups(plan: Plan, pricer: Pricer, flatten: bool, groups: Iterable[list[Journey]]) -> Plan:
+def _in_groups(groups: Iterable[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool, most: float) -> Plan:
+    """The plan with a bucket of each group, or of each part that it is cut into, on the way that suits it best."""
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     lifetimes = dict(plan.lifetimes)
-    for group in groups:
+    for group in (part for together in groups for part in _cut(together, plan, most)):
         if len(group) > 1 or not _is_used(group, plan):
             buckets.append(tuple(journey.tensor.name for journey in group))
         word = _best_word(group, plan, pricer, flatten)
