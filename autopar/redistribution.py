@@ -139,6 +139,7 @@ def is_possible(step: Step, shape: tuple[int, ...], mesh: Mesh) -> bool:
     return is_even(shape, sharded, mesh)
 
 
+@lru_cache(maxsize=1 << 16)
 def messages(
     step: Step, shape: tuple[int, ...], element_size: int, mesh: Mesh
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

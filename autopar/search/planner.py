@@ -166,11 +166,13 @@ def plan_program(
             plan = folded
     facts["searched_seconds"] = plan.estimate.step_seconds
 
-    def finish(other: Plan) -> Plan:
+    def finish(other: Plan, peak: float | None = None) -> Plan:
         is_whole = share is None  # stages get theirs later
-        return bucketed(other, program, pricer.alone, flatten=flatten) if pricer.in_buckets and is_whole else other
+        if not (pricer.in_buckets and is_whole):
+            return other
+        return bucketed(other, program, pricer.alone, flatten=flatten, peak=peak)
 
-    plan = finish(plan)
+    plan = finish(plan, plan.estimate.peak_nbytes)
     if plan.recompute or plan.remade:
         facts["recompute"] = _traded(plan, program, pricer.alone)
     plan = plan.with_estimate(

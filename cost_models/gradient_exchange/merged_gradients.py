@@ -11,7 +11,9 @@ the k'th message's gradients are ready k - 1 starts, and the bytes before, later
     end(k, j) = min over i < j of  max(end(k - 1, i), ready(j) + (k - 1) start + busy s(1..i)) + seconds(s(i+1..j))
     step      = min over k of  max(end(k, n), ready(n) + k start + busy s(1..n))
 
-`merge_with_starts` finds that, trying `MOST` messages at most beside the merge without starts. `published_merge` is the
+`merge_with_starts` finds that, trying `MOST` messages at most beside the merge without starts. Its work grows with the
+square of n; of very many gradients it cuts only between `PARTS` parts, but anywhere near either end: where the last
+message begins is what the step waits for, and where the first ends is when sending begins. `published_merge` is the
 authors' own rule, which goes through the gradients once: merge a gradient with the next if that one is ready before the
 message would start, or less than alpha after, or if the message is below `least_nbytes`.
 
@@ -30,6 +32,8 @@ from autopar.cost_models.gradient_exchange.model import ExchangeModel
 
 Floats = npt.NDArray[np.float64]
 MOST = 64
+PARTS, ENDS = 512, 256
+"""Gradients between the first and the last `ENDS` are taken in at most so many parts of like bytes."""
 Seconds = Callable[[Floats], Floats]
 """Of messages of so many bytes."""
 
@@ -84,6 +88,28 @@ def merge_with_starts(
     ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float = 0.0
 ) -> list[tuple[int, int]]:
     """First and last gradient of each message, which costs the processor `start` seconds too, and a byte `busy`."""
+    firsts = _parts(nbytes)
+    lasts = np.append(firsts[1:], len(nbytes)) - 1
+    groups = _merge_with_starts(ready[lasts], np.add.reduceat(nbytes, firsts), seconds, start, busy)
+    return [(int(firsts[first]), int(lasts[last])) for first, last in groups]
+
+
+def _parts(nbytes: Floats) -> npt.NDArray[np.int64]:
+    """First gradient of each part that is not cut: one each, but of very many."""
+    count = len(nbytes)
+    each = np.arange(count)
+    if count <= PARTS + 2 * ENDS:
+        return each
+    between = slice(ENDS, count - ENDS)
+    sent = np.cumsum(nbytes[between])
+    part = np.minimum(PARTS * sent / max(sent[-1], 1.0), PARTS - 1).astype(np.int64)
+    _, begins = np.unique(part, return_index=True)
+    return np.concatenate([each[:ENDS], ENDS + begins, each[count - ENDS :]])
+
+
+def _merge_with_starts(
+    ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float
+) -> list[tuple[int, int]]:
     travel = _travel(nbytes, seconds)
     best = _merge(ready, travel)
     if start <= 0:

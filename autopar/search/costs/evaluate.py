@@ -15,7 +15,7 @@ from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.copies import running
 from autopar.search.costs.fused import Fused, find_fused, fused_messages
 from autopar.search.costs.holding import MEMORY_KINDS
-from autopar.search.costs.journeys import Journey, make_journeys, regathered
+from autopar.search.costs.journeys import Journey, make_journeys, parameters_journeys, regathered
 from autopar.search.costs.late import late_seconds
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer, Timed
@@ -38,15 +38,13 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
-    total = sum(seconds.values())
-    unmerged = _total(replace(plan, ways={}), program, pricer) if plan.ways else total
-    alone = _total(replace(plan, ways={}, buckets=()), program, pricer) if plan.buckets else unmerged
+    saved, saved_by_ways = _saved(plan, program, pricer, journeys, replays)
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
     hidden = 0.0
     if program.copies > 1:
-        hidden = alone - _beside(plan, program, pricer)
+        hidden = sum(seconds.values()) + saved - _beside(plan, program, pricer)
     elif plan.buckets and plan.microbatches == 1:
         copied = gradients_copied(program, plan, pricer, journeys, find_fused(plan, journeys))
         hidden = late_seconds(plan, program, pricer, journeys, copied)
@@ -54,8 +52,8 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
         plan.estimate,
         seconds=seconds,
         hidden=hidden,
-        saved=alone - total,
-        saved_by_ways=unmerged - total,
+        saved=saved,
+        saved_by_ways=saved_by_ways,
         memory=memory,
         rates=pricer.rates.name,
     )
@@ -67,10 +65,24 @@ def _beside(plan: Plan, program: Program, pricer: Pricer) -> float:
     return beside_seconds(plan, program, pricer, find_live(plan, program, pricer))
 
 
-def _total(plan: Plan, program: Program, pricer: Pricer) -> float:
-    journeys = make_journeys(program, plan, pricer)
-    replays = find_replays(plan, program, pricer, journeys)
-    return sum(_summed(_charges(plan, program, pricer, journeys, replays)).values())
+def _saved(
+    plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], replays: Replays
+) -> tuple[float, float]:
+    """Seconds that parameters' buckets and ways save, and those of them that ways alone do; all else costs the same."""
+
+    def of_parameters(other: Plan) -> float:
+        own = parameters_journeys(program, other, pricer)
+        every = {**journeys, **own}
+        is_again = "use" in other.lifetimes.values()  # else backward asks for no parameter's way
+        again = find_replays(other, program, pricer, every) if is_again else replays
+        return sum(charge.seconds for charge in _charges_of_ways(other, program, pricer, every, again, own))
+
+    if not plan.buckets and not plan.ways:
+        return 0.0, 0.0
+    total = of_parameters(plan)
+    unmerged = of_parameters(replace(plan, ways={})) if plan.ways else total
+    alone = of_parameters(replace(plan, ways={}, buckets=())) if plan.buckets else unmerged
+    return alone - total, unmerged - total
 
 
 def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
@@ -110,6 +122,12 @@ def itemised(
     return list(charges), Live(plan, program, pricer, journeys, replays)
 
 
+def peak_nbytes(plan: Plan, program: Program, pricer: Pricer) -> float:
+    """Most bytes at once, and nothing of what a step takes."""
+    live = find_live(plan, program, pricer).bytes
+    return float(np.sum(list(live.values()), axis=0).max())
+
+
 def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
     """Most bytes at once in forward and backward of a step before which the optimizer has no state."""
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
@@ -118,28 +136,49 @@ def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster
 
 
 def _charges(
-    plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
+    plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], replays: Replays
 ) -> Iterator[Charge]:
+    yield from _charges_of_ops(plan, program, pricer, journeys, replays)
+    yield from _charges_of_ways(plan, program, pricer, journeys, replays, journeys)
+
+
+def _sent(name: str, timed: Timed, times: int, *, backward: bool = True) -> Iterator[Charge]:
+    return (Charge(kind, name, duration * times, axes, backward) for kind, duration, axes in timed)
+
+
+def _stepped(tensor: Tensor, step: Step, plan: Plan, pricer: Pricer) -> tuple[Timed, Timed]:
+    share = pricer.share(tensor, plan.lifetimes.get(tensor.name, ""))
+    return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter", share)
+
+
+def _charges_of_ops(
+    plan: Plan, program: Program, pricer: Pricer, journeys: Mapping[str, Journey], replays: Replays
+) -> Iterator[Charge]:
+    """What computes, what ops send themselves, and what is run again."""
     parts = plan.microbatches
-
-    def sent(name: str, timed: Timed, times: int = parts, *, backward: bool = True) -> Iterator[Charge]:
-        return (Charge(kind, name, duration * times, axes, backward) for kind, duration, axes in timed)
-
-    def stepped(tensor: Tensor, step: Step) -> tuple[Timed, Timed]:
-        share = pricer.share(tensor, plan.lifetimes.get(tensor.name, ""))
-        return pricer.step(step, tensor.shape, tensor.element_size, tensor.kind == "parameter", share)
-
     for op in program.ops:
         price = pricer.op(op, plan.choices[op.name])
         yield Charge("forward", op.name, price.forward * parts)
         yield Charge("backward", op.name, price.backward * parts, backward=True)
-        yield from sent(op.name, price.forward_sent, backward=False)
-        yield from sent(op.name, price.backward_sent)
+        yield from _sent(op.name, price.forward_sent, parts, backward=False)
+        yield from _sent(op.name, price.backward_sent, parts)
         if op.position in replays.ops:
             yield Charge("recompute", op.name, pricer.again(op, price) * parts, backward=True)
-            yield from sent(op.name, price.forward_sent)
+            yield from _sent(op.name, price.forward_sent, parts)
     for (name, _), (step, _) in replays.steps.items():
-        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+        yield from _sent(name, _stepped(journeys[name].tensor, step, plan, pricer)[0], parts)
+
+
+def _charges_of_ways(
+    plan: Plan,
+    program: Program,
+    pricer: Pricer,
+    journeys: Mapping[str, Journey],
+    replays: Replays,
+    names: Iterable[str],
+) -> Iterator[Charge]:
+    """How the tensors of these names travel, those in one message among them, and what updates parameters."""
+    parts = plan.microbatches
     fused = find_fused(plan, journeys)
     copied = gradients_copied(program, plan, pricer, journeys, fused)
 
@@ -157,21 +196,22 @@ def _charges(
     for group in copied:
         yield from together(group, backward=False)
         yield from together(group, backward=True)
-    for name, journey in journeys.items():
+    for name in names:
+        journey = journeys[name]
         tensor = journey.tensor
         times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
         for target, step in journey.made.items():
             if (name, target) in fused:
                 continue
-            forward, backward = stepped(tensor, step)
-            yield from sent(name, forward, times, backward=False)
+            forward, backward = _stepped(tensor, step, plan, pricer)
+            yield from _sent(name, forward, times, backward=False)
             if target in journey.in_backward:
-                yield from sent(name, backward, times)
+                yield from _sent(name, backward, times)
         if tensor.kind == "parameter" and tensor.requires_grad:
             yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
     again = _gathered_again(plan, journeys, replays, fused)
     for name, step in dict.fromkeys(again) if pricer.in_buckets else again:  # in a bucket once for all uses
-        yield from sent(name, stepped(journeys[name].tensor, step)[0])
+        yield from _sent(name, _stepped(journeys[name].tensor, step, plan, pricer)[0], parts)
     for group in _groups_again(plan, journeys, replays, fused):
         yield from together(group, backward=True, again=True)
 

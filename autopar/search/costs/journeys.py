@@ -3,7 +3,7 @@
 The same order as `passes.insert_collectives`: consumers in graph order, a layout is made once and shared by all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
 from autopar.search.costs.lying import find_lying
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import OpPrice, Pricer
 from autopar.search.costs.program import Program, Tensor
 
 SINK = -1
@@ -77,18 +77,8 @@ def make_journeys(
     program: Program, plan: Plan, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
 ) -> dict[str, Journey]:
     """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
-    out: dict[str, Journey] = {}
-    for name, tensor in program.tensors.items():
-        if tensor.producer is None:
-            source = plan.layouts[name]
-        else:
-            op = program.ops[tensor.producer]
-            source = pricer.op(op, plan.choices[op.name]).results[tensor.index]
-        journey = out[name] = Journey(tensor=tensor, source=source)
-        for position, slot in program.readers[name]:
-            op = program.ops[position]
-            layout = pricer.op(op, plan.choices[op.name]).operands[slot]
-            _travel(journey, plan, position, slot, layout, op.has_backward)
+    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+    out = {name: _journey(tensor, program, plan, prices) for name, tensor in program.tensors.items()}
     for name, layout in wanted_by_output(program, plan.mesh, sent):
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
@@ -98,6 +88,22 @@ def make_journeys(
     for name, value in (program.strided | lying.strides).items():
         out[name].is_contiguous = value.is_contiguous()
     return out
+
+
+def parameters_journeys(program: Program, plan: Plan, pricer: Pricer) -> dict[str, Journey]:
+    """The way of every parameter under `plan`."""
+    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+    parameters = {name: tensor for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
+    return {name: _journey(tensor, program, plan, prices) for name, tensor in parameters.items()}
+
+
+def _journey(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[OpPrice]) -> Journey:
+    """What a tensor's readers ask of it; not what the graph's output does."""
+    source = plan.layouts[tensor.name] if tensor.producer is None else prices[tensor.producer].results[tensor.index]
+    journey = Journey(tensor=tensor, source=source)
+    for position, slot in program.readers[tensor.name]:
+        _travel(journey, plan, position, slot, prices[position].operands[slot], program.ops[position].has_backward)
+    return journey
 
 
 def _added(journey: Journey, plan: Plan, layout: Layout) -> Layout:

@@ -37,7 +37,7 @@ from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan, Way
 from autopar.redistribution import Message, messages
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
-from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.evaluate import evaluate_program, peak_nbytes
 from autopar.search.costs.journeys import Journey, make_journeys
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor, make_program
@@ -56,8 +56,8 @@ def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatt
     return bucketed(plan, make_program(captured), pricer, flatten=flatten)
 
 
-def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True) -> Plan:
-    """`with_buckets` for a program and prices at hand."""
+def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True, peak: float | None = None) -> Plan:
+    """`with_buckets` for a program and prices at hand; peak: the plan's without buckets, in bytes, if it is known."""
     limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
     plan = replace(plan, buckets=(), ways={})
@@ -66,14 +66,24 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     if "use" in plan.lifetimes.values():
         every += [(own, plan.lifetimes, False) for own in free]
     for own, lifetimes, for_use in every:
-        found = _smaller(replace(plan, lifetimes=lifetimes), program, pricer, own, limit, for_use)
+        known = peak if lifetimes == plan.lifetimes else None
+        found = _smaller(replace(plan, lifetimes=lifetimes), program, pricer, own, limit, for_use, known)
         if found.estimate.peak_nbytes <= limit:
             return found
     return plan.with_estimate(evaluate_program(plan, program, pricer))
 
 
-def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit: float, for_use: bool) -> Plan:
-    """The plan with buckets, the large ones halved where they raise its peak and that costs no time."""
+def _smaller(
+    plan: Plan,
+    program: Program,
+    pricer: Pricer,
+    flatten: bool,
+    limit: float,
+    for_use: bool,
+    alone: float | None = None,
+) -> Plan:
+    """The plan with buckets, the large ones halved where they raise its peak, `alone` without any, and that costs no
+    time."""
     groups = _groups(plan, program, pricer, flatten, for_use)
 
     def made(most: float) -> Plan:
@@ -84,8 +94,9 @@ def _smaller(plan: Plan, program: Program, pricer: Pricer, flatten: bool, limit:
     found = [made(math.inf)]
     merged = [names for names in found[0].buckets if len(names) > 1 and plan.lifetimes.get(names[0]) != "use"]
     largest = max((sum(_nbytes(program.tensors[name]) for name in names) for names in merged), default=0.0)
-    alone = evaluate_program(plan, program, pricer).peak_nbytes if merged else math.inf
-    for halvings in range(1, HALVINGS + 1):
+    if alone is None:
+        alone = peak_nbytes(plan, program, pricer) if merged else math.inf
+    for halvings in range(1, HALVINGS + 1) if merged else ():
         if found[-1].estimate.peak_nbytes <= alone:
             break
         found.append(made(largest / 2**halvings))
