@@ -23,6 +23,7 @@ from autopar.precision import PRECISIONS, precision_of
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
+    from autopar.search.costs.program import Program
     from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
@@ -153,18 +154,19 @@ def plan(
 
     captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn)
 
-    def bucketed(found: Plan | StagedPlan, captured: CapturedModel) -> Plan | StagedPlan:
+    from autopar.search.costs.program import make_program
+
+    def bucketed(found: Plan | StagedPlan, program: "Program") -> Plan | StagedPlan:
         if not buckets:
             return found
-        from autopar.search.costs.program import make_program
         from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
         if isinstance(found, StagedPlan) or baseline is not None:
             tell("choosing buckets")
-            return in_buckets(found, captured, machine, flatten=flatten)
+            return in_buckets(found, program.captured, machine, flatten=flatten)
         return best_in_buckets(
-            found, make_program(captured), machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
+            found, program, machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
             seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
         )  # fmt: skip
 
@@ -200,10 +202,10 @@ def plan(
             captures.sharing,
         )
         captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
-        found = bucketed(found, captured)
+        found = bucketed(found, make_program(captured))
     else:
         captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
-        found = bucketed(planned(captured), captured)
+        found = bucketed(planned(captured), make_program(captured))
     from autopar.staged_model_plan import staged_model_plan
 
     if weave and baseline is None and isinstance(found, Plan):

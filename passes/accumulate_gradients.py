@@ -53,11 +53,12 @@ class _Term:
 
 
 def accumulate_gradients(
-    captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel]
+    captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel], *, in_place: bool = False
 ) -> CapturedModel:
     """`captured` (at the shapes of a micro-batch) as one of `microbatches` of a step.
 
     probe: captures the global batch; called only where a number in the graph may stem from the size of the batch.
+    in_place: the graph is nobody else's, so that it may be changed.
 
     Raises:
         BatchError: if the loss of the global batch does not follow from those of its micro-batches.
@@ -81,7 +82,8 @@ def accumulate_gradients(
     if not counts:
         return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=weight))
     ((target, ignored),) = counts
-    return _counted(captured, microbatches, weight, target, ignored, [term.node.name for term in terms])
+    losses = [term.node.name for term in terms]
+    return _counted(captured if in_place else _copied(captured), microbatches, weight, target.name, ignored, losses)
 
 
 def rows_of_mean(captured: CapturedModel) -> float | None:
@@ -215,24 +217,30 @@ def _target(node: fx.Node) -> fx.Node:
     return operands(node)[1]
 
 
-def _counted(
-    captured: CapturedModel, microbatches: int, weight: float, target: fx.Node, ignored: Any, losses: list[str]
-) -> CapturedModel:
-    """Cross entropies divided by all rows, and the number of labels that count as another output."""
-    rows = target.meta["val"].numel()
+def _copied(captured: CapturedModel) -> CapturedModel:
+    """With a graph of its own."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-        if node.name in losses:
-            env[node].kwargs = {**env[node].kwargs, "count": rows}
+    return replace(captured, graph=graph)
+
+
+def _counted(
+    captured: CapturedModel, microbatches: int, weight: float, target: str, ignored: Any, losses: list[str]
+) -> CapturedModel:
+    """Cross entropies divided by all rows, and the number of labels that count as another output; in place."""
+    graph, nodes = captured.graph, captured.nodes
+    rows = nodes[target].meta["val"].numel()
+    for name in losses:
+        nodes[name].kwargs = {**nodes[name].kwargs, "count": rows}
     end = output_node(graph)
     with graph.inserting_before(end):
-        count = graph.call_function(count_labels, (env[target],), {"ignore_index": ignored})
+        count = graph.call_function(count_labels, (nodes[target],), {"ignore_index": ignored})
         count.meta = {
             "val": torch.empty((), dtype=torch.float64, device="meta"),
             "requires_grad": False,
-            "module": captured.nodes[losses[0]].meta["module"],
+            "module": nodes[losses[0]].meta["module"],
         }
     end.args = ((*outputs(graph), count),)
     end.meta = {**end.meta, "val": (*end.meta["val"], count.meta["val"])}

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.capture.rebatch import Batches
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan, TrainConfig
@@ -22,6 +23,7 @@ from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Relaxing, Setup, Solved, Solving
 from autopar.search.joint.relaxing import relaxed_seconds
 from tests.search_cases import program_of
+from tests.zoo_graphs import zoo_graph
 
 CLUSTER = load_cluster("8xh100")
 SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), relative_gap=0.01, fold=True)
@@ -74,6 +76,24 @@ def test_who_finds_a_bound_does_not_matter() -> None:
     assert found == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
     own = relaxed_seconds(program_of("gpt2"), here._pricers.of(asked[0].arrangement, 1), asked[0].times, True)
     assert found[0] == pytest.approx(own, rel=1e-12)
+
+
+def test_helpers_make_graphs_of_a_line_themselves() -> None:
+    """Of all numbers of micro-batches, from its ends, once one is known to be on it; each end is sent once."""
+    batches = Batches(capture=lambda size: zoo_graph("llama", size), batch=8)
+    counts = (1, 2, 4, 8)
+    setup, arrangement = replace(SETUP, counts=counts), keys()[0].arrangement
+    asked = [Relaxing(arrangement=arrangement, microbatches=count, times=count) for count in counts]
+    with Helpers(HELPER, 1) as helpers:
+        joint = Joint(graph=batches.microbatch, line=lambda: batches.line, setup=setup, helpers=helpers)
+        joint._ahead.foresee(asked[2:3])  # 4 of 2 samples: between the ends
+        assert batches.line is not None and joint._graphs.keys() == {4}
+        joint._ahead.foresee(asked)
+        there = [joint._ahead._asked[one].result() for one in asked]
+        ends = joint._ahead._ends
+        assert joint._graphs.keys() == {4} and ends is not None and ends[2] == (1, 8)
+    here = Joint(graph=batches.captured_microbatch, setup=setup)
+    assert there == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
 
 
 def test_a_relaxation_ends_where_it_excludes_all_multiples() -> None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.capture.forked import Forked
 from autopar.graph import CapturedModel, target_name
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.serialize import dump, load
 
 PATIENCE, LEAST_SECONDS = 3.0, 10.0
@@ -27,19 +28,46 @@ class NotLinearError(Exception):
     """Two graphs differ in more than sizes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Line:
+    """The graphs at the ends of a line, at `sizes` samples, the second of them the whole batch."""
+
+    small: CapturedModel
+    large: CapturedModel
+    sizes: tuple[int, int]
+
+    def at(self, size: int) -> CapturedModel:
+        """The graph of `size` samples; between the ends a new one.
+
+        Raises:
+            NotLinearError: if the ends are not alike in all but numbers.
+        """
+        for end, graph in zip(self.sizes, (self.small, self.large), strict=True):
+            if size == end:
+                return graph
+        return rebatched(self.small, self.large, self.sizes, size)
+
+    def microbatch(self, count: int) -> CapturedModel:
+        """The graph of one of `count` micro-batches."""
+        graph = self.at(self.sizes[1] // count)
+        is_kept = graph is self.small or graph is self.large
+        return accumulate_gradients(graph, count, lambda: self.large, in_place=not is_kept)
+
+
 @dataclass(slots=True, kw_only=True)
 class Batches:
     """The graphs of a model by batch size up to `batch`, the whole one; `capture` is asked for few of them.
 
     shared: finds what captures of all sizes have in common, and gives one that takes it for granted; it serves the ends
     of lines. lines: pairs of sizes of which the first, as far as is known, gives all others; without one each is
-    captured.
+    captured. line: that one, once it gave some.
     """
 
     capture: Callable[[int], CapturedModel]
     batch: int
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None
     lines: list[tuple[int, int]] = field(init=False)
+    line: Line | None = field(init=False, default=None)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
     _ends: dict[int, CapturedModel] = field(default_factory=dict)
     _beside: dict[int, Forked] = field(default_factory=dict)
@@ -57,13 +85,29 @@ class Batches:
                 break
             try:
                 large = self.captured(whole)  # first: the other may come from beside meanwhile
-                small = self._end(few)
-                return small if size == few else rebatched(small, large, (few, whole), size)
+                line = self.line or Line(small=self._end(few), large=large, sizes=(few, whole))
+                made = line.at(size)
+                self.line = line if size != few else self.line
+                return made
             except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
                 if size == few or not isinstance(error, (NotLinearError, ValueError)):
                     raise
                 self.distrust()
         return self.captured(size)
+
+    def microbatch(self, count: int) -> CapturedModel:
+        """The graph of one of `count` micro-batches of the whole batch.
+
+        Raises:
+            BatchError: if its loss does not follow from theirs.
+        """
+        graph = self.at(self.batch // count)
+        is_kept = any(graph is one for one in (*self._captured.values(), *self._ends.values()))
+        return accumulate_gradients(graph, count, lambda: self.at(self.batch), in_place=not is_kept)
+
+    def captured_microbatch(self, count: int) -> CapturedModel:
+        """The same as it is captured, not moved along a line."""
+        return accumulate_gradients(self.captured(self.batch // count), count, lambda: self.captured(self.batch))
 
     def captured(self, size: int) -> CapturedModel:
         """The graph of `size` samples as it is captured, with nothing taken for granted."""
@@ -114,6 +158,7 @@ class Batches:
     def distrust(self) -> None:
         """The first line does not give the graphs of other sizes."""
         del self.lines[:1]
+        self.line = None
 
 
 def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: int) -> CapturedModel:

@@ -53,6 +53,8 @@ ROUGH = "rough"
 """What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
 PART, LEAST = 0.25, 5.0
 """What may be spent, in CPU seconds: so much of what was spent before, and so many in any case."""
+SPENT = "build", "solve", "price"
+"""What a search says that its parts took."""
 
 
 def best_in_buckets(
@@ -82,7 +84,7 @@ def best_in_buckets(
     found, gap = {"the search": plan}, float(search["relative_gap"])
     facts = plan.estimate.solver
     before = dict(facts.get(MARK, {}).get("seconds", {}))
-    needed = math.inf if ROUGH in facts else float(facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0))
+    needed = math.inf if ROUGH in facts else sum(float(facts.get(f"{part}_seconds", 0.0)) for part in SPENT)
     end = time.process_time() + (max(PART * spent, LEAST) if most is None else most)
 
     def best() -> Plan:
@@ -141,7 +143,7 @@ def best_in_buckets(
             found[words] = other
     chosen = best()
     if with_baselines or (plan.mesh.size > 1 and not is_over()):
-        chosen = compare(chosen, program, pricer, tell, finish)
+        chosen = compare(chosen, program, pricer, tell, finish, (lambda: False) if with_baselines else is_over)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
     own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}

@@ -14,7 +14,6 @@ from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
-from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
@@ -117,25 +116,16 @@ def search_microbatches(
             "or inputs with the batch first in every tensor"
         )
     batches = Batches(capture=capture, batch=batch, shared=shared)
-
-    def part(count: int) -> CapturedModel:
-        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
-
     try:
         batches.begin_line()
         while True:
-            found, graph = choose_microbatches(divisors(batch), part, plan, bound, relative_gap, tell)
+            found, graph = choose_microbatches(divisors(batch), batches.microbatch, plan, bound, relative_gap, tell)
             count = found.microbatches
-            if not batches.lines or _part(capture, batch, count).fingerprint == graph.fingerprint:
+            if not batches.lines or batches.captured_microbatch(count).fingerprint == graph.fingerprint:
                 return found
             batches.distrust()
     finally:
         batches.close()
-
-
-def _part(capture: Callable[[int], CapturedModel], batch: int, count: int) -> CapturedModel:
-    """The captured graph of one of `count` micro-batches."""
-    return accumulate_gradients(capture(batch // count), count, lambda: capture(batch))
 
 
 def unlimited_bound(

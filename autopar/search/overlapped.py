@@ -16,7 +16,6 @@ from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel
-from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
@@ -108,17 +107,13 @@ def best_overlapped(
     if batch is None or capture is None or not count:
         return _ranked(plan, captured, cluster, overlap, count, {}, is_asked, given, tell)
     batches = Batches(capture=capture, batch=batch)
-
-    def graph(number: int) -> CapturedModel:
-        return accumulate_gradients(batches.at(batch // number), number, lambda: batches.at(batch))
-
-    graphs = {number: graph for number in divisors(batch) if number != plan.microbatches}
+    graphs = {number: batches.microbatch for number in divisors(batch) if number != plan.microbatches}
     while True:
         best, own = _ranked(plan, captured, cluster, overlap, count, graphs, is_asked, given, tell)
         number = best.microbatches
         if number == plan.microbatches or not batches.lines:
             return best, own
-        seen = accumulate_gradients(batches.captured(batch // number), number, lambda: batches.captured(batch))
+        seen = batches.captured_microbatch(number)
         if seen.fingerprint == own.fingerprint:
             return best, seen
         batches.distrust()

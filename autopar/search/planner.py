@@ -29,6 +29,7 @@ from autopar.search.find_exactly import LATER, Exact, find_exactly
 from autopar.search.fitting import fitting
 from autopar.search.graph.moments import Share
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
+from autopar.search.known.remembered import remembered
 from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
@@ -170,9 +171,13 @@ def plan_program(
         is_whole = share is None  # stages get theirs later
         if not (pricer.in_buckets and is_whole):
             return other
-        return bucketed(other, program, pricer.alone, flatten=flatten, peak=peak)
+        prices = pricer.alone
+        own = partial(bucketed, program=program, pricer=prices, flatten=flatten, peak=peak)
+        return remembered(("in buckets", flatten), other, program, prices, own)
 
     plan = finish(plan, plan.estimate.peak_nbytes)
+    others = facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0)
+    facts["price_seconds"] = max(time.monotonic() - began - others, 0.0)
     if plan.recompute or plan.remade:
         facts["recompute"] = _traded(plan, program, pricer.alone)
     plan = plan.with_estimate(
@@ -186,7 +191,13 @@ def plan_program(
 
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
-    return plan.with_estimate(evaluate_program(plan, program, pricer))
+    """Under prices that only guide a search it is none that a plan is told by."""
+    pricer = pricer.alone if pricer.starts or pricer.shown is not None else pricer
+
+    def evaluated(bare: Plan) -> Plan:
+        return bare.with_estimate(evaluate_program(bare, program, pricer))
+
+    return remembered("evaluated", plan, program, pricer, evaluated)
 
 
 def _mixed(
@@ -218,14 +229,20 @@ def compare(
     pricer: Pricer,
     tell: Callable[[str], None],
     finish: Callable[[Plan], Plan] = lambda plan: plan,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """The plan with the named baselines, each as `finish` leaves it, beside it, or the baseline that is cheaper."""
+    """The plan with the named baselines, each as `finish` leaves it, beside it, or the baseline that is cheaper.
+
+    is_over: whether there is no time for another.
+    """
     best, compared = plan, dict[str, float | str]()
     limit = memory_limit(pricer.cluster, pricer.config)
     for name in BASELINES if pricer.mesh.size > 1 else ():
         if pricer.mesh.num_axes > SEARCHED_AXES:
             compared[name] = f"not priced on more than {SEARCHED_AXES} axes"
             continue
+        if is_over():
+            break
         tell(f"pricing the baseline {name}")
         other = _baseline(name, program, pricer, limit)
         if isinstance(other, str):

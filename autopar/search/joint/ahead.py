@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.capture.rebatch import Line
 from autopar.graph import CapturedModel
 from autopar.search.joint.helpers import Helpers, Told
 from autopar.serialize import dump
@@ -23,19 +24,21 @@ QUEUED = 12
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ahead:
     """here: answers a question in this process. graph, needs: the graph of so many micro-batches, and the numbers whose
-    graphs a question is about, which are sent with it. fresh: a question as it is asked with all that is known by now.
-    setup: what a helper is told first."""
+    graphs a question is about, which are sent with it; but for a line, once there is one, of which helpers make them.
+    fresh: a question as it is asked with all that is known by now. setup: what a helper is told first."""
 
     here: Callable[[Any], Any]
     fresh: Callable[[Any], Any]
     graph: Callable[[int], CapturedModel]
     needs: Callable[[Any], set[int]]
     setup: object
+    line: Callable[[], Line | None] = lambda: None
     helpers: Helpers | None = None
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _asked: dict[Hashable, Future[Any]] = field(default_factory=dict)
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
     _sent: set[int] = field(default_factory=set)
+    _ends: tuple[bytes, bytes, tuple[int, int]] | None = None
 
     def of(self, question: Hashable) -> Any:
         """The answer."""
@@ -74,13 +77,14 @@ class Ahead:
         for one in sorted(fresh, key=lambda one: not self.needs(one) <= self._sent):
             if not left:
                 return
-            if self.needs(one) <= self._graphs.keys():
+            if self.line() is not None or self.needs(one) <= self._graphs.keys():
                 self._asked[one] = self._ask(one)
                 left -= 1
             else:
                 later[one] = None
         for one in list(later)[:room] if left == room else ():  # as nothing waits: a graph may have to be captured
-            self._graphs.update({count: self.graph(count) for count in self.needs(one) - self._graphs.keys()})
+            if self.line() is None:
+                self._graphs.update({count: self.graph(count) for count in self.needs(one) - self._graphs.keys()})
             self._asked[one] = self._ask(one)
 
     def _ask(self, question: Hashable) -> Future[Any]:
@@ -89,11 +93,16 @@ class Ahead:
         def request(told: Told) -> Any:
             is_new = told.get("search") is not self
             if is_new:
-                told.update(search=self, sent=set())
-            new = {count: dump(self._graphs[count]) for count in self.needs(question) - told["sent"]}
-            told["sent"].update(new)
-            self._sent.update(new)
-            return (self.setup if is_new else None), new, self.fresh(question)
+                told.update(search=self, graphs=set(), has_line=False)
+            needed, line, ends, new = self.needs(question), self.line(), None, dict[int, bytes]()
+            if line is not None and not told["has_line"]:
+                self._ends = ends = self._ends or (dump(line.small), dump(line.large), line.sizes)
+                told["has_line"] = True
+            if not told["has_line"]:
+                new = {count: dump(self._graphs[count]) for count in needed - told["graphs"]}
+                told["graphs"].update(new)
+            self._sent.update(needed)
+            return (self.setup if is_new else None), ends, new, self.fresh(question)
 
         return self.helpers.ask(request)
 

@@ -1,24 +1,35 @@
 """What a helper of the joint search runs: `python -m autopar.search.joint.helper` answers as `Joint` does."""
 
+from autopar.capture.rebatch import Line
 from autopar.graph import CapturedModel
 from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Setup
 from autopar.serialize import load
 
-Request = tuple[Setup | None, dict[int, bytes], Question]
-"""A new search or None, graphs of micro-batches by their number that were not sent yet, and what is asked."""
+Ends = tuple[bytes, bytes, tuple[int, int]]
+Request = tuple[Setup | None, Ends | None, dict[int, bytes], Question]
+"""A new search or None, both ends of a line that gives graphs of micro-batches or those that were not sent yet, by
+their number, and what is asked."""
 
 
 def main() -> None:
     graphs: dict[int, CapturedModel] = {}
+    lines: list[Line] = []
     joint: list[Joint] = []
 
+    def graph(count: int) -> CapturedModel:
+        return graphs[count] if count in graphs else lines[0].microbatch(count)
+
     def answer(request: Request) -> object:
-        setup, new, question = request
+        setup, ends, new, question = request
         if setup is not None:
             graphs.clear()
-            joint[:] = [Joint(graph=graphs.__getitem__, setup=setup)]
+            lines.clear()
+            joint[:] = [Joint(graph=graph, setup=setup)]
+        if ends is not None:
+            small, large, sizes = ends
+            lines[:] = [Line(small=load(small), large=load(large), sizes=sizes)]
         graphs.update({count: load(graph) for count, graph in new.items()})
         return joint[0].answer(question)
 

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.capture.rebatch import Line
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.search.alike_meshes import first_alike
@@ -67,7 +68,8 @@ MESSAGES = 1.1
 
 @dataclass(slots=True, kw_only=True)
 class Joint:
-    """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`.
+    """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`;
+    line: what gives them, once it did.
 
     improved: told the number of a plan that is better than the best before it, which was not the first.
     helpers: run `joint.helper` and answer beside this process.
@@ -76,6 +78,7 @@ class Joint:
     graph: Callable[[int], CapturedModel]
     setup: Setup
     tell: Callable[[str], None] = lambda _: None
+    line: Callable[[], Line | None] = lambda: None
     helpers: Helpers | None = None
     improved: Callable[[int], None] = lambda _: None
     _graphs: dict[int, CapturedModel] = field(default_factory=dict)
@@ -111,6 +114,7 @@ class Joint:
             graph=self.captured,
             needs=self._needs,
             setup=self.setup,
+            line=self.line,
             helpers=self.helpers,
         )
 

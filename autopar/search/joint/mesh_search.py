@@ -22,6 +22,7 @@ from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.program import Program
 from autopar.search.costs.states import check_states
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates, num_devices
@@ -72,7 +73,7 @@ def search_meshes(
     buckets: bool = False,
     flatten: bool = True,
     tell: Callable[[str], None] = lambda _: None,
-    finish: Callable[[Answer, CapturedModel], Answer] = lambda answer, _: answer,
+    finish: Callable[[Answer, Program], Answer] = lambda answer, _: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
 ) -> tuple[Answer, CapturedModel]:
     """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
@@ -94,7 +95,7 @@ def search_meshes(
     def graph(count: int) -> CapturedModel:
         if batch is None:
             return accumulate_gradients(capture(batch), count, lambda: capture(batch))
-        return accumulate_gradients(batches.at(batch // count), count, lambda: batches.at(batch))
+        return batches.microbatch(count)
 
     def begin(count: int) -> None:
         if batch is not None:
@@ -138,7 +139,9 @@ def search_meshes(
             asked = keys(len(block_starts(whole)) + 1)
             if helpers is None and len(asked) >= MANY:
                 helpers = _entered(held)
-            joint = Joint(graph=graph, setup=setup, tell=tell, helpers=helpers, improved=begin)
+            joint = Joint(
+                graph=graph, line=lambda: batches.line, setup=setup, tell=tell, helpers=helpers, improved=begin
+            )
             limit = memory_limit(cluster, config)
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
@@ -147,8 +150,8 @@ def search_meshes(
             count = outcome.key.microbatches
             begin(count)
             found = _certified(outcome, joint, len(asked), with_baselines, time.monotonic() - began, mesh)
-            found = finish(found, joint.captured(count))
-            own = graph(count) if batch is None else _captured(batches, batch, count)
+            found = finish(found, joint.program(count))
+            own = graph(count) if batch is None else batches.captured_microbatch(count)
             if own.fingerprint == found.fingerprint:
                 return found, own
             batches.distrust()
@@ -167,11 +170,6 @@ def _runs(key: Candidate) -> bool:
     except ArgumentError:
         return False
     return True
-
-
-def _captured(batches: Batches, batch: int, count: int) -> CapturedModel:
-    """The graph of one of `count` micro-batches as it is captured, not moved along the line."""
-    return accumulate_gradients(batches.captured(batch // count), count, lambda: batches.captured(batch))
 
 
 def _certified(

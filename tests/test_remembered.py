@@ -1,0 +1,67 @@
+"""What was made of a plan is made once, under the same prices and of the same plan alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.mesh import make_mesh
+from autopar.plan import Estimate, Plan, TrainConfig
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.known.remembered import LAST, remembered
+from autopar.search.planner import plan_program
+from tests.search_cases import machine, program_of
+
+
+def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
+    program = replace(program_of("gpt2"))
+    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
+    plan = plan_program(program, pricer, relative_gap=0.01, seconds=None, with_baselines=False, fold=True)
+    made: list[Plan] = []
+
+    def price(bare: Plan) -> Plan:
+        assert bare.estimate == Estimate()
+        made.append(bare.with_estimate(evaluate_program(bare, program, pricer.alone)))
+        return made[-1]
+
+    def asked(plan: Plan, prices: Pricer, kind: object = "test") -> Plan:
+        return remembered(kind, plan, program, prices, price)
+
+    first = asked(plan, pricer.alone)
+    again = replace(plan, estimate=Estimate(hidden=1.0), choices=dict(plan.choices))
+    assert asked(again, pricer.alone) is first and len(made) == 1
+    name = next(iter(plan.lifetimes))
+    other = replace(plan, lifetimes={**plan.lifetimes, name: "use" if plan.lifetimes[name] != "use" else "always"})
+    slower = Pricer(mesh=pricer.mesh, cluster=replace(pricer.cluster, name="other"), config=pricer.config)
+    for count, (one, prices, kind) in enumerate(
+        [
+            (other, pricer.alone, "test"),
+            (plan, pricer, "test"),
+            (plan, pricer.paying({("all_reduce", (0,)): 2.0}), "test"),
+            (plan, pricer.paying({}, 0.5), "test"),
+            (plan, slower, "test"),
+            (plan, pricer.alone, "another kind"),
+        ],
+        start=2,
+    ):
+        asked(one, prices, kind)
+        assert len(made) == count
+    assert asked(plan, pricer.alone) is first
+    for number in range(LAST):
+        asked(plan, pricer.alone, number)
+    assert asked(plan, pricer.alone) is not first, "no more than the last few are kept"
+
+
+def test_planning_again_prices_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = replace(program_of("gpt2"))
+    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
+    how = {"relative_gap": 0.01, "seconds": None, "with_baselines": False, "fold": True}
+    plan = plan_program(program, pricer, **how)
+
+    def never(*_: object) -> Estimate:
+        raise AssertionError("priced again")
+
+    monkeypatch.setattr("autopar.search.planner.evaluate_program", never)
+    monkeypatch.setattr("autopar.search.timeline.buckets.evaluate_program", never)
+    again = plan_program(program, pricer, **how)
+    assert again.estimate.seconds == plan.estimate.seconds and again.buckets == plan.buckets
