@@ -19,7 +19,13 @@ def search_text(facts: Mapping[str, Any]) -> str:
     near += [f"{name} at least {seconds_text(bound)}" for name, bound in facts["not_below"].items()][
         : SHOWN - len(near)
     ]
-    return text + (f"\nnearest: {'; '.join(near)}" if near else "")
+    text += f"\nnearest: {'; '.join(near)}" if near else ""
+    if least := facts.get("in_turn"):
+        text += (
+            f"\n{least['plan']} takes the least if nothing runs beside compute, "
+            f"{seconds_text(least['in_turn_seconds'])}, but as it runs {seconds_text(least['step_seconds'])}"
+        )
+    return text
 
 
 def timeline_text(facts: Mapping[str, Any]) -> str:

@@ -98,7 +98,8 @@ class Problems(Protocol[Asked, Given]):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome(Generic[Key, Answer]):
-    """The best answer and what is proved of all. `solved`: cost, or None where there is no answer; `bounds`: of those.
+    """The best answer and what is proved of all. `solved`: cost, or None where there is no answer; `bounds`: of those;
+    `answers`: of solving, the last of each.
 
     excluded: those never solved, or left when that was proved to lead nowhere, with their bounds.
     """
@@ -112,6 +113,13 @@ class Outcome(Generic[Key, Answer]):
     bounds: dict[Key, float] = field(default_factory=dict)
     excluded: dict[Key, float] = field(default_factory=dict)
     failures: dict[Key, InfeasibleError] = field(default_factory=dict)
+    answers: dict[Key, Answer] = field(default_factory=dict)
+
+    def take(self, key: Key, answer: Answer, cost: float) -> None:
+        """An answer to a problem, which may be the best."""
+        self.solved[key], self.answers[key] = cost, answer
+        if cost < self.cost:
+            self.key, self.answer, self.cost = key, answer, cost
 
 
 def best_first(
@@ -324,8 +332,7 @@ def _tighten(
         found = problems.tighten(key, cutoff, None if deadline is None else deadline - time.monotonic())
         owners[key][key] = max(owners[key][key], problems.bound(key))
         if found is not None and found[1] < outcome.cost:
-            outcome.key, outcome.answer, outcome.cost = key, found[0], found[1]
-            outcome.solved[key] = found[1]
+            outcome.take(key, found[0], found[1])
             cutoff = min(cutoff, outcome.cost * (1 - relative_gap))
         cutoff = min(cutoff, owners[key][key])
 
@@ -363,7 +370,5 @@ def _solve(
     except SearchTimeoutError:
         outcome.excluded[key] = problems.bound(key)
         return
-    outcome.solved[key] = cost
     outcome.bounds[key] = max(bound, problems.bound(key))
-    if cost < outcome.cost:
-        outcome.key, outcome.answer, outcome.cost = key, answer, cost
+    outcome.take(key, answer, cost)
