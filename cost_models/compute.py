@@ -12,10 +12,10 @@ already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Ro
     max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
 where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
-calibrated). Flops of attention in 16 bits count `attention + attention_per_head / d + attention_per_key / s` times
-there, for heads of d elements and s keys a query sees: its kernels' softmax takes as long for short heads as for long
-ones, and blocks of keys are begun, masked and ended. flops of one device, a multiply-add counting two; nbytes that the
-operation reads and writes.
+calibrated). Flops of attention in 16 bits, and on a host in any dtype, count
+`attention + attention_per_head / d + attention_per_key / s` times there, for heads of d elements and s keys a query
+sees: its kernels' softmax takes as long for short heads as for long ones, and blocks of keys are begun, masked and
+ended. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
 """
 
 import math
@@ -37,6 +37,11 @@ SPLIT_LAUNCHES = 3
 """What a host's optimizer takes for a parameter of which it has a part, beside the update: torch dispatches a DTensor.
 2.7 to 4.0 launches, as calibrated alone, for each kernel of a step of fused AdamW: GPT-2, Llama, BERT and ViT of two
 blocks, hidden 128, ZeRO-3 beside data parallel, by the CPU seconds of 4 ranks (torch 2.13.0, 2 cores, 2026-11-27)."""
+
+HOST_KEYS = 512
+"""How many keys make a block of torch's flash attention on a host, which is worked at whole where a query sees some of
+them, causal or not (ATen, native/cpu/FlashAttentionKernel.cpp, `kvSplitSize`; up to 512 keys a causal one takes as long
+as one that sees all, 0.95 to 1.1 times, torch 2.13.0)."""
 
 COPIED = 2
 """How often a bucket's bytes are moved beside the message: read and written, into it or out of it (`ops.buckets`)."""
@@ -103,12 +108,16 @@ class Rates:
         return seconds
 
     def attention(
-        self, flops: float, nbytes: float, dtype: str, *, head: int, keys: float, backward: bool = False
+        self, flops: float, nbytes: float, dtype: str, *, head: int, keys: float, every: float, backward: bool = False
     ) -> float:
-        """Of a flash kernel with heads of so many elements, whose queries see so many keys each."""
+        """Of a flash kernel with heads of so many elements, whose queries see so many keys each, of `every` that there
+        are."""
         if self.fitted is None:
             own, longer = self.device, 1.0
-            if is_16_bit(dtype):
+            if own.name == HOST:
+                worked = max(min(every, keys + HOST_KEYS / 2), keys)
+                flops, keys = flops * worked / max(keys, 1), worked
+            if own.name == HOST or is_16_bit(dtype):
                 longer = own.attention + own.attention_per_head / max(head, 1) + own.attention_per_key / max(keys, 1)
             return compute_seconds(longer * flops, nbytes, dtype, self.device)
         nominal = attention_seconds(flops, nbytes, self.device.peak(dtype), self.device, backward=backward)

@@ -58,21 +58,29 @@ def test_factors_are_recovered_of_the_steps_of_a_gpu(launch: float, nbytes: floa
 
 
 @pytest.mark.parametrize(
-    ("always", "per_head", "per_key"), [(0.6, 74.0, 480.0), (0.5, 150.0, 50.0), (1.3, 30.0, 900.0)]
+    ("kind", "always", "per_head", "per_key"),
+    [
+        *(("cuda", 0.6, 74.0, 480.0), ("cuda", 0.5, 150.0, 50.0), ("cuda", 1.3, 30.0, 900.0)),
+        *(("cpu", 0.7, 21.0, 75.0), ("cpu", 0.5, 40.0, 20.0)),
+    ],
 )
-def test_attention_is_recovered_by_the_size_of_its_heads(always: float, per_head: float, per_key: float) -> None:
-    own = device({"bf16": 6e14}, 4e12, 2e-6)
+def test_attention_is_recovered_by_the_size_of_its_heads(
+    kind: str, always: float, per_head: float, per_key: float
+) -> None:
+    dtype, nbytes_each = {"cuda": ("bf16", 2.0), "cpu": ("fp32", 4.0)}[kind]
+    own = replace(device({dtype: 6e14}, 4e12, 2e-6) if kind == "cuda" else device({dtype: 6e10}, 7e9, 2e-5), name=kind)
     slower = replace(own, attention=always, attention_per_head=per_head, attention_per_key=per_key)
     truth = replace(load_cluster("1xcpu"), device=slower)
     samples = []
-    for size in measure_work.ATTENTIONS["cuda"]:
-        nbytes = 2.0 * math.prod(size)
+    for size in measure_work.ATTENTIONS[kind]:
+        nbytes = nbytes_each * math.prod(size)
         sample = WorkSample(
-            name="attention", dtype="bf16", attention=size, nbytes=4 * nbytes, backward_nbytes=8 * nbytes, seconds=1.0
+            name="attention", dtype=dtype, attention=size, nbytes=4 * nbytes, backward_nbytes=8 * nbytes, seconds=1.0
         )
         samples.append(replace(sample, seconds=predicted_work(truth, sample)))
     fitted = with_attention(own, samples, origin())
     assert fitted.attention == pytest.approx(always, rel=0.02)
     assert fitted.attention_per_head == pytest.approx(per_head, rel=0.05)
     assert fitted.attention_per_key == pytest.approx(per_key, rel=0.05)
-    assert "attention with heads of 64 and 128" in dict(fitted.sources)["attention"]
+    heads = {"cuda": "64 and 128", "cpu": "16 and 32 and 64 and 128"}[kind]
+    assert f"attention with heads of {heads}" in dict(fitted.sources)["attention"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import load_cluster
-from autopar.cost_models.compute import compute_seconds, rates_of
+from autopar.cost_models.compute import HOST, compute_seconds, rates_of
 from autopar.cost_models.efficiency import RANGES, load_efficiency
 from autopar.errors import ArgumentError, ClusterError
 
@@ -43,12 +43,31 @@ def test_calibrated_attention_takes_longer_than_products_the_shorter_its_heads()
     products = compute_seconds(1e15, 0.0, "bf16", own)
     for head, times in ((64, 1.9), (128, 1.4), (256, 1.15)):
         for backward in (False, True):
-            assert rates.attention(1e15, 0.0, "bf16", head=head, keys=1000, backward=backward) == pytest.approx(
-                times * products
-            )
+            assert rates.attention(
+                1e15, 0.0, "bf16", head=head, keys=1000, every=1000, backward=backward
+            ) == pytest.approx(times * products)
         assert rates.least(1e15, 0.0, "bf16", attention=True) <= times * products
     with pytest.raises(ClusterError, match=r"attention 0\.0 must be positive"):
         replace(own, attention=0.0)
+
+
+def test_attention_on_a_host_works_at_whole_blocks_of_keys_in_any_dtype() -> None:
+    """A causal query sees half of the keys; up to a block all are worked at, of more half a block too many."""
+    host = replace(
+        DEVICE, name=HOST, launch_seconds=0.0, attention=0.8, attention_per_head=16.0, attention_per_key=64.0
+    )
+    rates, per_pair = rates_of(host), 4.0 * 32
+    for every, worked in ((64, 64), (512, 512), (1024, 768), (8192, 4352)):
+        flops = every / 2 * per_pair * 1e6
+        products = compute_seconds(worked * per_pair * 1e6, 0.0, "fp32", host)
+        found = rates.attention(flops, 0.0, "fp32", head=32, keys=every / 2, every=every)
+        assert found == pytest.approx((0.8 + 16 / 32 + 64 / worked) * products)
+        seen = rates.attention(2 * flops, 0.0, "fp32", head=32, keys=every, every=every)
+        assert found <= seen * (1 + 1e-12) and (every > 512 or found == pytest.approx(seen))
+        assert rates.least(flops, 0.0, "fp32", attention=True) <= found
+    device = replace(host, name="calibrated")
+    own = rates_of(device).attention(1e12, 0.0, "fp32", head=32, keys=32, every=64)
+    assert own == pytest.approx(compute_seconds(1e12, 0.0, "fp32", device)), "elsewhere in 16 bits alone"
 
 
 def test_rows_of_an_odd_length_take_longer_in_16_bits_on_a_gpu() -> None:
@@ -87,8 +106,8 @@ def test_no_price_is_below_flops_at_the_peak_or_bytes_at_the_bandwidth(gpu: str)
         floor = max(flops / peak, nbytes / device.memory_bandwidth)
         prices = [
             rates.products([(batch, m, n, k)], nbytes, "fp16"),
-            rates.attention(flops, nbytes, "fp16", head=128, keys=64),
-            rates.attention(flops, nbytes, "fp16", head=128, keys=64, backward=True),
+            rates.attention(flops, nbytes, "fp16", head=128, keys=64, every=64),
+            rates.attention(flops, nbytes, "fp16", head=128, keys=64, every=64, backward=True),
             rates.other(flops, nbytes, "fp16"),
         ]
         assert min(prices) >= floor

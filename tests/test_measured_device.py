@@ -77,8 +77,10 @@ def test_attention_without_a_mask(device: str) -> None:
         if row["operation"] == "attention" and float(row["both_seconds"]) >= 50e-6:
             _, _, keys, head = map(int, row["sizes"].split("x"))
             flops, nbytes, back = (float(row[name]) for name in ("flops", "nbytes", "backward_nbytes"))
-            seconds = rates.attention(flops, nbytes, "bf16", head=head, keys=keys)
-            seconds += rates.attention(BACKWARD_RATIO * flops, back, "bf16", head=head, keys=keys, backward=True)
+            seconds = rates.attention(flops, nbytes, "bf16", head=head, keys=keys, every=2 * keys)
+            seconds += rates.attention(
+                BACKWARD_RATIO * flops, back, "bf16", head=head, keys=keys, every=2 * keys, backward=True
+            )
             found.append(abs(seconds / float(row["both_seconds"]) - 1))
     assert len(found) == 9 and np.median(found) <= 0.17 and max(found) <= 0.35
 

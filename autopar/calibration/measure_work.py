@@ -1,5 +1,5 @@
 """How long do operations take, forward and backward, while all ranks compute? Matrix products, elementwise, tiny ones,
-and a GPU's attention.
+and attention.
 
 Ranks of one machine share its cores and its memory, so each is measured with all of them at work. Autograd's part is
 in the measured time, as it is in a training step, where Python computes itself; a GPU replays what it was given once
@@ -30,9 +30,16 @@ PRODUCTS = {
     ),
 }  # fmt: skip
 
-# (batch, heads, rows, head) of causal attention in bf16; on a CPU it is priced as products are
+# (batch, heads, rows, head) of causal attention
 ATTENTIONS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "cpu": (),
+    "cpu": (
+        (8, 8, 32, 16),
+        (8, 8, 64, 16),
+        (8, 4, 64, 32),
+        (4, 4, 128, 64),
+        (2, 4, 256, 64),
+        (2, 4, 128, 128),
+    ),
     "cuda": (
         (1, 32, 8192, 128),
         (2, 32, 4096, 128),
@@ -42,6 +49,8 @@ ATTENTIONS: dict[str, tuple[tuple[int, ...], ...]] = {
         (32, 12, 512, 64),
     ),
 }
+
+ATTENTION_DTYPE = {"cpu": "fp32", "cuda": "bf16"}
 
 # elements of memory-bound operations, the least of them a launch and no more
 ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_777_216, 67_108_864)}
@@ -62,8 +71,8 @@ class WorkRounds:
 
     def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
         self.works = [_product(shape, name, device) for name in dtypes for shape in PRODUCTS[device.type]]
-        if "bf16" in dtypes:
-            self.works += [_attention(size, device) for size in ATTENTIONS[device.type]]
+        own = ATTENTION_DTYPE[device.type]
+        self.works += [_attention(size, own, device) for size in ATTENTIONS[device.type] if own in dtypes]
         self.works += [
             make(count, device) for count in ELEMENTS[device.type] for make in (_silu, _product_of_two, _softmax)
         ]
@@ -99,11 +108,11 @@ def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> W
     return Work(name, dtype, (rows, columns, inner), nbytes, 2 * nbytes, call)
 
 
-def _attention(size: tuple[int, ...], device: torch.device) -> Work:
-    q, k, v = (torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+def _attention(size: tuple[int, ...], dtype: str, device: torch.device) -> Work:
+    q, k, v = (torch.randn(size, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
     call = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v))
     nbytes = float(q.numel() * q.element_size())
-    return Work(f"{' x '.join(map(str, size))}, causal", "bf16", (), 4 * nbytes, 8 * nbytes, call, size)
+    return Work(f"{' x '.join(map(str, size))}, causal", dtype, (), 4 * nbytes, 8 * nbytes, call, size)
 
 
 def _silu(count: int, device: torch.device) -> Work:

@@ -40,7 +40,7 @@ def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
         return forward + rates.products([(1, m, k, n), (1, k, n, m)], nbytes, dtype, rows=(n, k))
     if sample.attention:
         flops, (_, _, rows, head) = sample.flops, sample.attention
-        forward = rates.attention(flops, nbytes, dtype, head=head, keys=rows / 2)
+        forward = rates.attention(flops, nbytes, dtype, head=head, keys=rows / 2, every=rows)
         back_flops, moved = BACKWARD_RATIO * flops, sample.backward_nbytes
-        return forward + rates.attention(back_flops, moved, dtype, head=head, keys=rows / 2, backward=True)
+        return forward + rates.attention(back_flops, moved, dtype, head=head, keys=rows / 2, every=rows, backward=True)
     return rates.other(0.0, nbytes, dtype) + rates.other(0.0, sample.backward_nbytes, dtype)

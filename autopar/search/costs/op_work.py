@@ -6,7 +6,7 @@ So equal ops are worked out once for all meshes of the same devices, and for all
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from autopar.cost_models.compute import Rates
 from autopar.placement import Layout
@@ -72,8 +72,7 @@ def forward_seconds(op: Op, sizes: list[int], results: list[int], local: Local, 
         return rates.products([own], nbytes, op.dtype, rows=own[2:] if rule.product.in_rows else ())
     moved = moved_nbytes(op, sizes, results, rule.saves_nbytes / parts)[0]
     if rule.is_attention:
-        head, keys = _heads(op)
-        return rates.attention(rule.flops / parts, moved, op.dtype, head=head, keys=keys)
+        return rates.attention(rule.flops / parts, moved, op.dtype, **_heads(op))
     return rates.other(rule.flops / parts, moved, op.dtype)
 
 
@@ -91,13 +90,19 @@ def backward_seconds(
     moved = _back_nbytes(op, grads, sizes, results, rule.saves_nbytes / parts)
     flops = (2 * rule.flops if rule.backward_flops is None else rule.backward_flops) / parts
     if rule.is_attention:
-        head, keys = _heads(op)
-        return rates.attention(flops, moved, op.dtype, head=head, keys=keys, backward=True)
+        return rates.attention(flops, moved, op.dtype, **_heads(op), backward=True)
     return rates.other(flops, moved, op.dtype)
 
 
-def _heads(op: Op) -> tuple[int, float]:
-    """Elements of attention's heads, and how many keys a query sees on the average: half of them where it is causal."""
-    query, _, value = op.operand_shapes[:3]
+class _Heads(TypedDict):
+    head: int
+    keys: float
+    every: float
+
+
+def _heads(op: Op) -> _Heads:
+    """Elements of attention's heads, how many keys a query sees on the average, half of them where it is causal, and
+    how many there are."""
+    query, key, value = op.operand_shapes[:3]
     pairs = op.rule.flops / (2.0 * max(query[-1] + value[-1], 1))
-    return query[-1], pairs / max(math.prod(query[:-1]), 1)
+    return {"head": query[-1], "keys": pairs / max(math.prod(query[:-1]), 1), "every": key[-2]}
