@@ -15,7 +15,13 @@ from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.copies import running
 from autopar.search.costs.fused import Fused, find_fused, fused_messages
 from autopar.search.costs.holding import MEMORY_KINDS
-from autopar.search.costs.journeys import Journey, make_journeys, parameters_journeys, regathered
+from autopar.search.costs.journeys import (
+    Journey,
+    make_journeys,
+    parameters_journeys,
+    regathered,
+    splits_parameters,
+)
 from autopar.search.costs.late import late_seconds
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer, Timed
@@ -196,6 +202,7 @@ def _charges_of_ways(
     for group in copied:
         yield from together(group, backward=False)
         yield from together(group, backward=True)
+    splits = splits_parameters(plan, journeys, pricer)
     for name in names:
         journey = journeys[name]
         tensor = journey.tensor
@@ -208,7 +215,8 @@ def _charges_of_ways(
             if target in journey.in_backward:
                 yield from _sent(name, backward, times)
         if tensor.kind == "parameter" and tensor.requires_grad:
-            yield Charge("optimizer", name, pricer.optimizer_seconds(tensor, journey.source), backward=True)
+            seconds = pricer.optimizer_seconds(tensor, journey.source, beside_split=splits)
+            yield Charge("optimizer", name, seconds, backward=True)
     again = _gathered_again(plan, journeys, replays, fused)
     for name, step in dict.fromkeys(again) if pricer.in_buckets else again:  # in a bucket once for all uses
         yield from _sent(name, _stepped(journeys[name].tensor, step, plan, pricer)[0], parts)

@@ -97,6 +97,16 @@ def parameters_journeys(program: Program, plan: Plan, pricer: Pricer) -> dict[st
     return {name: _journey(tensor, program, plan, prices) for name, tensor in parameters.items()}
 
 
+def splits_parameters(plan: Plan, journeys: Mapping[str, Journey], pricer: Pricer) -> bool:
+    """Whether ranks have a part of some parameter: then the runtime has DTensors of all (`runtime.state.all_whole`).
+
+    Counted, as copies are, of plans in buckets alone: searches add up parameter by parameter, and one for which others
+    pay too is more than they see.
+    """
+    parameters = [j for j in journeys.values() if j.tensor.kind == "parameter"] if plan.buckets else []
+    return any(pricer.is_split(journey.tensor, journey.source) for journey in parameters)
+
+
 def _journey(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[OpPrice]) -> Journey:
     """What a tensor's readers ask of it; not what the graph's output does."""
     source = plan.layouts[tensor.name] if tensor.producer is None else prices[tensor.producer].results[tensor.index]

@@ -363,10 +363,15 @@ class Pricer:
         sizes = [self.nbytes(*t) for t in zip(op.operand_shapes, op.operand_sizes, wanted, strict=True)]
         return sizes, [self.nbytes(*t) for t in zip(op.result_shapes, op.result_sizes, given, strict=True)]
 
-    def optimizer_seconds(self, tensor: Tensor, storage: Layout) -> float:
-        """One optimizer step over the rank's shard, padding and casts included."""
+    def optimizer_seconds(self, tensor: Tensor, storage: Layout, *, beside_split: bool = False) -> float:
+        """One optimizer step over the rank's shard, padding and casts included; beside_split: of some other parameter
+        the rank has a part."""
         elements = self.local_nbytes(tensor, storage) / tensor.element_size
-        return self.update_seconds(tensor, elements, is_split=elements < prod(tensor.shape))
+        return self.update_seconds(tensor, elements, is_split=beside_split or elements < prod(tensor.shape))
+
+    def is_split(self, tensor: Tensor, storage: Layout) -> bool:
+        """Whether the rank has a part of a parameter alone."""
+        return self.local_nbytes(tensor, storage) < prod(tensor.shape) * tensor.element_size
 
     def update_seconds(self, tensor: Tensor, elements: float, *, is_split: bool = False) -> float:
         """One optimizer step over so many elements of a parameter."""

@@ -15,7 +15,7 @@ from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message, messages
 from autopar.search.costs.calls import WAIT, Call
-from autopar.search.costs.journeys import regathered
+from autopar.search.costs.journeys import regathered, splits_parameters
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import OpPrice, Pricer, Timed
 from autopar.search.costs.program import Program
@@ -98,9 +98,10 @@ class _Finder:
         )
 
     def _optimizer(self) -> Iterator[Task]:
+        splits = splits_parameters(self.plan, self.journeys, self.pricer)
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter" and journey.tensor.requires_grad:
-                seconds = self.pricer.optimizer_seconds(journey.tensor, journey.source)
+                seconds = self.pricer.optimizer_seconds(journey.tensor, journey.source, beside_split=splits)
                 yield Task(kind="optimizer", name=name, seconds=seconds)
 
     def _forward(self, call: Call) -> Iterator[Task]:

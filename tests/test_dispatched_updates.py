@@ -1,0 +1,50 @@
+"""What does a host's optimizer take for parameters that ranks have a part of, and for those beside them?"""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.cost_models.compute import rates_of
+from autopar.mesh import make_mesh
+from autopar.placement import Layout, Shard
+from autopar.plan import Plan, TrainConfig
+from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.pricing import Pricer
+from autopar.search.known.baselines import make_baseline
+from autopar.search.timeline.buckets import with_buckets
+from tests.search_cases import captured_of, machine, program_of
+
+LAUNCH = 1e-5
+
+
+def updates(plan: Plan, cluster: Cluster) -> float:
+    """Seconds of the optimizer."""
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    return evaluate_program(plan, program_of("gpt2"), pricer).seconds["optimizer"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd"])
+def test_one_parameter_in_parts_makes_dtensors_of_all(optimizer: str) -> None:
+    """As it runs in buckets; without any, as searches add up, it pays for itself alone; before a GPU's queue nobody."""
+    host = machine(2)
+    host = replace(host, device=replace(host.device, launch_seconds=LAUNCH))
+    ddp = make_baseline("ddp", captured_of("gpt2"), host, make_mesh((2,)), TrainConfig(optimizer=optimizer))
+    whole = with_buckets(ddp, captured_of("gpt2"), host)
+    trained = [t for t in program_of("gpt2").tensors.values() if t.kind == "parameter" and t.requires_grad]
+    name = max(trained, key=lambda tensor: tensor.shape[0]).name
+    prices = Pricer(mesh=whole.mesh, cluster=host, config=whole.config)
+    assert whole.buckets and not any(prices.is_split(tensor, whole.layouts[tensor.name]) for tensor in trained)
+    other = {"layouts": {**whole.layouts, name: Layout((Shard(0),))}, "ways": {}}
+    others = tuple(left for names in whole.buckets if (left := tuple(n for n in names if n != name)))
+    split = replace(whole, buckets=others, **other)
+    prices = Pricer(mesh=whole.mesh, cluster=host, config=whole.config)
+    tensor = program_of("gpt2").tensors[name]
+    before, after = (prices.optimizer_seconds(tensor, plan.layouts[name]) for plan in (whole, split))
+    dispatch = rates_of(host.device).split_seconds  # of one kernel, which both optimizers have
+    assert prices.is_split(tensor, split.layouts[name]) and dispatch == pytest.approx(3 * LAUNCH)
+    assert updates(split, host) == pytest.approx(updates(whole, host) - before + after + (len(trained) - 1) * dispatch)
+    alone = replace(split, buckets=())
+    assert updates(alone, host) == pytest.approx(updates(whole, host) - before + after)
+    gpu = replace(host, device=replace(host.device, name="another"))
+    assert updates(split, gpu) == pytest.approx(updates(alone, gpu))
