@@ -1,5 +1,6 @@
 """What does a host's optimizer take for parameters that ranks have a part of, and for those beside them?"""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from autopar.placement import Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
+from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import make_baseline
+from autopar.search.planner import plan_program
 from autopar.search.timeline.buckets import with_buckets
 from tests.search_cases import captured_of, machine, program_of
 
@@ -48,3 +51,27 @@ def test_one_parameter_in_parts_makes_dtensors_of_all(optimizer: str) -> None:
     assert updates(alone, host) == pytest.approx(updates(whole, host) - before + after)
     gpu = replace(host, device=replace(host.device, name="another"))
     assert updates(split, gpu) == pytest.approx(updates(alone, gpu))
+
+
+@pytest.mark.parametrize(
+    ("launch", "bandwidth", "is_whole"), [(1e-5, 1e9, True), (3e-6, 1e9, True), (1e-6, 1e9, False)]
+)
+def test_a_plan_with_parameters_whole_is_looked_for_beside_one_that_splits_some(
+    launch: float, bandwidth: float, is_whole: bool
+) -> None:
+    """A search adds up what each parameter pays for itself, and splits too many where launches are slow."""
+    program, host = program_of("gpt2"), machine(2)
+    host = replace(host, device=replace(host.device, launch_seconds=launch, memory_bandwidth=bandwidth))
+    config = TrainConfig(optimizer="adamw-fused")
+    pricer = Pricer(mesh=make_mesh((2,)), cluster=host, config=config, in_buckets=True)
+    how = {"relative_gap": 5e-3, "fold": True}
+    searched = plan_program(program, pricer, seconds=None, with_baselines=False, **how)
+    found = best_in_buckets(searched, program, host, spent=math.inf, **how)
+    parameters = [tensor for tensor in program.tensors.values() if tensor.kind == "parameter"]
+
+    def splits(plan: Plan) -> bool:
+        return any(pricer.is_split(tensor, plan.layouts[tensor.name]) for tensor in parameters)
+
+    assert splits(searched) and splits(found) != is_whole
+    assert "with parameters whole" in found.estimate.solver["in_buckets"]["seconds"]
+    assert (found.estimate.step_seconds < searched.estimate.step_seconds) == is_whole

@@ -8,7 +8,8 @@ then its plan is proved to be as near the best as was asked. Where it is not, ot
     as paid     searched again, where each kind of message counts as much of a start as the last plan in buckets paid
                 for it (`costs.starts_paid`), a few times
     on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
-                a slow link, copies inside a host may still share a bucket
+                a slow link, copies inside a host may still share a bucket; on all axes where the last plan splits some
+                for which a host's optimizer pays with all (`costs.journeys.splits_parameters`)
     beside      searched again where what runs beside compute counts less, which a plain sum does not see: sums of the
                 loss and of the count of labels no start, gradients' reductions a part of what backward may hide
     baselines   the named ones
@@ -30,6 +31,7 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.journeys import parameters_journeys, splits_parameters
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.starts_paid import starts_paid
@@ -121,15 +123,16 @@ def best_in_buckets(
             found[f"starts as paid, try {number}"] = last
         else:
             break
-    for axes in _parts(program, pricer):
+    for axes in _parts(program, pricer, best()):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
             continue
         names = " and ".join(pricer.mesh.names[axis] for axis in axes)
-        tell(f"planning for buckets on axis {names} alone")
+        where = f"on axis {names} alone" if len(axes) < pricer.mesh.num_axes else "with parameters whole"
+        tell(f"planning for buckets {where}")
         copies = _copies_on(program, pricer, axes, seconds, bool(search["fold"]))
         if copies is not None:
-            found[f"on axis {names} alone"] = finish(copies)
+            found[where] = finish(copies)
     parts = _shown(plan, pricer) if beside else ()
     least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes))) if parts else 0.0
     shared = shared.paying(starts_paid(plan, program, shared)) if parts and before else shared
@@ -186,14 +189,17 @@ def _shown(plan: Plan, pricer: Pricer) -> tuple[float, ...]:
     return SHOWN if hides else SHOWN[:1]
 
 
-def _parts(program: Program, pricer: Pricer) -> list[tuple[int, ...]]:
-    """Some of the mesh's axes, but not all; more ranks first. None for meshes that are not searched whole."""
+def _parts(program: Program, pricer: Pricer, plan: Plan) -> list[tuple[int, ...]]:
+    """Some of the mesh's axes, more ranks first; all of them where the plan's parameters in parts cost a host more than
+    a search sees. None for meshes that are not searched whole."""
     shape = pricer.mesh.shape
     axes = [axis for axis, size in enumerate(shape) if size > 1]
     if len(axes) > SEARCHED_AXES:
         return []
     parts = [part for count in range(1, len(axes)) for part in itertools.combinations(axes, count)]
-    return sorted(parts, key=lambda part: -math.prod(shape[axis] for axis in part))
+    journeys = parameters_journeys(program, plan, pricer) if pricer.rates.split_seconds else {}
+    every = [tuple(range(pricer.mesh.num_axes))] if splits_parameters(plan, journeys, pricer) else []
+    return [*every, *sorted(parts, key=lambda part: -math.prod(shape[axis] for axis in part))]
 
 
 def _least_work(program: Program, pricer: Pricer, axes: tuple[int, ...]) -> float:
