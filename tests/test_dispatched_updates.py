@@ -61,7 +61,7 @@ def test_a_plan_with_parameters_whole_is_looked_for_beside_one_that_splits_some(
 ) -> None:
     """A search adds up what each parameter pays for itself, and splits too many where launches are slow."""
     program, host = program_of("gpt2"), machine(2)
-    host = replace(host, device=replace(host.device, launch_seconds=launch, memory_bandwidth=bandwidth))
+    host = replace(host, device=replace(host.device, launch_seconds=launch, memory_bandwidth=1e9))
     config = TrainConfig(optimizer="adamw-fused")
     pricer = Pricer(mesh=make_mesh((2,)), cluster=host, config=config, in_buckets=True)
     how = {"relative_gap": 5e-3, "fold": True}
