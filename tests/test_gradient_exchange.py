@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 
 from autopar.cluster import load_cluster
-from autopar.cost_models.gradient_exchange import merged_gradients
 from autopar.cost_models.gradient_exchange.all_reduce import HierarchicalAllReduce, RingAllReduce, TreeAllReduce
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
@@ -22,7 +21,6 @@ from autopar.cost_models.gradient_exchange.merged_gradients import (
     merge_with_starts,
     optimal_merge,
     published_merge,
-    seconds_with_starts,
 )
 from autopar.cost_models.gradient_exchange.model import ExchangeModel, Gradient
 from autopar.cost_models.gradient_exchange.network import Network, network_of
@@ -172,27 +170,6 @@ def test_the_merge_is_the_best_where_starts_take_the_processor(seed: int) -> Non
     found = merge_with_starts(model.ready, model.nbytes, seconds, start, busy)
     assert found in merges
     assert step(found) == pytest.approx(min(map(step, merges)), rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_very_many_gradients_are_cut_between_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later than the best merge by no more than a part takes to be ready and to travel; ends are cut anywhere."""
-    rng = random.Random(seed)
-    model = random_model(seed, rng.randint(40, 120))
-    alpha, beta = 10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-11, -9)
-
-    count, how = len(model.ready), (lambda n: alpha + beta * n, alpha, beta)
-    best = merge_with_starts(model.ready, model.nbytes, *how)
-    monkeypatch.setattr(merged_gradients, "PARTS", 10)
-    monkeypatch.setattr(merged_gradients, "ENDS", 8)
-    groups = merge_with_starts(model.ready, model.nbytes, *how)
-    assert [k for first, last in groups for k in range(first, last + 1)] == [*range(count)]
-    assert sum(8 < first < count - 8 for first, _ in groups) <= 10
-    part = model.nbytes.sum() / 10 + 2 * model.nbytes.max()
-    most = 1 + max(np.searchsorted(np.cumsum(model.nbytes[k:]), part) for k in range(count))
-    waits = max(model.ready[min(k + most, count - 1)] - model.ready[k] for k in range(count))
-    least, found = (seconds_with_starts(one, model.ready, model.nbytes, *how) for one in (best, groups))
-    assert least * (1 - 1e-12) <= found <= least + waits + 2 * beta * part
 
 
 def test_published_merge_by_hand() -> None:

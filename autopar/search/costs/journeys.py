@@ -101,7 +101,7 @@ def splits_parameters(plan: Plan, journeys: Mapping[str, Journey], pricer: Price
     """Whether ranks have a part of some parameter: then the runtime has DTensors of all (`runtime.state.all_whole`).
 
     Counted, as copies are, of plans in buckets alone: searches add up parameter by parameter, and one for which others
-    pay too is more than they see.
+    pay too is more than they see. What buckets save is less by it.
     """
     parameters = [j for j in journeys.values() if j.tensor.kind == "parameter"] if plan.buckets else []
     return any(pricer.is_split(journey.tensor, journey.source) for journey in parameters)

@@ -147,11 +147,12 @@ def search_meshes(
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome)
-            begin(fastest(outcome)[-1][0].microbatches)
+            best = _worth_finishing(outcome)
+            begin(best[-1][0].microbatches)
             finished: list[Answer] = []
-            for key, answer in fastest(outcome):
-                seconds_taken = time.monotonic() - began
-                plan = _certified(key, answer, outcome, joint, len(asked), with_baselines, seconds_taken, mesh)
+            for key, answer in best:
+                taken = time.monotonic() - began
+                plan = _certified(key, answer, outcome, joint, len(asked), with_baselines, taken, mesh)
                 finished.append(finish(plan, joint.program(key.microbatches)))
             found = min(finished, key=lambda plan: plan.estimate.step_seconds)
             count = found.microbatches
@@ -177,7 +178,7 @@ def _runs(key: Candidate) -> bool:
     return True
 
 
-def fastest(outcome: Outcome[Candidate, Answer]) -> list[tuple[Candidate, Answer]]:
+def _worth_finishing(outcome: Outcome[Candidate, Answer]) -> list[tuple[Candidate, Answer]]:
     """The best answer with everything in turn, which is what bounds are of; then one that takes less as it runs, more
     of it beside compute, if another was met that does."""
     assert outcome.answer is not None and outcome.key is not None
