@@ -12,7 +12,8 @@ before sends, and all stages but the last return what they send on in place of t
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -128,6 +129,13 @@ class CapturedModel:
     @property
     def microbatches(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.microbatches
+
+    def of_microbatches(self, count: int) -> "CapturedModel":
+        """The same graph as one of another number of micro-batches."""
+        assert self.accumulation is not None
+        made = copy(self)
+        vars(made)["accumulation"] = replace(self.accumulation, microbatches=count)
+        return made
 
     @property
     def results(self) -> tuple[str, ...]:

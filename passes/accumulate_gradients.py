@@ -86,6 +86,15 @@ def accumulate_gradients(
     return _counted(captured if in_place else _copied(captured), microbatches, weight, target.name, ignored, losses)
 
 
+def is_unscaled(captured: CapturedModel) -> bool:
+    """Whether no number scales a part of the loss, so that none can stem from the size of the batch.
+
+    Raises:
+        BatchError: if the loss is not linear in what reduces samples.
+    """
+    return all(abs(x) == 1 for term in _terms_of(captured) for x in term.factors)
+
+
 def rows_of_mean(captured: CapturedModel) -> float | None:
     """Over how many labels the loss is a mean, or a multiple of several over the same labels; None if of others too.
 

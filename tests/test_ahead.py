@@ -87,11 +87,11 @@ def test_helpers_make_graphs_of_a_line_themselves() -> None:
     with Helpers(HELPER, 1) as helpers:
         joint = Joint(graph=batches.microbatch, line=lambda: batches.line, setup=setup, helpers=helpers)
         joint._ahead.foresee(asked[2:3])  # 4 of 2 samples: between the ends
-        assert batches.line is not None and joint._graphs.keys() == {4}
+        assert batches.line is not None and joint.programs.graphs.keys() == {4}
         joint._ahead.foresee(asked)
         there = [joint._ahead._asked[one].result() for one in asked]
         ends = joint._ahead._ends
-        assert joint._graphs.keys() == {4} and ends is not None and ends[2] == (1, 8)
+        assert joint.programs.graphs.keys() == {4} and ends is not None and ends[2] == (1, 8)
     here = Joint(graph=batches.captured_microbatch, setup=setup)
     assert there == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
 

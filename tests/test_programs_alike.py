@@ -12,8 +12,10 @@ from tests.zoo import FAMILIES
 
 
 def fields_of(op: Op) -> dict[str, Any]:
-    """All fields; of its rule those that can be compared, and of the others whether they are there."""
+    """All fields; of its rule those that can be compared, and of the others whether they are there; of its call what it
+    is like."""
     own = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+    own["node"] = op.node.target, len(op.node.all_input_nodes)
     rule = {field.name: getattr(op.rule, field.name) for field in dataclasses.fields(op.rule)}
     own["rule"] = {name: callable(value) or value for name, value in rule.items()}
     return own
@@ -23,7 +25,7 @@ def fields_of(op: Op) -> dict[str, Any]:
 def test_ops_alike_have_what_each_has_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(family)
     shared = make_program(captured)
-    monkeypatch.setattr(programs._OpMaker, "_seen", lambda *_: object())
+    monkeypatch.setattr(programs.OpMaker, "_seen", lambda *_: object())
     alone = make_program(captured)
     assert len({id(op.rule) for op in shared.ops}) < len({id(op.rule) for op in alone.ops}) == len(alone.ops)
     for got, want in zip(shared.ops, alone.ops, strict=True):

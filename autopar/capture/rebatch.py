@@ -9,7 +9,8 @@ that a number is on a line: who plans with such a graph compares it with the cap
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -167,15 +168,10 @@ def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: 
     Raises:
         NotLinearError: if they are not alike in all but numbers.
     """
-    line = _Line(sizes[0], sizes[1], size)
-    if len(a.graph.nodes) != len(b.graph.nodes) or set(a.constants) != set(b.constants):
-        raise NotLinearError(a.name)
-    if not all(torch.equal(value, b.constants[name]) for name, value in a.constants.items()):
-        raise NotLinearError(a.name)
+    line = Between(sizes[0], sizes[1], size)
+    check_alike(a, b)
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True):
-        if (one.op, one.name, target_name(one.target)) != (other.op, other.name, target_name(other.target)):
-            raise NotLinearError(f"{one.name} and {other.name}")
         moved = line.between((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
         args, kwargs = fx.node.map_arg(moved, env.__getitem__)
         copy = graph.create_node(one.op, one.target, args, kwargs, one.name, one.type)
@@ -183,31 +179,61 @@ def rebatched(a: CapturedModel, b: CapturedModel, sizes: tuple[int, int], size: 
         if "val" in one.meta:
             copy.meta["val"] = line.value(one.meta["val"], other.meta["val"])
         env[one] = copy
-    return replace(
-        a,
-        graph=graph,
-        parameters=tuple(line.spec(p, q) for p, q in zip(a.parameters, b.parameters, strict=True)),
-        buffers=tuple(line.spec(p, q) for p, q in zip(a.buffers, b.buffers, strict=True)),
-        inputs=tuple(line.spec(p, q) for p, q in zip(a.inputs, b.inputs, strict=True)),
-    )
+    return replace(a, graph=graph, **line.specs(a, b))
+
+
+def check_alike(a: CapturedModel, b: CapturedModel) -> None:
+    """Raises NotLinearError if constants, or nodes' names and targets, differ."""
+    if len(a.graph.nodes) != len(b.graph.nodes) or set(a.constants) != set(b.constants):
+        raise NotLinearError(a.name)
+    if not all(torch.equal(value, b.constants[name]) for name, value in a.constants.items()):
+        raise NotLinearError(a.name)
+    for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True):
+        if (one.op, one.name, target_name(one.target)) != (other.op, other.name, target_name(other.target)):
+            raise NotLinearError(f"{one.name} and {other.name}")
+
+
+class Deferred(CapturedModel):
+    """A captured model whose graph is made when it is first looked at."""
+
+    make: Callable[[], CapturedModel]
+
+    @classmethod
+    def like(cls, model: CapturedModel, make: Callable[[], CapturedModel], **changes: Any) -> "Deferred":
+        """All but the graph a model's, with `changes`; `make` gives the graph."""
+        own = {f.name: getattr(model, f.name) for f in fields(CapturedModel) if f.name != "graph"}
+        made = object.__new__(cls)
+        vars(made).update({**own, **changes, "make": make})
+        return made
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """The graph, which has no other reader of `make`."""
+        return self.make().graph
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Between:
+    """The point at `n` samples of a line from `a` to `b`. made: tensors without values, by those at the ends."""
+
     a: int
     b: int
     n: int
     made: dict[object, torch.Tensor] = field(default_factory=dict)
+
+    def number(self, x: int, y: int) -> int:
+        """An integer that is x and y at the ends."""
+        moved, rest = divmod((y - x) * (self.n - self.a), self.b - self.a)
+        if rest:
+            raise NotLinearError(f"{x} and {y}")
+        return x + moved
 
     def between(self, x: Any, y: Any) -> Any:
         """`x` with every integer moved; both have the same structure."""
         if type(x) is not type(y):
             raise NotLinearError(f"{x} and {y}")
         if type(x) is int:
-            moved, rest = divmod((y - x) * (self.n - self.a), self.b - self.a)
-            if rest:
-                raise NotLinearError(f"{x} and {y}")
-            return x + moved
+            return self.number(x, y)
         if isinstance(x, (tuple, list)):
             if len(x) != len(y):
                 raise NotLinearError(f"{x} and {y}")
@@ -222,8 +248,14 @@ class _Line:
             raise NotLinearError(f"{x} and {y}")
         return x
 
-    def spec(self, x: Any, y: Any) -> Any:
-        return replace(x, shape=self.between(x.shape, y.shape))
+    def specs(self, a: CapturedModel, b: CapturedModel) -> dict[str, Any]:
+        """What is said of the model's parameters, buffers and inputs."""
+        kinds = ("parameters", "buffers", "inputs")
+        pairs = {kind: zip(getattr(a, kind), getattr(b, kind), strict=True) for kind in kinds}
+        return {
+            kind: tuple(replace(p, shape=self.between(p.shape, q.shape)) for p, q in both)
+            for kind, both in pairs.items()
+        }
 
     def value(self, x: Any, y: Any) -> Any:
         """The meta tensor between two; one for all that are alike."""

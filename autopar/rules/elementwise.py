@@ -20,6 +20,8 @@ Maker = Callable[[fx.Node], Rule]
 Linear = tuple[frozenset[int], ...]
 
 NONE: frozenset[int] = frozenset()
+LOOKED_BACK = 4
+"""Calls before an operand that are looked at for what its elements can be."""
 
 
 def elementwise_rule(
@@ -195,7 +197,7 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def is_positive(node: fx.Node, depth: int = 4) -> bool:
+def is_positive(node: fx.Node, depth: int = LOOKED_BACK) -> bool:
     """Whether every element is above zero, garbage or not: `x + c` with c > 0 and x never negative."""
     if node.op != "call_function" or node.target not in (aten.add.Tensor, aten.add.Scalar):
         return False

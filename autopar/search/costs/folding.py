@@ -34,7 +34,15 @@ def pattern(path: str) -> str:
 
 
 def fold_program(program: Program, *, fold: bool = True) -> Folding:
-    """Classes of ops and tensors; without `fold` each is a class of its own."""
+    """Classes of ops and tensors; without `fold` each is a class of its own. One for all programs of a form."""
+    key = ("folding", fold)
+    if key not in program.form:
+        program.form[key] = _folded(program, fold)
+    found: Folding = program.form[key]
+    return found
+
+
+def _folded(program: Program, fold: bool) -> Folding:
     ordinals: dict[str, int] = {}
     classes: dict[object, int] = {}
     class_of: list[int] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from autopar.graph import operands
 from autopar.passes.lay_out import is_known, results_of
 from autopar.plan import Plan
 from autopar.rules.spare import short_name
@@ -44,7 +45,8 @@ def find_lying(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[s
                 for name in anew if name in program.strided}  # fmt: skip
         if not own or not is_known(op.node):
             continue
-        value = results_of(op.node, own)
+        sources = zip(operands(op.node), op.operands, strict=True)
+        value = results_of(op.node, {source.name: own[name] for source, name in sources if name in own})
         (result,) = op.results if isinstance(value, Tensor) else (None,)
         if result is None:
             continue

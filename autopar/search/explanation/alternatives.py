@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from torch import fx
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.placement import Layout, Placement, Shard
@@ -91,8 +92,8 @@ class Space:
             yield self._restricted(f"nothing split by {said}", Restriction(choice=allowed))
 
     def _meanings(self) -> Callable[[Op, str], str]:
-        tags = dim_tags(self.program.captured)
-        named = {op.name: factor_tags(op.node, op.rule, tags) for op in self.program.ops}
+        tags, nodes = dim_tags(self.program.captured), self.program.captured.nodes
+        named = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in self.program.ops}
 
         def meaning(op: Op, name: str) -> str:
             return "whole" if name in ("replicate", "invariant") else named[op.name].get(name, "summands")
@@ -134,10 +135,11 @@ class Space:
         spent = {node: self._node_seconds(problem, node) for node in problem.options}
         for node in sorted(spent, key=lambda n: -spent[n])[:most]:
             root = problem.clusters[node].root
+            call = self.program.captured.nodes[root.name]
             chosen = self.plan.choices[root.name]
 
-            def said(plan: Plan, op: Op = root) -> str:
-                return words_of(op, plan, tags)
+            def said(plan: Plan, call: fx.Node = call) -> str:
+                return words_of(call, plan, tags)
 
             def is_banned(problem: Problem, node: int = node, chosen: tuple[str, ...] = chosen) -> list[bool]:
                 return [option.names[-1] == chosen for option in problem.options[node]]
@@ -239,9 +241,9 @@ _GATHERED = {
 }
 
 
-def words_of(op: Op, plan: Plan, tags: Tags) -> str:
+def words_of(node: fx.Node, plan: Plan, tags: Tags) -> str:
     """An op's choices: `split by batch on data, split by columns on model`."""
-    how = [words(op.node, name, tags) for name in plan.choices[op.name]]
+    how = [words(node, name, tags) for name in plan.choices[node.name]]
     if len(set(how)) == 1:
         return how[0]
     pairs = zip(how, plan.mesh.names, strict=True)

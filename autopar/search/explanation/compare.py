@@ -141,11 +141,11 @@ def _decisions(plan: AnyPlan, graph: CapturedModel) -> dict[tuple[str, str, str]
 
 def _decided(plan: Plan, program: Program) -> dict[tuple[str, str, str], str]:
     """(kind, what equal blocks share, the thing) -> what was decided of it, in words."""
-    tags = dim_tags(program.captured)
+    tags, nodes = dim_tags(program.captured), program.captured.nodes
     out: dict[tuple[str, str, str], str] = {}
     for op in program.ops:
         what = describe(program, op.name)
-        how = words_of(op, plan, tags)
+        how = words_of(nodes[op.name], plan, tags)
         out["op", what, op.name] = f"{how} {_given(op, plan)}"
         if op.name in plan.recompute:
             out["recompute", what, op.name] = "run again"

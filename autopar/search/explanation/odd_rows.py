@@ -39,7 +39,7 @@ def odd_rows(plan: Plan, program: Program, pricer: Pricer) -> tuple[OddRows, ...
             continue
         before = found.get(rows)
         found[rows] = OddRows(
-            name=before.name if before else str(op.node.meta.get("module") or op.name),
+            name=before.name if before else op.module or op.name,
             rows=rows,
             count=before.count + 1 if before else 1,
             seconds=(price.forward + price.backward) * plan.microbatches + (before.seconds if before else 0.0),

@@ -24,16 +24,35 @@ HEAVY_FLOPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Grown:
+    """What is in which cluster: `instances[cluster][k][i]`, position of member i, the root last. One for all programs
+    of a form whose seeds are the same."""
+
+    instances: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @cached_property
+    def positions(self) -> tuple[Ints, ...]:
+        """As arrays, [instance, member]."""
+        return tuple(np.array(rows, dtype=np.int64) for rows in self.instances)
+
+    @cached_property
+    def firsts(self) -> tuple[Ints, ...]:
+        """The position of each instance's first op."""
+        return tuple(np.asarray(rows.min(axis=1)) for rows in self.positions)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cluster:
     """`members`: ops of the first instance in graph order, the root last; `instances[k][i]`: position of member i.
 
-    inner: tensors (of the first instance) that stay inside.
+    grown, number: the clusters that it is one of, and which. inner: tensors (of the first instance) that stay inside.
     saved_inner: of them, those whose storage autograd keeps, as (member, result).
     saved_outer: (member, operand) -> ops an instance that keep the tensor read there, directly or through views inside.
     """
 
     members: tuple[Op, ...]
-    instances: tuple[tuple[int, ...], ...]
+    grown: Grown
+    number: int
     inner: frozenset[str]
     saved_inner: tuple[tuple[int, int], ...]
     saved_outer: Mapping[tuple[int, int], int]
@@ -43,18 +62,22 @@ class Cluster:
         return self.members[-1]
 
     @property
+    def instances(self) -> tuple[tuple[int, ...], ...]:
+        return self.grown.instances[self.number]
+
+    @property
     def multiplicity(self) -> int:
         return len(self.instances)
 
-    @cached_property
+    @property
     def positions(self) -> Ints:
         """`instances` as an array, [instance, member]."""
-        return np.array(self.instances, dtype=np.int64)
+        return self.grown.positions[self.number]
 
-    @cached_property
+    @property
     def firsts(self) -> Ints:
         """The position of each instance's first op."""
-        return np.asarray(self.positions.min(axis=1))
+        return self.grown.firsts[self.number]
 
 
 def is_seed(op: Op, program: Program) -> bool:
@@ -69,9 +92,13 @@ def is_seed(op: Op, program: Program) -> bool:
 
 def make_clusters(program: Program, folding: Folding, *, coarse: bool = False) -> tuple[Cluster, ...]:
     """All clusters, in graph order of their first ops."""
-    seeds: set[int] = set()
+    seeds = {n for n, positions in enumerate(folding.instances) if is_seed(program.ops[positions[0]], program)}
     while True:
-        clusters = _grow(program, folding, seeds)
+        key = ("grown", folding, frozenset(seeds))
+        if key not in program.form:
+            program.form[key] = _grow(program, folding, seeds)
+        grown: Grown = program.form[key]
+        clusters = tuple(_cluster(program, grown, number) for number in range(len(grown.instances)))
         found = {folding.class_of[p] for cluster in clusters if (p := _boundary(program, cluster, coarse)) is not None}
         if not found:
             return clusters
@@ -102,7 +129,7 @@ def _boundary(program: Program, cluster: Cluster, coarse: bool) -> int | None:
     return None
 
 
-def _grow(program: Program, folding: Folding, seeds: set[int]) -> tuple[Cluster, ...]:
+def _grow(program: Program, folding: Folding, seeds: set[int]) -> Grown:
     outputs = {program.loss, *program.mutated}
     place: dict[int, tuple[int, int]] = {}  # position -> (root class, instance)
     members: dict[int, list[int]] = {}
@@ -110,21 +137,21 @@ def _grow(program: Program, folding: Folding, seeds: set[int]) -> tuple[Cluster,
     for number in order:
         positions = folding.instances[number]
         target = None
-        if number not in seeds and not is_seed(program.ops[positions[0]], program):
+        if number not in seeds:
             target = _common(program, positions, place, outputs)
         if target is None or len(positions) != len(folding.instances[target[0][0]]):
             target = [(number, k) for k in range(len(positions))]
         members.setdefault(target[0][0], []).append(number)
         place.update(zip(positions, target, strict=True))
-    out = []
+    out: list[tuple[tuple[int, ...], ...]] = []
     for root in sorted(members, key=lambda c: folding.instances[c][0]):
         rows: list[dict[int, int]] = [{} for _ in folding.instances[root]]
         for number in members[root]:
             for position in folding.instances[number]:
                 rows[place[position][1]][number] = position
         numbers = sorted(members[root], key=lambda c: rows[0][c])
-        out.append(_cluster(program, tuple(tuple(row[c] for c in numbers) for row in rows)))
-    return tuple(out)
+        out.append(tuple(tuple(row[c] for c in numbers) for row in rows))
+    return Grown(instances=tuple(out))
 
 
 def _common(
@@ -142,8 +169,8 @@ def _common(
     return out if same and len(set(out)) == len(out) else None  # type: ignore[return-value]
 
 
-def _cluster(program: Program, instances: tuple[tuple[int, ...], ...]) -> Cluster:
-    members = tuple(program.ops[p] for p in instances[0])
+def _cluster(program: Program, grown: Grown, number: int) -> Cluster:
+    members = tuple(program.ops[p] for p in grown.instances[number][0])
     made = {r: (i, j) for i, op in enumerate(members[:-1]) for j, r in enumerate(op.results) if r is not None}
     inner: set[tuple[int, int]] = set()
     outer: dict[tuple[int, int], int] = {}
@@ -164,7 +191,8 @@ def _cluster(program: Program, instances: tuple[tuple[int, ...], ...]) -> Cluste
             inner.update((i, j) for j in op.rule.saves_results)
     return Cluster(
         members=members,
-        instances=instances,
+        grown=grown,
+        number=number,
         inner=frozenset(made),
         saved_inner=tuple(sorted(inner)),
         saved_outer=outer,

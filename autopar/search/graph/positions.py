@@ -12,22 +12,24 @@ def reading_positions(
 ) -> Mapping[str, list[int]]:
     """Of each tensor those ops of class `number` that read it as operand `slot`."""
     key = ("reading positions", folding, names, number, slot)
-    if key not in program.made:
-        program.made[key] = {
+    if key not in program.form:
+        program.form[key] = {
             name: [p for p, s in program.readers[name] if s == slot and folding.class_of[p] == number] for name in names
         }
-    found: Mapping[str, list[int]] = program.made[key]
+    found: Mapping[str, list[int]] = program.form[key]
     return found
 
 
 def leave_as_views(program: Program, clusters: tuple[Cluster, ...], names: tuple[str, ...]) -> bool:
     """Whether a view of any of these parameters is read by other clusters, or by an op inside the view's own."""
-    key = ("leave as views", clusters, names)
-    if key not in program.made:
-        roots = {instance[-1] for cluster in clusters for instance in cluster.instances}
-        every = (p for name in names for p, _ in program.readers[name])
-        program.made[key] = any(_leaves_as_view(position, program, roots) for position in every)
-    return bool(program.made[key])
+    grown = clusters[0].grown
+    key = ("leave as views", grown, names)
+    if key not in program.form:
+        if ("roots", grown) not in program.form:
+            program.form["roots", grown] = {row[-1] for instances in grown.instances for row in instances}
+        roots, every = program.form["roots", grown], (p for name in names for p, _ in program.readers[name])
+        program.form[key] = any(_leaves_as_view(position, program, roots) for position in every)
+    return bool(program.form[key])
 
 
 def _leaves_as_view(position: int, program: Program, roots: Container[int]) -> bool:

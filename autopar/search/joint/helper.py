@@ -26,7 +26,7 @@ def main() -> None:
         if setup is not None:
             graphs.clear()
             lines.clear()
-            joint[:] = [Joint(graph=graph, setup=setup)]
+            joint[:] = [Joint(graph=graph, line=lambda: lines[0] if lines else None, setup=setup)]
         if ends is not None:
             small, large, sizes = ends
             lines[:] = [Line(small=load(small), large=load(large), sizes=sizes)]

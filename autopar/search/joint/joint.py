@@ -28,7 +28,7 @@ from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.at_hand import at_hand
@@ -38,6 +38,7 @@ from autopar.search.joint.critical_path import Way
 from autopar.search.joint.helpers import Helpers
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.memory_bounds import MemoryBounds
+from autopar.search.joint.programs import Programs
 from autopar.search.joint.questions import (
     Answer,
     Question,
@@ -81,8 +82,7 @@ class Joint:
     line: Callable[[], Line | None] = lambda: None
     helpers: Helpers | None = None
     improved: Callable[[int], None] = lambda _: None
-    _graphs: dict[int, CapturedModel] = field(default_factory=dict)
-    _programs: dict[int, Program] = field(default_factory=dict)
+    programs: Programs = field(init=False)
     _own: dict[Candidate, float] = field(default_factory=dict)
     _least: dict[tuple[Arrangement, int], float] = field(default_factory=dict)
     _best: float = math.inf
@@ -101,6 +101,7 @@ class Joint:
     _ahead: Ahead = field(init=False)
 
     def __post_init__(self) -> None:
+        self.programs = Programs(graph=self.graph, line=self.line)
         self._together = Together(counts=self.setup.counts)
         self._pricers = Pricers(self.setup.config, self.setup.buckets)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
@@ -111,18 +112,12 @@ class Joint:
         self._ahead = Ahead(
             here=self.answer,
             fresh=self._fresh,
-            graph=self.captured,
+            graph=self.programs.captured,
             needs=self._needs,
             setup=self.setup,
             line=self.line,
             helpers=self.helpers,
         )
-
-    def captured(self, microbatches: int) -> CapturedModel:
-        """The graph of one of so many micro-batches."""
-        if microbatches not in self._graphs:
-            self._graphs[microbatches] = self.graph(microbatches)
-        return self._graphs[microbatches]
 
     def _needs(self, question: Question) -> set[int]:
         """The numbers of micro-batches whose graphs a question is about."""
@@ -159,14 +154,7 @@ class Joint:
 
         Raises InfeasibleError where the loss of the whole batch is no sum over so many parts.
         """
-        if microbatches not in self._programs:
-            try:
-                self._programs[microbatches] = make_program(self.captured(microbatches))
-            except BatchError as error:
-                if microbatches == 1:
-                    raise
-                raise InfeasibleError(str(error)) from error
-        return self._programs[microbatches]
+        return self.programs.of(microbatches)
 
     def pricer(self, key: Candidate) -> Pricer:
         """Prices of the candidate's program."""

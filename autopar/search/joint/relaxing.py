@@ -24,8 +24,7 @@ def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool, cu
     better than the cutoff."""
     accumulation, known = program.captured.accumulation, program.made
     if accumulation is not None and times != accumulation.microbatches:
-        again = replace(program.captured, accumulation=replace(accumulation, microbatches=times))
-        program = replace(program, captured=again)
+        program = replace(program, captured=program.captured.of_microbatches(times))
         program.made.update(known)
     graph = build(program, pricer, limit=None, fold=fold).graph
     known.update(program.made)

@@ -186,8 +186,8 @@ def _recompute(configuration: NamedConfiguration, program: Program) -> Callable[
 
 
 def _meanings(program: Program) -> Meaning:
-    tags = dim_tags(program.captured)
-    named = {op.name: factor_tags(op.node, op.rule, tags) for op in program.ops}
+    tags, nodes = dim_tags(program.captured), program.captured.nodes
+    named = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in program.ops}
 
     def meaning(op: Op, option: str) -> str:
         if option in ("replicate", "invariant"):

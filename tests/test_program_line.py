@@ -1,0 +1,77 @@
+"""The program of a batch size made from those at both ends of a line is the program of the graph of that size."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from search_cases import pricer_of
+from test_programs_alike import fields_of
+
+from autopar.capture.rebatch import Batches, Line
+from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program_line import ProgramLine
+from autopar.search.graph.build import build
+from autopar.search.graph.build_recompute import RecomputeBuilder
+from tests.zoo import FAMILIES
+from tests.zoo_graphs import zoo_graph
+
+BATCH = 12
+
+
+def line_of(family: str) -> tuple[Batches, Line]:
+    batches = Batches(capture=lambda size: zoo_graph(family, size), batch=BATCH)
+    batches.at(4)
+    assert batches.line is not None
+    return batches, batches.line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
+    batches, line = line_of(family)
+    asked = list[int]()
+
+    def graph(count: int) -> Any:
+        asked.append(count)
+        return batches.microbatch(count)
+
+    programs = ProgramLine(line=line, graph=graph)
+    for count in (2, 3, 4):
+        made, expected = programs.microbatch(count), make_program(batches.microbatch(count))
+        assert made is not None
+        for got, want in zip(made.ops, expected.ops, strict=True):
+            assert fields_of(got) == fields_of(want)
+        assert made.tensors.keys() == expected.tensors.keys()
+        for name, tensor in expected.tensors.items():
+            assert dataclasses.asdict(made.tensors[name]) == dataclasses.asdict(tensor)
+        for part in ("readers", "loss", "ends", "mutated", "microbatches", "copies"):
+            assert getattr(made, part) == getattr(expected, part)
+        for part in ("parameters", "buffers", "inputs", "accumulation", "results", "sends", "received"):
+            assert getattr(made.captured, part) == getattr(expected.captured, part)
+        assert same_graphs(made, expected)
+        assert not asked  # until now no graph was needed
+        assert made.captured.of_microbatches(7).microbatches == 7 and not asked
+        assert made.captured.fingerprint == expected.captured.fingerprint and asked == [count]
+        assert made.strided.keys() == expected.strided.keys()
+        asked.clear()
+    assert programs.microbatch(1) is programs.microbatch(BATCH) is None  # of the whole batch, and of one sample
+
+
+def same_graphs(made: Program, expected: Program) -> bool:
+    """Whether strategy graphs, with and without memory, are equal number by number."""
+    pricer = pricer_of((2, 2))
+    for limit, builder in ((None, None), (1e9, RecomputeBuilder)):
+        both = [build(one, pricer, limit=limit, builder=builder).graph for one in (made, expected)]
+        for got, want in zip(both[0].nodes, both[1].nodes, strict=True):
+            assert got.name == want.name and np.array_equal(got.seconds, want.seconds)
+        for one, other in zip(both[0].groups, both[1].groups, strict=True):
+            assert one.name == other.name and np.array_equal(one.arc_seconds, other.arc_seconds)
+            assert np.array_equal(one.arc_target, other.arc_target)
+        if limit is not None:
+            memory, other_memory = both[0].memory, both[1].memory
+            assert memory is not None and other_memory is not None
+            assert np.array_equal(memory.base, other_memory.base) and memory.moments == other_memory.moments
+            for held, other_held in zip(memory.nodes, other_memory.nodes, strict=True):
+                assert np.array_equal(held.nbytes, other_held.nbytes)
+                assert np.array_equal(held.coefficient, other_held.coefficient)
+    return True
