@@ -71,7 +71,7 @@ class Paid:
 
     def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
         """Of a kind."""
-        every = program.made.setdefault(("readers by stage", self.stage_of.tobytes()), {})
+        every = program.form.setdefault(("readers by stage", self.stage_of.tobytes()), {})
         if names not in every:
             every[names] = _readers_by_stage(names, program, folding, self.stage_of)
         found: _Readers = every[names]
@@ -141,7 +141,7 @@ class _ReadersOf(NamedTuple):
 
 
 def _readers_of(names: tuple[str, ...], program: Program) -> _ReadersOf:
-    every = program.made.setdefault("readers of kinds", {})
+    every = program.form.setdefault("readers of kinds", {})
     if names not in every:
         read = [name for name in names if program.readers[name]]
         positions = [[p for p, _ in program.readers[name]] for name in read]

@@ -49,9 +49,9 @@ class RecomputeBuilder(Builder):
     """For `build.build(..., builder=RecomputeBuilder)`: clusters inside blocks may be recomputed."""
 
     def run(self, limit: float | None) -> Problem:
-        if "ends of blocks" not in self.program.made:
-            self.program.made["ends of blocks"] = _ends(self.program)
-        self.ends: list[int] = self.program.made["ends of blocks"]
+        if "ends of blocks" not in self.program.form:
+            self.program.form["ends of blocks"] = _ends(self.program)
+        self.ends: list[int] = self.program.form["ends of blocks"]
         self.plain: dict[int, int] = {}  # node -> number of options that keep
         return super().run(limit)
 

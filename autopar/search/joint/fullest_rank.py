@@ -25,7 +25,7 @@ from autopar.search.graph.moments import Share
 from autopar.search.joint.messages import crossing, least_messages
 from autopar.search.staged.rounds import dealt
 from autopar.search.staged.staged_memory import WAITS_AT_END
-from autopar.search.staged.stages import starts_of
+from autopar.search.staged.stages import start_positions
 
 Fill = tuple[tuple[int, ...], int, tuple[bool, ...]]
 """Of a rank: micro-batches kept of each of its stages beside the one at hand, the number of that which is passed among
@@ -65,10 +65,9 @@ def _fullest_share(
     order = make_order(schedule, pipeline, program.microbatches, chunks)
     p, num_ops = len(order.ranks), len(program.ops)
     stage = stages_of(begins, num_ops)
-    sizes = dealt(len(starts_of(program)) + 1, p, order.num_stages // p)
+    sizes = dealt(len(start_positions(program)) + 1, p, order.num_stages // p)
     most = most_kept(order, sizes)
-    positions = {op.name: op.position for op in program.ops}
-    blocks = [0, *(positions[name] for name in starts_of(program))]
+    blocks = [0, *start_positions(program)]
     ends = [*begins, num_ops]
     cuts = crossing(program, begins)
     own = [[name for name in names if stage[_producer(program, name)] == number] for number, names in enumerate(cuts)]

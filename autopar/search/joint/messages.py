@@ -10,7 +10,7 @@ from autopar.search.costs.program import Program
 def crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:
     """What each cut sends on and gets a gradient of: made before the stage that begins there, read in it or behind.
     Begins ascend."""
-    known: dict[tuple[int, ...], list[list[str]]] = program.made.setdefault("crossing", {})
+    known: dict[tuple[int, ...], list[list[str]]] = program.form.setdefault("crossing", {})
     if tuple(begins) not in known:
         known[tuple(begins)] = _crossing(program, begins)
     return known[tuple(begins)]

@@ -15,7 +15,7 @@ from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import Pricers
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.rounds import Rounds, interleaved_rounds, least_uneven, rounds
-from autopar.search.staged.stages import even_starts, starts_of
+from autopar.search.staged.stages import even_starts, start_positions
 
 AGAIN = 1 / 3
 """What running all of forward again adds to forward and backward."""
@@ -94,8 +94,7 @@ class StepBounds:
             if p not in self._blocks:
                 fewest = min(self.setup.counts)
                 program, pricer = self.program(fewest), self.pricers.of(key.arrangement, key.microbatches)
-                positions = {op.name: op.position for op in program.ops}
-                block = stages_of([positions[name] for name in starts_of(program)], len(program.ops))
+                block = stages_of(start_positions(program), len(program.ops))
                 work = fewest * ops_work(program, pricer).sum(axis=1)
                 self._blocks[p] = np.bincount(block, weights=work).astype(np.float64)
             passing = least_uneven(self._blocks[p] / microbatches, key.schedule, p, microbatches)

@@ -17,7 +17,7 @@ from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
-from autopar.search.staged.stages import starts_of
+from autopar.search.staged.stages import start_positions
 from autopar.search.staged.whole_blocks import runs_of_stages
 
 Floats = NDArray[np.float64]
@@ -29,8 +29,7 @@ def uneven_seconds(program: Program, pricer: Pricer, schedule: str, p: int, m: i
     """The least that a step of m micro-batches in p stages takes, memory aside, of blocks that decide alike; 0 where
     that is below the cutoff. Runs are chosen by the work of ops."""
     work = ops_work(program, pricer).sum(axis=1)
-    positions = {op.name: op.position for op in program.ops}
-    begins = [0, *(positions[name] for name in starts_of(program)), len(program.ops)]
+    begins = [0, *start_positions(program), len(program.ops)]
     runs = runs_of_stages(np.add.reduceat(work, begins[:-1]), schedule, p, m)
     around = [
         Around(

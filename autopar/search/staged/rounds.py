@@ -26,7 +26,8 @@ and what is paid once counts g times, p times the least mean of w[j mod p]. The 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -67,20 +68,38 @@ def least_uneven(blocks: Floats, schedule: str, p: int, m: int) -> float:
     whole, width = float(sums[-1]), len(blocks) - p + 1  # a stage leaves a block to each of the others
     if width < 1:
         return math.inf
-    numbers = np.arange(width)
-    is_none = numbers[:, None] > numbers  # [first block, last block], from the k'th block on for stage k
+    first = np.arange(width)  # block of a stage, from the k'th block on for stage k
     behind = np.append(np.full(width - 1, np.inf), 0.0)  # the least of all stages from each block on: of none
     for k in reversed(range(p)):
-        begin = sums[k : k + width, None]
-        stage = sums[None, k + 1 : k + 1 + width] - begin
-        if schedule == "gpipe":
-            step = whole + (m - 1) * stage
-        elif m > p:
-            step = whole + (whole - begin) + (m - p + k - 1) * stage
-        else:
-            step = begin + m * stage
-        behind = np.where(is_none, np.inf, np.maximum(step, behind[None, :])).min(axis=1)
+        begin, ends = sums[k : k + width], sums[k + 1 : k + 1 + width]
+        behind = _least_of_greater(first, partial(_step, schedule, p, m, k, whole, begin, ends), behind)
     return float(behind[0])
+
+
+def _step(
+    schedule: str, p: int, m: int, k: int, whole: float, begin: Floats, ends: Floats, last: NDArray[np.int64]
+) -> Floats:
+    """What a step takes by stage k alone, of the blocks that begin there up to the last, each."""
+    stage = ends[last] - begin
+    if schedule == "gpipe":
+        return whole + (m - 1) * stage
+    if m > p:
+        return whole + (whole - begin) + (m - p + k - 1) * stage
+    return begin + m * stage
+
+
+def _least_of_greater(
+    first: NDArray[np.int64], rising: Callable[[NDArray[np.int64]], Floats], falling: Floats
+) -> Floats:
+    """For each first number the least, over the numbers from there on, of the greater of what rises with the number and
+    what falls with it: where they cross, or just before. (With fewer blocks no stages take longer.)"""
+    low, high = first, np.full_like(first, len(first) - 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        is_above = rising(middle) >= falling[middle]
+        low, high = np.where(is_above, low, np.minimum(middle + 1, high)), np.where(is_above, middle, high)
+    before = np.maximum(low - 1, first)
+    return np.minimum(*(np.maximum(rising(last), falling[last]) for last in (low, before)))
 
 
 def dealt(num_blocks: int, p: int, chunks: int) -> tuple[int, ...]:
@@ -133,9 +152,9 @@ def interleaved_rounds(
     before = np.arange(num_stages)[:, None] < np.arange(p)[None, :]
     passing = m * own + np.where(before, 1.0, 0.0)
     key = ("classes in stages", tuple(begins))
-    if key not in program.made:
-        program.made[key] = _classes_in_stages(program, folding, begins)
-    every, parameters = program.made[key]
+    if key not in program.form:
+        program.form[key] = _classes_in_stages(program, folding, begins)
+    every, parameters = program.form[key]
     rows, once = every @ passing, parameters @ own
     passed = np.unique(np.array([row for row in rows if row.any()]), axis=0)
     paid = np.unique(np.array([row for row in once if row.any()]).reshape(-1, p), axis=0)

@@ -32,7 +32,7 @@ from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.program import Op, Program, make_program
 from autopar.search.costs.runs import find_runs
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
@@ -91,15 +91,28 @@ def block_starts(captured: CapturedModel) -> tuple[str, ...]:
 
 def starts_of(program: Program) -> tuple[str, ...]:
     """`block_starts` of the program's graph."""
-    if "block starts" not in program.made:
-        program.made["block starts"] = block_starts(program.captured)
-    found: tuple[str, ...] = program.made["block starts"]
+    return tuple(_starts(program))
+
+
+def start_positions(program: Program) -> tuple[int, ...]:
+    """Their positions."""
+    return tuple(_starts(program).values())
+
+
+def _starts(program: Program) -> dict[str, int]:
+    if "block starts" not in program.form:
+        seen: dict[str, Op] = {}
+        for op in program.ops:
+            if any(op.result_grads) and (block := block_of(op.module)):
+                seen.setdefault(block, op)
+        program.form["block starts"] = {op.name: op.position for op in list(seen.values())[1:]}
+    found: dict[str, int] = program.form["block starts"]
     return found
 
 
 def even_starts(program: Program, p: int, chunks: int) -> tuple[int, ...]:
     """Positions of the ops with which interleaved stages begin after the first: blocks dealt evenly."""
-    positions = {op.name: op.position for op in program.ops}
+    positions = _starts(program)
     return tuple(positions[name] for name in even_cuts(program, p, chunks))
 
 
@@ -136,11 +149,10 @@ def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -
     Raises:
         InfeasibleError: if there are fewer blocks than stages.
     """
-    starts = block_starts(program.captured)
+    starts = starts_of(program)
     if len(starts) + 1 < num_stages:
         raise InfeasibleError(f"{num_stages} stages need as many blocks; {program.captured.name} has {len(starts) + 1}")
-    positions = {op.name: op.position for op in program.ops}
-    begins = np.array([positions[name] for name in starts])
+    positions, begins = {op.name: op.position for op in program.ops}, np.array(start_positions(program))
     seconds = np.zeros(len(starts) + 1)
     for charge in itemised(plan, program, pricer)[0]:
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
