@@ -13,7 +13,7 @@ before sends, and all stages but the last return what they send on in place of t
 import hashlib
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -130,11 +130,10 @@ class CapturedModel:
     def microbatches(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.microbatches
 
-    def of_microbatches(self, count: int) -> "CapturedModel":
-        """The same graph as one of another number of micro-batches."""
-        assert self.accumulation is not None
-        made = copy(self)
-        vars(made)["accumulation"] = replace(self.accumulation, microbatches=count)
+    def accumulated(self, accumulation: Accumulation) -> "CapturedModel":
+        """The same graph, of one of the micro-batches that make a step so."""
+        made = copy(self)  # `replace` would look at a graph that is not made yet (`capture.rebatch.Deferred`)
+        vars(made)["accumulation"] = accumulation
         return made
 
     @property

@@ -52,6 +52,17 @@ class _Term:
         return math.prod(self.factors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """How micro-batches make a step: the weight of their losses; of a mean over labels that are not ignored the calls
+    that take it, the labels (a node's name) and what is ignored."""
+
+    weight: float
+    losses: tuple[str, ...] = ()
+    target: str = ""
+    ignored: Any = None
+
+
 def accumulate_gradients(
     captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel], *, in_place: bool = False
 ) -> CapturedModel:
@@ -65,6 +76,18 @@ def accumulate_gradients(
     """
     if microbatches == 1:
         return captured
+    parts = parts_of(captured, microbatches, probe)
+    if not parts.losses:
+        return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=parts.weight))
+    return _counted(captured if in_place else _copied(captured), microbatches, parts)
+
+
+def parts_of(captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel]) -> Parts:
+    """What `accumulate_gradients` makes of the loss.
+
+    Raises:
+        BatchError: as it does.
+    """
     terms = _terms_of(captured)
     powers = _powers(captured, terms, microbatches, probe)
     counts = {(_target(t.node), t.node.kwargs.get("ignore_index", -100)) for t in terms if t.counted}
@@ -80,10 +103,10 @@ def accumulate_gradients(
         raise BatchError(f"{microbatches} micro-batches were asked, but the loss grows with the batch to power {power}")
     weight = 1.0 if power else 1.0 / microbatches
     if not counts:
-        return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=weight))
+        return Parts(weight=weight)
     ((target, ignored),) = counts
-    losses = [term.node.name for term in terms]
-    return _counted(captured if in_place else _copied(captured), microbatches, weight, target.name, ignored, losses)
+    losses = tuple(term.node.name for term in terms)
+    return Parts(weight=weight, losses=losses, target=target.name, ignored=ignored)
 
 
 def is_unscaled(captured: CapturedModel) -> bool:
@@ -235,26 +258,30 @@ def _copied(captured: CapturedModel) -> CapturedModel:
     return replace(captured, graph=graph)
 
 
-def _counted(
-    captured: CapturedModel, microbatches: int, weight: float, target: str, ignored: Any, losses: list[str]
-) -> CapturedModel:
+def count_call(graph: fx.Graph, target: fx.Node, ignored: Any, module: str) -> fx.Node:
+    """The call that counts labels, at the end of a graph."""
+    count = graph.call_function(count_labels, (target,), {"ignore_index": ignored})
+    count.meta = {
+        "val": torch.empty((), dtype=torch.float64, device="meta"),
+        "requires_grad": False,
+        "module": module,
+    }
+    return count
+
+
+def _counted(captured: CapturedModel, microbatches: int, parts: Parts) -> CapturedModel:
     """Cross entropies divided by all rows, and the number of labels that count as another output; in place."""
     graph, nodes = captured.graph, captured.nodes
-    rows = nodes[target].meta["val"].numel()
-    for name in losses:
+    rows = nodes[parts.target].meta["val"].numel()
+    for name in parts.losses:
         nodes[name].kwargs = {**nodes[name].kwargs, "count": rows}
     end = output_node(graph)
     with graph.inserting_before(end):
-        count = graph.call_function(count_labels, (nodes[target],), {"ignore_index": ignored})
-        count.meta = {
-            "val": torch.empty((), dtype=torch.float64, device="meta"),
-            "requires_grad": False,
-            "module": nodes[losses[0]].meta["module"],
-        }
+        count = count_call(graph, nodes[parts.target], parts.ignored, nodes[parts.losses[0]].meta["module"])
     end.args = ((*outputs(graph), count),)
     end.meta = {**end.meta, "val": (*end.meta["val"], count.meta["val"])}
     accumulation = Accumulation(
-        microbatches=microbatches, weight=weight, count=count.name, rows=float(rows * microbatches)
+        microbatches=microbatches, weight=parts.weight, count=count.name, rows=float(rows * microbatches)
     )
     done = replace(captured, graph=graph, accumulation=accumulation)
     verify(done)

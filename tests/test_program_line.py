@@ -9,6 +9,7 @@ from search_cases import pricer_of
 from test_programs_alike import fields_of
 
 from autopar.capture.rebatch import Batches, Line
+from autopar.graph import Accumulation
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
@@ -35,7 +36,7 @@ def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
         asked.append(count)
         return batches.microbatch(count)
 
-    programs = ProgramLine(line=line, graph=graph)
+    programs = ProgramLine(line=line, whole=make_program(line.large), graph=graph)
     for count in (2, 3, 4):
         made, expected = programs.microbatch(count), make_program(batches.microbatch(count))
         assert made is not None
@@ -50,7 +51,7 @@ def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
             assert getattr(made.captured, part) == getattr(expected.captured, part)
         assert same_graphs(made, expected)
         assert not asked  # until now no graph was needed
-        assert made.captured.of_microbatches(7).microbatches == 7 and not asked
+        assert made.captured.accumulated(Accumulation(microbatches=7, weight=1.0)).microbatches == 7 and not asked
         assert made.captured.fingerprint == expected.captured.fingerprint and asked == [count]
         assert made.strided.keys() == expected.strided.keys()
         asked.clear()

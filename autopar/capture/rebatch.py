@@ -31,7 +31,7 @@ class NotLinearError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Line:
-    """The graphs at the ends of a line, at `sizes` samples, the second of them the whole batch."""
+    """Graphs at the ends of a line, alike but for numbers, at `sizes` samples, the second of them the whole batch."""
 
     small: CapturedModel
     large: CapturedModel
@@ -61,7 +61,7 @@ class Batches:
 
     shared: finds what captures of all sizes have in common, and gives one that takes it for granted; it serves the ends
     of lines. lines: pairs of sizes of which the first, as far as is known, gives all others; without one each is
-    captured. line: that one, once it gave some.
+    captured. line: that one, once both ends are captured.
     """
 
     capture: Callable[[int], CapturedModel]
@@ -81,20 +81,30 @@ class Batches:
     def at(self, size: int) -> CapturedModel:
         """The graph of `size` samples."""
         while self.lines and size not in self._captured and size != self.batch:
-            few, whole = self.lines[0]
+            few, _ = self.lines[0]
             if size < few:
                 break
+            if size == few:
+                return self._end(few)
             try:
-                large = self.captured(whole)  # first: the other may come from beside meanwhile
-                line = self.line or Line(small=self._end(few), large=large, sizes=(few, whole))
-                made = line.at(size)
-                self.line = line if size != few else self.line
-                return made
-            except Exception as error:  # some models do not run on the two sizes; those that do may not be linear
-                if size == few or not isinstance(error, (NotLinearError, ValueError)):
-                    raise
+                if (line := self.find_line()) is not None:
+                    return line.at(size)
+            except (NotLinearError, ValueError):
                 self.distrust()
         return self.captured(size)
+
+    def find_line(self) -> Line | None:
+        """The first line, whose ends may have to be captured, if graphs are on any."""
+        while self.line is None and self.lines:
+            few, whole = self.lines[0]
+            try:
+                large = self.captured(whole)  # first: the other may come from beside meanwhile
+                small = self._end(few)
+                check_alike(small, large)
+                self.line = Line(small=small, large=large, sizes=(few, whole))
+            except (NotLinearError, ValueError):  # some models do not run on so few; those that do may not be linear
+                self.distrust()
+        return self.line
 
     def microbatch(self, count: int) -> CapturedModel:
         """The graph of one of `count` micro-batches of the whole batch.

@@ -5,56 +5,65 @@ No graph is made: ops that are alike at both ends are alike between them, so tha
 is made where it is asked for. Programs on a line whose ops are alike where each other's are share their `form`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
-from autopar.capture.rebatch import Between, Deferred, Line, NotLinearError, check_alike
+from autopar.capture.rebatch import Between, Deferred, Line, NotLinearError
 from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands
-from autopar.passes.accumulate_gradients import accumulate_gradients, is_unscaled
+from autopar.ops.cross_entropy import count_labels
+from autopar.passes.accumulate_gradients import Parts, count_call, is_unscaled, parts_of
 from autopar.rules.elementwise import LOOKED_BACK, is_positive
 from autopar.search.costs.program import Op, OpMaker, Program, Tensor, make_program, placed
+
+COUNT = count_labels.__name__
+"""Name of the call that counts labels, in graphs that have no other of this name."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProgramLine:
-    """Programs of micro-batches on a line. graph: that of one of so many."""
+    """Programs of micro-batches on a line whose ends are alike. whole: of all samples at once. graph: that of one of so
+    many micro-batches."""
 
     line: Line
+    whole: Program
     graph: Callable[[int], CapturedModel]
-    _ends: tuple[Program, Program] | None = field(init=False)
-    _kinds: list[tuple[Op, Op]] = field(init=False, default_factory=list)
+    _small: Program = field(init=False)
+    _parts: Parts | None = field(init=False)
+    _kinds: list[Op] = field(init=False, default_factory=list)
     _kind_of: list[int] = field(init=False, default_factory=list)
     _forms: dict[object, dict[object, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ends = self._found_ends()
-        if self._ends is None:
+        self._parts = self._found_parts()
+        if self._parts is None:
             return
-        numbers: dict[tuple[fx.Node, fx.Node], int] = {}
-        for a, b in zip(self._ends[0].ops, self._ends[1].ops, strict=True):
+        self._small = make_program(self.line.small)
+        numbers: dict[object, int] = {}
+        for a, b in zip(self._small.ops, self.whole.ops, strict=True):
             if (a.operands, a.results, a.module) != (b.operands, b.results, b.module):
                 raise NotLinearError(f"what {a.name} reads and makes, or its module")
-            kind = numbers.setdefault((a.node, b.node), len(numbers))
+            if (a.parameters, a.has_backward) != (b.parameters, b.has_backward):
+                raise NotLinearError(f"what {a.name} is given, or whether backward runs through it")
+            kind = numbers.setdefault((a.node, b.node, b.name in self._parts.losses), len(numbers))
             if kind == len(self._kinds):
-                self._kinds.append((a, b))
+                self._kinds.append(b)
             self._kind_of.append(kind)
 
-    def _found_ends(self) -> tuple[Program, Program] | None:
-        """As micro-batches. None where a number in the graph may be the size of the batch: what that means for the
-        loss has to be seen of each size."""
+    def _found_parts(self) -> Parts | None:
+        """How any micro-batches of more than one sample make a step. None where they do not, and where a number in the
+        graph may be the size of the batch, so that it has to be seen of each size."""
         small, large = self.line.small, self.line.large
         try:
-            if not (is_unscaled(small) and is_unscaled(large)):
-                return None
-            a, b = (accumulate_gradients(one, 2, lambda: large) for one in (small, large))
-        except BatchError:
-            return None
-        check_alike(a, b)
-        return make_program(a), make_program(b)
+            if is_unscaled(small) and is_unscaled(large) and COUNT not in large.nodes:
+                return parts_of(large, 2, lambda: large)
+        except BatchError:  # which says so in words when the graph is made
+            pass
+        return None
 
     def microbatch(self, count: int) -> Program | None:
         """The program of one of `count` micro-batches, None where it has to be made of its graph.
@@ -64,48 +73,71 @@ class ProgramLine:
         """
         few, batch = self.line.sizes
         size = batch // count
-        if self._ends is None or not few < size < batch:
+        if self._parts is None or not few < size < batch:
             return None
-        a, b = self._ends
-        between = Between(few, batch, size)
-        likes = self._likes(between)
+        whole, between = self.whole, Between(few, batch, size)
+        likes, counting = self._likes(between)
         ops = tuple(
             placed(likes[kind], op.position, op.name, op.operands, op.results, op.module)
-            for kind, op in zip(self._kind_of, b.ops, strict=True)
+            for kind, op in zip(self._kind_of, whole.ops, strict=True)
         )
-        captured = Deferred.like(
-            b.captured,
-            lambda: self.graph(count),
-            accumulation=self._accumulation(a.captured, b.captured, between, count),
-            **between.specs(a.captured, b.captured),
-        )
-        return replace(
-            b,
-            captured=captured,
+        tensors = {n: _moved(self._small.tensors[n], tensor, ops, between) for n, tensor in whole.tensors.items()}
+        specs = between.specs(self.line.small, self.line.large)
+        program = replace(
+            whole,
+            captured=Deferred.like(self.line.large, lambda: self.graph(count), **specs),
             ops=ops,
-            tensors={name: _moved(a.tensors[name], tensor, ops, between) for name, tensor in b.tensors.items()},
+            tensors=tensors,
             form=self._forms.setdefault(tuple((like.signature, like.rule.alias) for like in likes), {}),
         )
+        made = Accumulation(microbatches=count, weight=1.0 / count if self._parts.weight < 1.0 else 1.0)
+        if counting is not None:
+            program = self._counted(program, counting)
+            rows = program.tensors[self._parts.target].shape
+            made = replace(made, count=COUNT, rows=float(math.prod(rows) * count))
+        return replace(program, captured=program.captured.accumulated(made))
 
-    def _accumulation(self, a: CapturedModel, b: CapturedModel, between: Between, count: int) -> Accumulation:
-        """Of micro-batches, each end's being of two: rows are those of all."""
-        assert a.accumulation is not None and b.accumulation is not None
-        weight = 1.0 / count if b.accumulation.weight < 1.0 else 1.0
-        rows = between.number(int(a.accumulation.rows) // 2, int(b.accumulation.rows) // 2) * count
-        return replace(b.accumulation, microbatches=count, weight=weight, rows=float(rows))
+    def _counted(self, program: Program, like: Op) -> Program:
+        """With an op at the end that counts labels."""
+        assert self._parts is not None
+        target, position = self._parts.target, len(program.ops)
+        module = self.line.large.nodes[self._parts.losses[0]].meta["module"]
+        op = placed(like, position, COUNT, (target,), (COUNT,), module)
+        value = Tensor(
+            name=COUNT,
+            kind="op",
+            shape=op.result_shapes[0],
+            element_size=op.result_sizes[0],
+            stored_size=op.result_sizes[0],
+            dtype=op.dtype,
+            requires_grad=False,
+            producer=position,
+        )
+        return replace(
+            program,
+            ops=(*program.ops, op),
+            tensors={**program.tensors, COUNT: value},
+            readers={**program.readers, target: (*program.readers[target], (position, 0)), COUNT: ()},
+            mutated=(*program.mutated, COUNT),
+        )
 
-    def _likes(self, between: Between) -> list[Op]:
-        """One op of each kind, moved."""
-        assert self._ends is not None
-        (small, large), graph = (end.captured.nodes for end in self._ends), fx.Graph()
+    def _likes(self, between: Between) -> tuple[list[Op], Op | None]:
+        """One op of each kind, moved, and one that counts labels if there is any."""
+        assert self._parts is not None
+        (small, large), graph = (end.nodes for end in (self.line.small, self.line.large)), fx.Graph()
         maker, out = OpMaker({}, set()), []
-        for a, b in self._kinds:
-            if (a.parameters, a.has_backward) != (b.parameters, b.has_backward):
-                raise NotLinearError(f"what {b.name} is given, or whether backward runs through it")
-            node = _Copier(graph, between).call(small[b.name], large[b.name])
-            unread = tuple(result is None for result in b.results)
-            out.append(maker.first(node, b.parameters, unread, has_backward=b.has_backward))
-        return out
+        for op in self._kinds:
+            node = _Copier(graph, between).call(small[op.name], large[op.name])
+            if op.name in self._parts.losses:
+                rows = _Copier(graph, between).place(small[self._parts.target], large[self._parts.target])
+                node.kwargs = {**node.kwargs, "count": rows.meta["val"].numel()}
+            unread = tuple(result is None for result in op.results)
+            out.append(maker.first(node, op.parameters, unread, has_backward=op.has_backward))
+        if not self._parts.losses:
+            return out, None
+        target = _Copier(graph, between).place(small[self._parts.target], large[self._parts.target])
+        count = count_call(graph, target, self._parts.ignored, "")
+        return out, maker.first(count, frozenset(), (False,), has_backward=False)
 
 
 @dataclass(slots=True)
@@ -131,14 +163,19 @@ class _Copier:
         """The node after `depth` nodes before it on each way, of which placeholders stand for the first."""
         if a in self.made:
             return self.made[a]
-        if depth and a.op == "call_function":
-            for one, other in zip(operands(a), operands(b), strict=True):
-                self._copied(one, other, depth - 1)
-            moved = self.between.between((a.args, dict(a.kwargs)), (b.args, dict(b.kwargs)))
-            args, kwargs = fx.node.map_arg(moved, self.made.__getitem__)
-            made = self.graph.create_node(a.op, a.target, args, kwargs)
-        else:
-            made = self.graph.placeholder(a.name)
+        if not depth or a.op != "call_function":
+            return self.place(a, b)
+        for one, other in zip(operands(a), operands(b), strict=True):
+            self._copied(one, other, depth - 1)
+        moved = self.between.between((a.args, dict(a.kwargs)), (b.args, dict(b.kwargs)))
+        args, kwargs = fx.node.map_arg(moved, self.made.__getitem__)
+        return self._moved(self.graph.create_node(a.op, a.target, args, kwargs), a, b)
+
+    def place(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        """A placeholder for the node."""
+        return self._moved(self.graph.placeholder(a.name), a, b)
+
+    def _moved(self, made: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
         made.meta = {**a.meta, "val": self.between.value(a.meta["val"], b.meta["val"])}
         self.made[a] = made
         return made

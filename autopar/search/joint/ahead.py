@@ -24,7 +24,8 @@ QUEUED = 12
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ahead:
     """here: answers a question in this process. graph, needs: the graph of so many micro-batches, and the numbers whose
-    graphs a question is about, which are sent with it; but for a line, once there is one, of which helpers make them.
+    graphs a question is about, which are sent with it; but for a line, if there is one, of which helpers make them; at
+    hand: if nothing has to be captured for it.
     fresh: a question as it is asked with all that is known by now. setup: what a helper is told first."""
 
     here: Callable[[Any], Any]
@@ -33,6 +34,7 @@ class Ahead:
     needs: Callable[[Any], set[int]]
     setup: object
     line: Callable[[], Line | None] = lambda: None
+    line_at_hand: Callable[[], Line | None] = lambda: None
     helpers: Helpers | None = None
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _asked: dict[Hashable, Future[Any]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Ahead:
         for one in sorted(fresh, key=lambda one: not self.needs(one) <= self._sent):
             if not left:
                 return
-            if self.line() is not None or self.needs(one) <= self._graphs.keys():
+            if self.line_at_hand() is not None or self.needs(one) <= self._graphs.keys():
                 self._asked[one] = self._ask(one)
                 left -= 1
             else:
@@ -94,7 +96,7 @@ class Ahead:
             is_new = told.get("search") is not self
             if is_new:
                 told.update(search=self, graphs=set(), has_line=False)
-            needed, line, ends, new = self.needs(question), self.line(), None, dict[int, bytes]()
+            needed, line, ends, new = self.needs(question), self.line_at_hand(), None, dict[int, bytes]()
             if line is not None and not told["has_line"]:
                 self._ends = ends = self._ends or (dump(line.small), dump(line.large), line.sizes)
                 told["has_line"] = True

@@ -70,7 +70,7 @@ MESSAGES = 1.1
 @dataclass(slots=True, kw_only=True)
 class Joint:
     """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`;
-    line: what gives them, once it did.
+    line: what gives them, where something does, though it may have to be captured for that; at hand: if it need not.
 
     improved: told the number of a plan that is better than the best before it, which was not the first.
     helpers: run `joint.helper` and answer beside this process.
@@ -80,6 +80,7 @@ class Joint:
     setup: Setup
     tell: Callable[[str], None] = lambda _: None
     line: Callable[[], Line | None] = lambda: None
+    line_at_hand: Callable[[], Line | None] = lambda: None
     helpers: Helpers | None = None
     improved: Callable[[int], None] = lambda _: None
     programs: Programs = field(init=False)
@@ -116,6 +117,7 @@ class Joint:
             needs=self._needs,
             setup=self.setup,
             line=self.line,
+            line_at_hand=self.line_at_hand,
             helpers=self.helpers,
         )
 

@@ -140,7 +140,13 @@ def search_meshes(
             if helpers is None and len(asked) >= MANY:
                 helpers = _entered(held)
             joint = Joint(
-                graph=graph, line=lambda: batches.line, setup=setup, tell=tell, helpers=helpers, improved=begin
+                graph=graph,
+                line=batches.find_line,
+                line_at_hand=lambda: batches.line,
+                setup=setup,
+                tell=tell,
+                helpers=helpers,
+                improved=begin,
             )
             limit = memory_limit(cluster, config)
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)

@@ -12,7 +12,7 @@ from autopar.search.costs.program_line import ProgramLine
 
 @dataclass(slots=True, kw_only=True)
 class Programs:
-    """graph: the captured model of one of so many micro-batches. line: what gives those, once it did."""
+    """graph: the captured model of one of so many micro-batches. line: what gives those, if any does."""
 
     graph: Callable[[int], CapturedModel]
     line: Callable[[], Line | None]
@@ -33,7 +33,8 @@ class Programs:
         """
         if microbatches not in self._programs:
             try:
-                found = self._between(microbatches) or make_program(self.captured(microbatches))
+                between = self._between(microbatches) if microbatches > 1 else None
+                found = between or make_program(self.captured(microbatches))
             except BatchError as error:
                 if microbatches == 1:
                     raise
@@ -48,7 +49,7 @@ class Programs:
             return None
         try:
             if self._on_line is None or self._on_line.line is not line:
-                self._on_line = ProgramLine(line=line, graph=self.captured)
+                self._on_line = ProgramLine(line=line, whole=self.of(1), graph=self.captured)
             return self._on_line.microbatch(microbatches)
         except NotLinearError:
             return None

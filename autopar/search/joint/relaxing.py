@@ -24,7 +24,8 @@ def relaxed_seconds(program: Program, pricer: Pricer, times: int, fold: bool, cu
     better than the cutoff."""
     accumulation, known = program.captured.accumulation, program.made
     if accumulation is not None and times != accumulation.microbatches:
-        program = replace(program, captured=program.captured.of_microbatches(times))
+        again = replace(accumulation, microbatches=times)
+        program = replace(program, captured=program.captured.accumulated(again))
         program.made.update(known)
     graph = build(program, pricer, limit=None, fold=fold).graph
     known.update(program.made)
