@@ -5,15 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from search_cases import pricer_of
 from test_programs_alike import fields_of
+from torch import Tensor, nn
 
+from autopar.calls import Call
 from autopar.capture.rebatch import Batches, Line
+from autopar.captures import Captures
 from autopar.graph import Accumulation
 from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
+from autopar.search.joint.programs import Programs
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
 
@@ -56,6 +61,32 @@ def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
         assert made.strided.keys() == expected.strided.keys()
         asked.clear()
     assert programs.microbatch(1) is programs.microbatch(BATCH) is None  # of the whole batch, and of one sample
+
+
+class Tail(nn.Module):
+    """A loss of a kind: how it is reduced, and what scales it."""
+
+    def __init__(self, reduction: str, scale: float | None) -> None:
+        super().__init__()
+        self.linear, self.reduction, self.scale = nn.Linear(4, 4), reduction, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = getattr(self.linear(x).square(), self.reduction)()
+        return loss if self.scale is None else loss * self.scale
+
+
+@pytest.mark.parametrize(("reduction", "scale"), [("mean", None), ("sum", None), ("mean", 0.5)])
+def test_losses_without_labels_are_weighed_as_the_graphs_say(reduction: str, scale: float | None) -> None:
+    """A number that scales a loss may be the size of the batch: then no program is made without its graph."""
+    captures = Captures(model=Tail(reduction, scale), call=Call(args=(torch.zeros(12, 3, 4),)), precision="fp32")
+    batches = Batches(capture=captures.at, batch=12)
+    joint = Programs(graph=batches.microbatch, line=batches.find_line)
+    line = batches.find_line()
+    assert line is not None
+    made = ProgramLine(line=line, whole=joint.of(1), graph=batches.microbatch).microbatch(4)
+    assert (made is None) == (scale is not None)
+    assert joint.of(4).captured.accumulation == batches.microbatch(4).accumulation
+    assert joint.graphs.keys() == ({1} if made is not None else {1, 4})
 
 
 def same_graphs(made: Program, expected: Program) -> bool:

@@ -218,7 +218,7 @@ class Deferred(CapturedModel):
 
     @cached_property
     def graph(self) -> fx.Graph:
-        """The graph, which has no other reader of `make`."""
+        """Made once."""
         return self.make().graph
 
 
@@ -231,19 +231,15 @@ class Between:
     n: int
     made: dict[object, torch.Tensor] = field(default_factory=dict)
 
-    def number(self, x: int, y: int) -> int:
-        """An integer that is x and y at the ends."""
-        moved, rest = divmod((y - x) * (self.n - self.a), self.b - self.a)
-        if rest:
-            raise NotLinearError(f"{x} and {y}")
-        return x + moved
-
     def between(self, x: Any, y: Any) -> Any:
         """`x` with every integer moved; both have the same structure."""
         if type(x) is not type(y):
             raise NotLinearError(f"{x} and {y}")
         if type(x) is int:
-            return self.number(x, y)
+            moved, rest = divmod((y - x) * (self.n - self.a), self.b - self.a)
+            if rest:
+                raise NotLinearError(f"{x} and {y}")
+            return x + moved
         if isinstance(x, (tuple, list)):
             if len(x) != len(y):
                 raise NotLinearError(f"{x} and {y}")
