@@ -15,7 +15,7 @@ def fields_of(op: Op) -> dict[str, Any]:
     """All fields; of its rule those that can be compared, and of the others whether they are there; of its call what it
     is like."""
     own = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
-    own["node"] = op.node.target, len(op.node.all_input_nodes)
+    own["node"] = op.node.target, programs.constant_arguments(op.node), len(op.node.all_input_nodes)
     rule = {field.name: getattr(op.rule, field.name) for field in dataclasses.fields(op.rule)}
     own["rule"] = {name: callable(value) or value for name, value in rule.items()}
     return own
