@@ -19,6 +19,7 @@ from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.joint.programs import Programs
+from autopar.search.staged.stages import block_starts, starts_of
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
 
@@ -55,6 +56,7 @@ def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
         for part in ("parameters", "buffers", "inputs", "accumulation", "results", "sends", "received"):
             assert getattr(made.captured, part) == getattr(expected.captured, part)
         assert same_graphs(made, expected)
+        assert starts_of(made) == block_starts(expected.captured)
         assert not asked  # until now no graph was needed
         assert made.captured.accumulated(Accumulation(microbatches=7, weight=1.0)).microbatches == 7 and not asked
         assert made.captured.fingerprint == expected.captured.fingerprint and asked == [count]

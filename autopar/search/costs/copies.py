@@ -72,6 +72,7 @@ class _Copies:
             ends=(source.loss, self.name(source.loss)),
             mutated=(*results, *self.counts, *map(self.name, self.counts)),
             copies=COPIES,
+            form={},
             copy_of={**dict.fromkeys(self.twice, 0), **{self.name(name): 1 for name in self.twice}},
         )
 

@@ -227,8 +227,13 @@ class OpMaker:
             parameters = frozenset(i for i, s in enumerate(sources) if self.kinds.get(s.name) == "parameter")
             unread = tuple(r is None for r in results)
             like = self._like[key] = self.first(node, parameters, unread, has_backward=node in self.reached)
-        return placed(
-            like, position, node.name, tuple(s.name for s in sources), tuple(results), node.meta.get("module", "")
+        return replace(
+            like,
+            position=position,
+            name=node.name,
+            operands=tuple(s.name for s in sources),
+            results=tuple(results),
+            module=node.meta.get("module", ""),
         )
 
     def _seen(
@@ -309,34 +314,6 @@ class OpMaker:
             module="",
             signature=signature,
         )
-
-
-def placed(
-    like: Op, position: int, name: str, operands: tuple[str, ...], results: tuple[str | None, ...], module: str
-) -> Op:
-    """An op like another one, somewhere else. (`replace` takes four times as long.)"""
-    return Op(
-        position=position,
-        name=name,
-        node=like.node,
-        rule=like.rule,
-        choices=like.choices,
-        operands=operands,
-        results=results,
-        operand_grads=like.operand_grads,
-        result_grads=like.result_grads,
-        operand_shapes=like.operand_shapes,
-        result_shapes=like.result_shapes,
-        operand_sizes=like.operand_sizes,
-        result_sizes=like.result_sizes,
-        dtype=like.dtype,
-        has_backward=like.has_backward,
-        parameters=like.parameters,
-        handed=like.handed,
-        spare=like.spare,
-        module=module,
-        signature=like.signature,
-    )
 
 
 def _literals(value: object) -> object:

@@ -18,7 +18,7 @@ from autopar.graph import Accumulation, CapturedModel, operands
 from autopar.ops.cross_entropy import count_labels
 from autopar.passes.accumulate_gradients import Parts, count_call, is_unscaled, parts_of
 from autopar.rules.elementwise import LOOKED_BACK, is_positive
-from autopar.search.costs.program import Op, OpMaker, Program, Tensor, make_program, placed
+from autopar.search.costs.program import Op, OpMaker, Program, Tensor, make_program
 
 COUNT = count_labels.__name__
 """Name of the call that counts labels, in graphs that have no other of this name."""
@@ -78,7 +78,14 @@ class ProgramLine:
         whole, between = self.whole, Between(few, batch, size)
         likes, counting = self._likes(between)
         ops = tuple(
-            placed(likes[kind], op.position, op.name, op.operands, op.results, op.module)
+            replace(
+                likes[kind],
+                position=op.position,
+                name=op.name,
+                operands=op.operands,
+                results=op.results,
+                module=op.module,
+            )
             for kind, op in zip(self._kind_of, whole.ops, strict=True)
         )
         tensors = {n: _moved(self._small.tensors[n], tensor, ops, between) for n, tensor in whole.tensors.items()}
@@ -102,7 +109,7 @@ class ProgramLine:
         assert self._parts is not None
         target, position = self._parts.target, len(program.ops)
         module = self.line.large.nodes[self._parts.losses[0]].meta["module"]
-        op = placed(like, position, COUNT, (target,), (COUNT,), module)
+        op = replace(like, position=position, name=COUNT, operands=(target,), results=(COUNT,), module=module)
         value = Tensor(
             name=COUNT,
             kind="op",
@@ -185,15 +192,4 @@ def _moved(a: Tensor, b: Tensor, ops: tuple[Op, ...], between: Between) -> Tenso
     if a.shape == b.shape:
         return b
     made = None if b.producer is None else ops[b.producer].result_shapes[b.index]
-    return Tensor(
-        name=b.name,
-        kind=b.kind,
-        shape=made or between.between(a.shape, b.shape),
-        element_size=b.element_size,
-        stored_size=b.stored_size,
-        dtype=b.dtype,
-        requires_grad=b.requires_grad,
-        producer=b.producer,
-        index=b.index,
-        shares=b.shares,
-    )
+    return replace(b, shape=made or between.between(a.shape, b.shape))

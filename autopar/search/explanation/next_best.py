@@ -30,7 +30,7 @@ from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limi
 from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.staged.stages import block_starts
+from autopar.search.staged.stages import starts_of
 from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
 from autopar.staged_plan import StagedPlan, check_microbatches
 
@@ -162,7 +162,7 @@ def _pipelines(
     plan: StagedPlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
 ) -> Iterator[tuple[Some, str]]:
     """The best plans of other arrangements, and without stages."""
-    num_blocks = len(block_starts(program.captured)) + 1
+    num_blocks = len(starts_of(program)) + 1
     near = sorted(
         arrangements(cluster, tuple(parts(cluster))),
         key=lambda a: (a.pipeline != plan.pipeline, a.mesh.shape != plan.mesh.shape),

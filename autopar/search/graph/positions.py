@@ -22,6 +22,8 @@ def reading_positions(
 
 def leave_as_views(program: Program, clusters: tuple[Cluster, ...], names: tuple[str, ...]) -> bool:
     """Whether a view of any of these parameters is read by other clusters, or by an op inside the view's own."""
+    if not clusters:
+        return False
     grown = clusters[0].grown
     key = ("leave as views", grown, names)
     if key not in program.form:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.costs.folding import Folding, fold_program
+from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import again_seconds, ops_work, saved_nbytes, work_seconds
@@ -32,7 +32,6 @@ class StepBounds:
     _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
     _blocks: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     _uneven: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    _folding: Folding | None = None
     _saved: NDArray[np.float64] | None = None
     _replayed: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
@@ -63,11 +62,10 @@ class StepBounds:
         known = (key.schedule, p, v, microbatches)
         if known not in self._rounds:
             program = self.program(min(self.setup.counts))
-            self._folding = self._folding or fold_program(program)
             passing, update = self.work_seconds(key)
             shares = passing / microbatches, update
             begins = even_starts(program, p, v)
-            self._rounds[known] = interleaved_rounds(program, self._folding, begins, p, microbatches, shares)
+            self._rounds[known] = interleaved_rounds(program, fold_program(program), begins, p, microbatches, shares)
         return self._rounds[known]
 
     def times(self, key: Candidate) -> int:
