@@ -21,7 +21,10 @@ from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.exported import load_exported
+from autopar.search.costs.copies import running
 from autopar.search.costs.evaluate import evaluate
+from autopar.search.costs.folding import fold_program
+from autopar.search.costs.program import make_program
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.woven import best_woven
@@ -30,6 +33,15 @@ from tests.process_group import ranks
 from tests.runtime_cases import BATCH, batch, captured, distributed, some_plan, words
 from tests.search_cases import machine
 from tests.test_accumulate_gradients import microbatch, whole
+
+
+def test_a_woven_program_has_classes_of_its_own() -> None:
+    """Whatever was found of the one it is made of: it has more ops."""
+    captured = microbatch("gpt2", 2)
+    program, plan = make_program(captured), make_baseline("ddp", captured, machine(), make_mesh((4,)), TrainConfig())
+    fold_program(program)
+    _, woven = running(replace(plan, copies=2), program)
+    assert len(fold_program(woven).class_of) == len(woven.ops) > len(program.ops)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
