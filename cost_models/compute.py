@@ -12,10 +12,10 @@ already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Ro
     max(flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
 where *_in_step are what bytes and launches take within a training step, over what operations timed alone say (1 unless
-calibrated). Flops of attention in 16 bits, and on a host in any dtype, count
-`attention + attention_per_head / d + attention_per_key / s` times there, for heads of d elements and s keys a query
-sees: its kernels' softmax takes as long for short heads as for long ones, and blocks of keys are begun, masked and
-ended. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
+calibrated); an optimizer's bytes count `optimizer_bytes` times beside. Flops of attention in 16 bits, and on a host in
+any dtype, count `attention + attention_per_head / d + attention_per_key / s` times there, for heads of d elements and s
+keys a query sees: its kernels' softmax takes as long for short heads as for long ones, and blocks of keys are begun,
+masked and ended. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
 """
 
 import math
@@ -28,10 +28,6 @@ from autopar.device import Device
 
 HOST = "cpu"
 """The device that Python runs on too, where torch loops over parameters by default and has kernels of its own."""
-
-REPLAY_LAUNCHES = 2
-"""What running a call again takes beside the call: 1.3 to 3.5 launches (46 us as calibrated, times 1.4 in a step) in
-steps of GPT-2, Llama, BERT and ViT of two blocks, hidden 128, on one rank (torch 2.13.0, 2 cores, 2026-11-26)."""
 
 SPLIT_LAUNCHES = 3
 """What a host's optimizer takes for a parameter of which it has a part, beside the update: torch dispatches a DTensor.
@@ -144,7 +140,11 @@ class Rates:
     def replay_seconds(self) -> float:
         """What a host that computes itself takes to have an operation run again, beside running it: Python keeps how it
         is called, and calls it. In front of another device's queue it has time for that."""
-        return REPLAY_LAUNCHES * self.other(0.0, 0.0, "") if self.device.name == HOST else 0.0
+        return self.device.replay_launches * self.other(0.0, 0.0, "") if self.device.name == HOST else 0.0
+
+    def update(self, nbytes: float) -> float:
+        """Of one kernel of an optimizer."""
+        return self.other(0.0, nbytes if self.fitted is not None else self.device.optimizer_bytes * nbytes, "")
 
     @property
     def split_seconds(self) -> float:

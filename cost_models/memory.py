@@ -105,7 +105,7 @@ def optimizer_step_seconds(
     casts = cast_nbytes(element_size, element_size if computed_size is None else computed_size)
     launches = (len(kernels) - 1) * rates.other(0.0, 0.0, "") if rates.device.name == HOST else 0.0
     launches += len(kernels) * rates.split_seconds if is_split else 0.0
-    return rates.other(0.0, (sum(kernels) * element_size + casts) * num_elements, "") + launches
+    return rates.update((sum(kernels) * element_size + casts) * num_elements) + launches
 
 
 def cast_nbytes(element_size: int, computed_size: int) -> int:

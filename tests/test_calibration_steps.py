@@ -5,36 +5,55 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 import autopar.calibration.fit_steps as fitting
-from autopar.calibration import measure_work
+from autopar.calibration import measure_work, reference_steps
 from autopar.calibration.check import compared, median_errors
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.fit_device import with_attention
 from autopar.calibration.fit_steps import fit_steps
 from autopar.calibration.predict import predicted_work
-from autopar.calibration.reference_steps import STEPS, predicted_step
+from autopar.calibration.reference_steps import STEPS, predicted_step, training_step
 from autopar.calibration.samples import Measurements, StepSample, WorkSample
 from autopar.cluster import load_cluster
+from autopar.device import Device
 from autopar.link import LinkLevel
+from autopar.ops.recompute import Call
 from tests.test_calibration import WORK, cluster_of, device, origin, samples_of
 
+FACTORS = ("launch_in_step", "bytes_in_step", "optimizer_bytes", "replay_launches")
 
-@pytest.mark.parametrize(("launch", "nbytes"), [(1.0, 1.0), (2.1, 4.2), (0.8, 2.5), (1.7, 1.0)])
+
+def steps_of(truth: Device, device_type: str) -> tuple[StepSample, ...]:
+    """Steps of which a kind of device's factors are found, as long as they would be with the true ones."""
+    return tuple(
+        StepSample(batch=batch, size=size, kind=kind, seconds=predicted_step(truth, batch, size, kind))
+        for size, batch, kind in STEPS[device_type]
+    )
+
+
+@pytest.mark.parametrize(
+    "factors", [(1.0, 1.0, 1.0, 2.0), (2.1, 4.2, 0.3, 1.0), (0.8, 2.5, 0.5, 4.0), (1.7, 1.0, 1.2, 3.0)]
+)
 def test_factors_within_a_step_are_recovered_and_explain_the_steps(
-    monkeypatch: pytest.MonkeyPatch, launch: float, nbytes: float
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[float, ...]
 ) -> None:
-    own = device({"fp32": 5e10}, 8e9, 2e-5)  # of WORK too
-    truth = replace(own, launch_in_step=launch, bytes_in_step=nbytes)
-    steps = tuple(StepSample(batch=batch, seconds=predicted_step(truth, batch)) for _, batch in STEPS["cpu"])
+    own = replace(device({"fp32": 5e10}, 8e9, 2e-5), name="cpu")  # of WORK too
+    truth = replace(own, **dict(zip(FACTORS, factors, strict=True)))
+    steps = steps_of(truth, "cpu")
     with monkeypatch.context() as exact:
         exact.setattr(fitting, "WEIGHT", 1e-3)
         fitted = fit_steps(own, steps, origin())
-        assert fitted.launch_in_step == pytest.approx(launch, rel=0.02)
-        assert fitted.bytes_in_step == pytest.approx(nbytes, rel=0.02)
+        for field in FACTORS:
+            assert getattr(fitted, field) == pytest.approx(getattr(truth, field), rel=0.03)
+            assert "8 samples, no update, took" in dict(fitted.sources)[field]
     fitted = fit_steps(own, steps, origin())
     for step in steps:
-        assert predicted_step(fitted, step.batch) == pytest.approx(step.seconds, rel=0.01)
+        assert predicted_step(fitted, step.batch, kind=step.kind) == pytest.approx(step.seconds, rel=0.015)
+    whole = fit_steps(own, tuple(step for step in steps if step.kind == "whole"), origin())
+    for field in FACTORS[2:]:
+        assert getattr(whole, field) == getattr(own, field) and field not in dict(whole.sources), "nothing says it"
     samples = samples_of(
         cluster_of([LinkLevel(name="l", size=4, alpha=1e-4, bandwidth=1e9)]), random.Random(7), 0.0, 0.0
     )
@@ -48,13 +67,39 @@ def test_factors_within_a_step_are_recovered_and_explain_the_steps(
 def test_factors_are_recovered_of_the_steps_of_a_gpu(launch: float, nbytes: float) -> None:
     own = device({"bf16": 7e14}, 4e12, 2e-6)
     truth = replace(own, launch_in_step=launch, bytes_in_step=nbytes)
-    steps = tuple(
-        StepSample(batch=batch, size=size, seconds=predicted_step(truth, batch, size)) for size, batch in STEPS["cuda"]
-    )
+    steps = steps_of(truth, "cuda")
     fitted = fit_steps(own, steps, origin(backend="cpu:gloo,cuda:nccl"))
     for step in steps:
         assert predicted_step(fitted, step.batch, step.size) == pytest.approx(step.seconds, rel=0.01)
     assert fitted.bytes_in_step == pytest.approx(nbytes, rel=0.1)
+
+
+def test_a_step_runs_again_what_its_price_says_and_the_update_is_what_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed: list[str] = []
+    replay = Call.replay
+
+    def noted(call: Call) -> None:
+        replayed.append(str(call.function))
+        replay(call)
+
+    monkeypatch.setattr(Call, "replay", noted)
+    captured, _ = reference_steps.planned(2, "small")
+    training_step(2, "small", torch.device("cpu"), "run again")()
+    names = reference_steps.run_again(captured)
+    assert len(replayed) == len(names) == 2 * 12
+    replayed.clear()
+    training_step(2, "small", torch.device("cpu"))()
+    assert not replayed
+    own = replace(device({"fp32": 5e10}, 8e9, 2e-5), name="cpu")
+    slower = replace(own, optimizer_bytes=3.0)
+    assert predicted_step(own, 2) < predicted_step(slower, 2)
+    without = predicted_step(slower, 2, kind="no update")
+    assert without == pytest.approx(predicted_step(own, 2, kind="no update"))
+    dearer = replace(own, replay_launches=5.0)
+    more = predicted_step(dearer, 2, kind="run again") - predicted_step(own, 2, kind="run again")
+    assert more == pytest.approx(3 * len(names) * own.launch_seconds)
 
 
 @pytest.mark.parametrize(

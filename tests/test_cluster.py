@@ -187,6 +187,8 @@ def test_memory_can_be_overridden() -> None:
                 attention=0.7,
                 attention_per_key=1e3 / 7,
                 bytes_in_step=1.0 / 3,
+                optimizer_bytes=1.0 / 7,
+                replay_launches=0.0,
                 sources=(("attention_per_head", "none, as measured"), ("launch_in_step", "one, as measured")),
             ),
             levels=tuple(LinkLevel(name=f"l{k}", size=k, alpha=1e-7 / k, bandwidth=1e9 / k) for k in (2, 3, 5)),

@@ -30,9 +30,17 @@ def test_launches_and_bytes_within_a_step_take_their_factors_and_flops_none() ->
     own = replace(alone, launch_in_step=2.0, bytes_in_step=3.0)
     assert compute_seconds(0, 1e12, "bf16", own) == pytest.approx(3e12 / DEVICE.memory_bandwidth + 0.5)
     assert compute_seconds(1e18, 1, "bf16", own) == pytest.approx(compute_seconds(1e18, 1, "bf16", alone) + 0.25)
-    for field in ("launch_in_step", "bytes_in_step"):
+    in_place = replace(own, optimizer_bytes=0.5)
+    assert rates_of(replace(in_place, name="own")).update(1e12) == pytest.approx(1.5e12 / DEVICE.memory_bandwidth + 0.5)
+    assert compute_seconds(0, 1e12, "bf16", in_place) == compute_seconds(0, 1e12, "bf16", own)
+    for launches in (0.0, 2.0, 3.5):
+        host = rates_of(replace(own, name="cpu", replay_launches=launches))
+        assert host.replay_seconds == pytest.approx(launches * 0.5)
+    for field in ("launch_in_step", "bytes_in_step", "optimizer_bytes"):
         with pytest.raises(ClusterError, match=f"h100: {field}"):
             replace(DEVICE, **{field: 0.0})
+    with pytest.raises(ClusterError, match="h100: replay_launches -1"):
+        replace(DEVICE, replay_launches=-1.0)
 
 
 def test_calibrated_attention_takes_longer_than_products_the_shorter_its_heads() -> None:

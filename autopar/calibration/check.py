@@ -75,9 +75,9 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
     rows += [
         Row(
             subject="steps",
-            what=f"a {sample.size} decoder's, {sample.batch} samples",
+            what=f"a {sample.size} decoder's, {sample.batch} samples, {sample.kind}",
             nbytes=0,
-            predicted=predicted_step(cluster.device, sample.batch, sample.size),
+            predicted=predicted_step(cluster.device, sample.batch, sample.size, sample.kind),
             measured=sample.seconds,
         )
         for sample in measured.steps

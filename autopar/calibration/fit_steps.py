@@ -2,10 +2,13 @@
 
     seconds = sum over ops and passes of max(flops / (peak efficiency), bytes_in_step nbytes / bandwidth)
               + launch_in_step launch
+              + optimizer_bytes bytes_in_step nbytes / bandwidth  of the optimizer
+              + replay_launches launch_in_step launch             of each call that is run again
 
-with all else fitted to operations alone. Steps of few samples are launches more than bytes, those of many the reverse.
-The factors minimise the squares of log errors (SciPy), and weakly of their own logs: steps are measured to some
-percent, and where either factor explains them neither should go far.
+with all else fitted to operations alone. Steps of few samples are launches more than bytes, those of many the reverse;
+what the optimizer takes, and what it takes to run calls again, steps without and with them say. The factors minimise
+the squares of log errors (SciPy), and weakly of their own logs, over what they are unless calibrated: steps are
+measured to some percent, and where either of two factors explains them neither should go far.
 """
 
 import math
@@ -18,8 +21,14 @@ from scipy.optimize import least_squares
 
 from autopar.calibration.reference_steps import predicted_step
 from autopar.calibration.samples import Origin, StepSample
+from autopar.cluster import CALIBRATED
 from autopar.device import Device
 from autopar.report.units import seconds_text
+
+FACTORS = {
+    "launch_in_step": "whole", "bytes_in_step": "whole", "optimizer_bytes": "no update", "replay_launches": "run again"
+}  # fmt: skip
+"""Factors, and the kinds of step that say what they are."""
 
 WEIGHT = 0.02
 """Of a factor's log, beside a step's log error."""
@@ -28,21 +37,24 @@ WEIGHT = 0.02
 def fit_steps(device: Device, samples: Sequence[StepSample], origin: Origin) -> Device:
     """The device with the factors for which the steps take as long as was measured."""
 
+    kinds = {sample.kind for sample in samples}
+    fields = [field for field, kind in FACTORS.items() if kind in kinds]
+
     def with_factors(logs: npt.NDArray[np.float64]) -> Device:
-        launch, nbytes = np.exp(logs).tolist()
-        return replace(device, launch_in_step=launch, bytes_in_step=nbytes)
+        factors = dict(zip(fields, np.exp(logs).tolist(), strict=True))
+        return replace(device, **{field: factor * CALIBRATED[field] for field, factor in factors.items()})
 
     def errors(logs: npt.NDArray[np.float64]) -> list[float]:
         own = with_factors(logs)
-        own_errors = [math.log(predicted_step(own, s.batch, s.size) / s.seconds) for s in samples]
+        own_errors = [math.log(predicted_step(own, s.batch, s.size, s.kind) / s.seconds) for s in samples]
         return [*own_errors, *(WEIGHT * logs).tolist()]
 
-    fitted = with_factors(least_squares(errors, [0.0, 0.0], diff_step=1e-3).x)
+    fitted = with_factors(least_squares(errors, [0.0] * len(fields), diff_step=1e-3).x)
     said = "; ".join(
-        f"{s.size}, {s.batch} samples took {seconds_text(s.seconds)}, operations alone explain "
-        f"{seconds_text(predicted_step(device, s.batch, s.size))}, with the factors "
-        f"{seconds_text(predicted_step(fitted, s.batch, s.size))}"
+        f"{s.size}, {s.batch} samples, {s.kind}, took {seconds_text(s.seconds)}, operations alone explain "
+        f"{seconds_text(predicted_step(device, s.batch, s.size, s.kind))}, with the factors "
+        f"{seconds_text(predicted_step(fitted, s.batch, s.size, s.kind))}"
         for s in samples
     )
     source = f"{origin}: training steps of decoders: {said}"
-    return replace(fitted, sources=(*device.sources, ("launch_in_step", source), ("bytes_in_step", source)))
+    return replace(fitted, sources=(*device.sources, *((field, source) for field in fields)))

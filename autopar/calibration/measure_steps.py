@@ -21,7 +21,7 @@ class StepRounds:
 
     def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
         self.steps = [step for step in STEPS[device.type] if SIZES[step[0]].precision in dtypes]
-        calls = [_in_a_row(training_step(batch, size, device)) for size, batch in self.steps]
+        calls = [_in_a_row(training_step(batch, size, device, kind)) for size, batch, kind in self.steps]
         self.rounds = Rounds(calls, device, tell, "training steps")
 
     def run(self, tell: Tell) -> None:
@@ -29,8 +29,8 @@ class StepRounds:
 
     def samples(self) -> tuple[StepSample, ...]:
         return tuple(
-            StepSample(batch=batch, seconds=seconds / IN_A_ROW, size=size)
-            for (size, batch), seconds in zip(self.steps, self.rounds.typical(), strict=True)
+            StepSample(batch=batch, seconds=seconds / IN_A_ROW, size=size, kind=kind)
+            for (size, batch, kind), seconds in zip(self.steps, self.rounds.typical(), strict=True)
         )
 
 

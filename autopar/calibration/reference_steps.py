@@ -2,12 +2,15 @@
 
 Of two blocks of a decoder with fused AdamW, small enough that what stands between its matrix products counts, with few
 samples launches, with more of them bytes; on a GPU, in bf16, large enough that the device and not its host is what the
-step waits for. All ranks take them at once, each the whole of it, and nothing is sent.
+step waits for. On a host also without the optimizer, whose bytes are updated in place, and with what the blocks call
+run again in backward, as plans have it. All ranks take them at once, each the whole of it, and nothing is sent.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +21,12 @@ from autopar.cluster import load_cluster
 from autopar.device import Device
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.ops.recompute import again
+from autopar.ops.regather import regathering
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
 from autopar.search.costs.evaluate import evaluate
+from autopar.search.costs.program import make_program
 from autopar.search.planner import make_plan
 
 
@@ -39,35 +45,53 @@ SIZES = {
     "small": Size(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
     "large": Size(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
 }
-STEPS = {"cpu": (("small", 1), ("small", 8)), "cuda": (("large", 2), ("large", 8))}
-"""Kind of device -> sizes, and samples of a step."""
+KINDS = ("whole", "no update", "run again")
+STEPS = {
+    "cpu": tuple(("small", batch, kind) for batch in (1, 8) for kind in KINDS),
+    "cuda": (("large", 2, "whole"), ("large", 8, "whole")),
+}
+"""Kind of device -> sizes, samples of a step, and its kind."""
 
 LAYERS = 2
 
 
+Call = Callable[..., Tensor]
+
+
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    """Makes its calls by `call(function, *arguments)`, as a plan's module does."""
+
+    def __init__(self, size: Size, call: Call) -> None:
         super().__init__()
-        hidden, self.heads = size.hidden, size.heads
+        hidden, self.heads, self.call = size.hidden, size.heads, call
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
         self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        q, k, v = (way(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for way in (self.query, self.key, self.value))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        inner: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
-        return x + inner
+        y = self._normalized(0, x)
+        ways = (self.query, self.key, self.value)
+        q, k, v = (self._linear(way, y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for way in ways)
+        inner = self.call(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = self.call(torch.add, x, self._linear(self.out, inner))
+        inner = self.call(F.gelu, self._linear(self.up, self._normalized(1, x)))
+        return self.call(torch.add, x, self._linear(self.down, inner))
+
+    def _normalized(self, number: int, x: Tensor) -> Tensor:
+        norm = self.norms[number]
+        return self.call(F.layer_norm, x, x.shape[-1:], norm.weight, norm.bias)
+
+    def _linear(self, way: nn.Linear, x: Tensor) -> Tensor:
+        return self.call(F.linear, x, way.weight, way.bias)
 
 
 class Decoder(nn.Module):
     """Gives its loss."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, call: Call) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(size.words, size.hidden), nn.Embedding(size.seq, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(size, call) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, size.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -83,32 +107,49 @@ def batch_of_words(batch: int, size: str = "small", device: torch.device | str =
     return {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
-def training_step(batch: int, size: str, device: torch.device) -> Callable[[], None]:
+def training_step(batch: int, size: str, device: torch.device, kind: str = "whole") -> Callable[[], None]:
     """One step of a new model with so many samples, as a user writes it."""
+    is_again = kind == "run again"
     with device:
-        model, words = Decoder(SIZES[size]).to(_dtype(size)), batch_of_words(batch, size, device)
+        model = Decoder(SIZES[size], again if is_again else _plainly).to(_dtype(size))
+        words = batch_of_words(batch, size, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
-        loss: Tensor = model(**words)
+        with regathering() if is_again else nullcontext():
+            loss: Tensor = model(**words)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        if kind != "no update":
+            optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def predicted_step(device: Device, batch: int, size: str = "small") -> float:
+def predicted_step(device: Device, batch: int, size: str = "small", kind: str = "whole") -> float:
     """Seconds of it on one such device, as a plan prices them."""
-    captured, plan = _planned(batch, size)
-    return evaluate(plan, captured, replace(load_cluster("1xcpu"), device=device)).step_seconds
+    captured, plan = planned(batch, size)
+    if kind == "run again":
+        plan = replace(plan, recompute=run_again(captured))
+    estimate = evaluate(plan, captured, replace(load_cluster("1xcpu"), device=device))
+    return estimate.step_seconds - (estimate.seconds["optimizer"] if kind == "no update" else 0.0)
+
+
+def run_again(captured: CapturedModel) -> frozenset[str]:
+    """The calls of its blocks."""
+    nodes = make_program(captured).ops
+    return frozenset(op.name for op in nodes if op.module.startswith("blocks.") and op.rule.alias is None)
+
+
+def _plainly(function: Call, *args: Any, **kwargs: Any) -> Tensor:
+    return function(*args, **kwargs)
 
 
 @cache
-def _planned(batch: int, size: str) -> tuple[CapturedModel, Plan]:
+def planned(batch: int, size: str) -> tuple[CapturedModel, Plan]:
     """The graph, and what there is to plan on one device: nothing."""
     with torch.device("meta"):
-        model, words = Decoder(SIZES[size]).to(_dtype(size)), batch_of_words(batch, size, "meta")
+        model, words = Decoder(SIZES[size], _plainly).to(_dtype(size)), batch_of_words(batch, size, "meta")
     captured = capture(model, (), words)
     config = TrainConfig(optimizer="adamw-fused", precision=SIZES[size].precision, memory_nbytes=1e15)
     return captured, make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)

@@ -67,12 +67,13 @@ class WorkSample:
 class StepSample:
     """`seconds` of a training step of `reference_steps` with so many samples on the slowest rank, while all take it.
 
-    size: which of its decoders.
+    size, kind: which of its decoders, and what of the step.
     """
 
     batch: int
     seconds: float
     size: str = "small"
+    kind: str = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

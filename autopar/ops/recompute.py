@@ -78,18 +78,27 @@ class Call:
         args, kwargs = self.args, self.kwargs
         self.args, self.kwargs, self.places = [], {}, []
 
+        if any(slot() is not None for slot in self.saved.values()):
+            result = self._saving(tensors, args, kwargs)
+        else:  # all that it waits for is results: nothing is saved again
+            with torch.no_grad():
+                result = self.context.copy().run(self.function, *args, **kwargs)
+        if self.results:
+            for index, tensor in enumerate(_each(result)):
+                _fill(self.results, index, tensor)
+
+    def _saving(self, tensors: list[Tensor], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The call's result; what autograd saves inside it fills slots."""
+
         def fill(number: int, tensor: Tensor) -> None:
             _fill(self.saved, number, tensor)
 
         packing = _Packing(tensors, _nothing, fill)
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing, _taken):
-                result = self.context.copy().run(self.function, *args, **kwargs)
+                return self.context.copy().run(self.function, *args, **kwargs)
         finally:
             packing.close()
-        if self.results:
-            for index, tensor in enumerate(_each(result)):
-                _fill(self.results, index, tensor)
 
 
 def _fill(slots: "dict[int, weakref.ref[Slot]]", number: int, tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ class Source(Protocol):
         """Some tensor on the whole storage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class View:
     """A tensor as a window of a storage that a source makes."""
 
@@ -90,13 +90,7 @@ def pack(tensor: Tensor) -> Tensor | View:
     source: Source | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
     if source is None:
         return tensor.detach()
-    return View(
-        source=source,
-        size=tuple(tensor.shape),
-        stride=tensor.stride(),
-        offset=int(tensor.storage_offset()),
-        dtype=tensor.dtype,
-    )
+    return View(source, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def unpack(kept: Tensor | View) -> Tensor:
