@@ -71,7 +71,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self._normalized(0, x)
         ways = (self.query, self.key, self.value)
-        q, k, v = (self._linear(way, y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for way in ways)
+        q, k, v = (self._linear(way, y).view(*y.shape[:-1], self.heads, -1).transpose(1, 2) for way in ways)
         inner = self.call(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = self.call(torch.add, x, self._linear(self.out, inner))
         inner = self.call(F.gelu, self._linear(self.up, self._normalized(1, x)))
