@@ -27,7 +27,7 @@ from autopar.toml_tables import check_keys, figure_line, figures, quote, text
 
 CALIBRATED = {
     "attention": 1.0, "attention_per_head": 0.0, "attention_per_key": 0.0, "launch_in_step": 1.0, "bytes_in_step": 1.0,
-    "optimizer_bytes": 1.0, "replay_launches": 2.0
+    "flops_in_step": 1.0, "optimizer_bytes": 1.0, "replay_launches": 2.0
 }  # fmt: skip
 """Figures of a device that only calibration finds, and what they are where it did not."""
 

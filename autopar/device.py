@@ -24,11 +24,12 @@ class Device:
     `efficiency` is the part of the peak that large matrix products reach. `attention`, `attention_per_head`,
     `attention_per_key`: attention in 16 bits with heads of d elements, of whose queries each sees s keys on the
     average, takes `attention + attention_per_head / d + attention_per_key / s` times as long as products of as many
-    flops, in other dtypes as long as products. `launch_in_step`, `bytes_in_step`: how many times as much as alone
-    launches and bytes take within a training step, where `launch_seconds` and `memory_bandwidth` are of operations
-    timed alone, as calibration does. `optimizer_bytes`: how many times as long as an operation's an optimizer's bytes
-    take, which it updates in place: a host's operations fill new pages. `replay_launches`: launches that a host takes
-    to have a call run again, beside the call. `sources` are pairs (field, source).
+    flops, in other dtypes as long as products. `launch_in_step`, `bytes_in_step`, `flops_in_step`: how many times as
+    much as alone launches, bytes and flops take within a training step, where `launch_seconds`, `memory_bandwidth` and
+    peaks are of operations timed alone, as calibration does. `optimizer_bytes`: how many times as long as an
+    operation's an optimizer's bytes take, which it updates in place: a host's operations fill new pages.
+    `replay_launches`: launches that a host takes to have a call run again, beside the call. `sources` are pairs (field,
+    source).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Device:
     attention_per_key: float = 0.0
     launch_in_step: float = 1.0
     bytes_in_step: float = 1.0
+    flops_in_step: float = 1.0
     optimizer_bytes: float = 1.0
     replay_launches: float = 2.0
     sources: tuple[tuple[str, str], ...] = ()
@@ -51,7 +53,7 @@ class Device:
             raise ClusterError(f"device {self.name}: efficiency {self.efficiency} must be above 0 and at most 1")
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
         figures |= {"launch_in_step": self.launch_in_step, "bytes_in_step": self.bytes_in_step}
-        figures |= {"optimizer_bytes": self.optimizer_bytes}
+        figures |= {"flops_in_step": self.flops_in_step, "optimizer_bytes": self.optimizer_bytes}
         figures |= {f"peak_flops.{dtype}": peak for dtype, peak in self.peak_flops}
         for field, value in figures.items():
             require_positive(value, f"device {self.name}: {field}")

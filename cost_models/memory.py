@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_models.compute import HOST, Rates
+from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -103,9 +103,8 @@ def optimizer_step_seconds(
     _require_known(optimizer)
     kernels = KERNELS[optimizer]
     casts = cast_nbytes(element_size, element_size if computed_size is None else computed_size)
-    launches = (len(kernels) - 1) * rates.other(0.0, 0.0, "") if rates.device.name == HOST else 0.0
-    launches += len(kernels) * rates.split_seconds if is_split else 0.0
-    return rates.update((sum(kernels) * element_size + casts) * num_elements) + launches
+    launches = len(kernels) * rates.split_seconds if is_split else 0.0
+    return rates.update((sum(kernels) * element_size + casts) * num_elements, len(kernels)) + launches
 
 
 def cast_nbytes(element_size: int, computed_size: int) -> int:

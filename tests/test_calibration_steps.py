@@ -22,7 +22,7 @@ from autopar.link import LinkLevel
 from autopar.ops.recompute import Call
 from tests.test_calibration import WORK, cluster_of, device, origin, samples_of
 
-FACTORS = ("launch_in_step", "bytes_in_step", "optimizer_bytes", "replay_launches")
+FACTORS = ("launch_in_step", "bytes_in_step", "flops_in_step", "optimizer_bytes", "replay_launches")
 
 
 def steps_of(truth: Device, device_type: str) -> tuple[StepSample, ...]:
@@ -34,7 +34,8 @@ def steps_of(truth: Device, device_type: str) -> tuple[StepSample, ...]:
 
 
 @pytest.mark.parametrize(
-    "factors", [(1.0, 1.0, 1.0, 2.0), (2.1, 4.2, 0.3, 1.0), (0.8, 2.5, 0.5, 4.0), (1.7, 1.0, 1.2, 3.0)]
+    "factors",
+    [(1.0, 1.0, 1.0, 1.0, 2.0), (2.1, 4.2, 1.1, 0.3, 1.0), (0.8, 2.5, 0.9, 0.5, 4.0), (3.3, 0.6, 1.2, 0.5, 1.5)],
 )
 def test_factors_within_a_step_are_recovered_and_explain_the_steps(
     monkeypatch: pytest.MonkeyPatch, factors: tuple[float, ...]
@@ -85,9 +86,9 @@ def test_a_step_runs_again_what_its_price_says_and_the_update_is_what_is_left_ou
         replay(call)
 
     monkeypatch.setattr(Call, "replay", noted)
-    captured, _ = reference_steps.planned(2, "small")
+    program, _ = reference_steps.planned(2, "small")
     training_step(2, "small", torch.device("cpu"), "run again")()
-    names = reference_steps.run_again(captured)
+    names = reference_steps.run_again(program)
     assert len(replayed) == len(names) == 2 * 12
     replayed.clear()
     training_step(2, "small", torch.device("cpu"))()

@@ -187,6 +187,7 @@ def test_memory_can_be_overridden() -> None:
                 attention=0.7,
                 attention_per_key=1e3 / 7,
                 bytes_in_step=1.0 / 3,
+                flops_in_step=1.0 / 9,
                 optimizer_bytes=1.0 / 7,
                 replay_launches=0.0,
                 sources=(("attention_per_head", "none, as measured"), ("launch_in_step", "one, as measured")),

@@ -28,7 +28,7 @@ from autopar.runtime.data import local_samples
 from autopar.runtime.groups import build_groups
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.costs.evaluate import evaluate
-from autopar.search.costs.flights import KEEPS_PADDING, beside
+from autopar.search.costs.flights import beside, keeps_padding
 from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
@@ -125,7 +125,7 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
     def expected(step: Step, shape: tuple[int, ...]) -> int:
         source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
         whole = pricer.wholes(step, shape, 4)[0]
-        held = whole if step.forward in KEEPS_PADDING else target
+        held = whole if keeps_padding(step) else target
         return int(source + held + beside(step.forward, step, source, whole))
 
     shapes = [

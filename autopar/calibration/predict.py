@@ -32,7 +32,7 @@ def predicted_work(cluster: Cluster, sample: WorkSample) -> float:
     Raises:
         ArgumentError: if the device has no peak for the operation's dtype.
     """
-    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0)
+    alone = replace(cluster.device, launch_in_step=1.0, bytes_in_step=1.0, flops_in_step=1.0)
     rates, nbytes, dtype = rates_of(alone), sample.nbytes, sample.dtype
     if sample.product:
         m, n, k = sample.product

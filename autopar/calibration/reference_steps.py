@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.device import Device
-from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.ops.recompute import again
 from autopar.ops.regather import regathering
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
-from autopar.search.costs.evaluate import evaluate
-from autopar.search.costs.program import make_program
+from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.program import Program, make_program
 from autopar.search.planner import make_plan
 
 
@@ -47,7 +47,7 @@ SIZES = {
 }
 KINDS = ("whole", "no update", "run again")
 STEPS = {
-    "cpu": tuple(("small", batch, kind) for batch in (1, 8) for kind in KINDS),
+    "cpu": tuple(("small", batch, kind) for batch in (1, 3, 8) for kind in KINDS),
     "cuda": (("large", 2, "whole"), ("large", 8, "whole")),
 }
 """Kind of device -> sizes, samples of a step, and its kind."""
@@ -128,17 +128,17 @@ def training_step(batch: int, size: str, device: torch.device, kind: str = "whol
 
 def predicted_step(device: Device, batch: int, size: str = "small", kind: str = "whole") -> float:
     """Seconds of it on one such device, as a plan prices them."""
-    captured, plan = planned(batch, size)
+    program, plan = planned(batch, size)
     if kind == "run again":
-        plan = replace(plan, recompute=run_again(captured))
-    estimate = evaluate(plan, captured, replace(load_cluster("1xcpu"), device=device))
-    return estimate.step_seconds - (estimate.seconds["optimizer"] if kind == "no update" else 0.0)
+        plan = replace(plan, recompute=run_again(program))
+    cluster = replace(load_cluster("1xcpu"), device=device)
+    charges, _ = itemised(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
 
 
-def run_again(captured: CapturedModel) -> frozenset[str]:
+def run_again(program: Program) -> frozenset[str]:
     """The calls of its blocks."""
-    nodes = make_program(captured).ops
-    return frozenset(op.name for op in nodes if op.module.startswith("blocks.") and op.rule.alias is None)
+    return frozenset(op.name for op in program.ops if op.module.startswith("blocks.") and op.rule.alias is None)
 
 
 def _plainly(function: Call, *args: Any, **kwargs: Any) -> Tensor:
@@ -146,13 +146,14 @@ def _plainly(function: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @cache
-def planned(batch: int, size: str) -> tuple[CapturedModel, Plan]:
-    """The graph, and what there is to plan on one device: nothing."""
+def planned(batch: int, size: str) -> tuple[Program, Plan]:
+    """What there is to compute, and what there is to plan on one device: nothing."""
     with torch.device("meta"):
         model, words = Decoder(SIZES[size], _plainly).to(_dtype(size)), batch_of_words(batch, size, "meta")
     captured = capture(model, (), words)
     config = TrainConfig(optimizer="adamw-fused", precision=SIZES[size].precision, memory_nbytes=1e15)
-    return captured, make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)
+    plan = make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)
+    return make_program(captured), plan
 
 
 def _dtype(size: str) -> torch.dtype:

@@ -25,6 +25,7 @@ from autopar.ops import collectives
 from autopar.ops.collectives import begin, begin_level_sums, cut, padded, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
+from autopar.ops.shards import joined
 from autopar.ops.straight import Room
 from autopar.ops.traced import gathered_together, reduced_together
 from autopar.placement import chunk_size
@@ -299,11 +300,13 @@ def _gather(
     send("all_gather", axis, nbytes, groups, lambda group: collectives.run_all_gather(rows.view(-1), row, group=group))
     out = []
     for column, part, dim, size in zip(rows.split_with_sizes(_lengths(parts), 1), parts, dims, sizes, strict=True):
-        chunks = column if dim == 0 else column.view(n, *part.shape).movedim(0, dim)
-        whole = chunks.reshape(*part.shape[:dim], n * part.shape[dim], *part.shape[dim + 1 :])
-        if part.shape[dim] == 1:  # there was nothing to reorder: it would hold all the rows
+        if dim:
+            out.append(joined(column.view(n, *part.shape).unbind(), dim, size))
+            continue
+        whole = column.reshape(n * part.shape[0], *part.shape[1:])
+        if part.shape[0] == 1:  # there was nothing to reorder: it would hold all the rows
             whole = whole.clone(memory_format=torch.contiguous_format)
-        out.append(whole if size is None else whole.narrow(dim, 0, size))
+        out.append(whole if size is None else whole.narrow(0, 0, size))
     return out
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from autopar.errors import RankError
 from autopar.ops import regather as regathered
 from autopar.ops.groups import Axis, Groups, active_groups, names_of
+from autopar.ops.shards import joined
 from autopar.ops.traced import local, traceable
 from autopar.placement import chunk_size
 
@@ -110,8 +111,9 @@ def begin_gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Grou
 
     def arrive() -> Tensor:
         finish()
-        whole = torch.cat(out.chunk(n), dim) if dim else out
-        return whole if size is None else whole.narrow(dim, 0, size)
+        if dim:
+            return joined(out.chunk(n), dim, size)
+        return out if size is None else out.narrow(0, 0, size)
 
     return arrive
 
@@ -245,8 +247,7 @@ def begin_exchange(x: Tensor, split_dim: int, concat_dim: int, axis: Axis, size:
 
     def arrive() -> Tensor:
         finish()
-        out = torch.cat(received.unbind(), concat_dim)
-        return out if size is None else out.narrow(concat_dim, 0, size)
+        return joined(received.unbind(), concat_dim, size)
 
     return arrive
 

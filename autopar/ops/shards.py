@@ -1,5 +1,6 @@
 """Which part of a dim is this rank's? What a body must know that treats its shard by its place in the whole."""
 
+import torch
 from torch import Tensor
 
 from autopar.ops.groups import Axis, Groups, names_of
@@ -32,6 +33,15 @@ def own_slice(whole: Tensor, shards: tuple[tuple[str, int], ...], groups: Groups
             part = padded
         whole = part
     return whole
+
+
+def joined(chunks: tuple[Tensor, ...] | list[Tensor], dim: int, size: int | None) -> Tensor:
+    """Equal chunks one after the other along `dim`, with padding beyond `size` left out: a tensor without gaps."""
+    if size is not None:
+        length = chunks[0].shape[dim]
+        left = [max(0, min(length, size - k * length)) for k in range(len(chunks))]
+        chunks = [chunk.narrow(dim, 0, true) for chunk, true in zip(chunks, left, strict=True)]
+    return torch.cat(chunks, dim)
 
 
 def in_mesh_order(axes: Axis, groups: Groups) -> tuple[str, ...]:

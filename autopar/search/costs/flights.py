@@ -8,16 +8,14 @@ backend reads, and chunks that are put in order before or after. The result is c
     all-gather       the part that is sent; at the end what came, out of order along a dim but the first
     all-to-all       what is sent, at the end what came, beside the result
     slice            the whole, where it is padded
-    all              what is padded is a copy until it has begun; what was gathered or exchanged keeps its padding
+    all              what is padded is a copy until it has begun; what was gathered or exchanged along the first dim
+                     keeps its padding
 """
 
 from collections.abc import Iterator
 
 from autopar.placement import Shard
 from autopar.redistribution import Step
-
-KEEPS_PADDING = ("all_gather", "all_to_all")
-"""Collectives whose result is cut out of one with padding, where something does not divide."""
 
 Span = tuple[int, int, int]
 """Bytes, first and last moment."""
@@ -37,6 +35,13 @@ def flight(kind: str, step: Step, source: int, whole: int, start: int, end: int)
     elif kind == "all_to_all":
         yield whole, start, end
         yield padded, start, start
+
+
+def keeps_padding(step: Step, *, backward: bool = False) -> bool:
+    """Whether what a step gives, or the gradient that it gives back, is cut out of storage with padding where something
+    does not divide: what is gathered along the first dim, a view of what came."""
+    kind, gathered = (step.backward, step.after) if backward else (step.forward, step.before)
+    return kind == "all_gather" and isinstance(gathered, Shard) and gathered.dim == 0
 
 
 def beside(kind: str, step: Step, source: int, whole: int) -> int:

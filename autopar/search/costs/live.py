@@ -22,12 +22,12 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from math import prod
 
-from autopar.placement import Layout, Shard, chunk_size
+from autopar.placement import Layout, chunk_size
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Step
 from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
-from autopar.search.costs.flights import KEEPS_PADDING, beside, flight
+from autopar.search.costs.flights import beside, flight, keeps_padding
 from autopar.search.costs.fused import Fused, find_fused, gathered_from
 from autopar.search.costs.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.search.costs.holding import Holding, bytes_at
@@ -153,7 +153,7 @@ class Live:
             if (root := self.root(name, layout)) in made:
                 self.held.setdefault(root, "end")
             is_strided = not journey.is_contiguous and not journey.is_laid_anew(layout)
-            if is_strided or self._is_cut(root):
+            if is_strided:
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))
                 self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1, "sent")
             elif root in made:
@@ -192,19 +192,15 @@ class Live:
         return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
 
     def _nbytes(self, value: Value) -> int:
-        """Bytes of a value's storage: what was gathered or exchanged keeps its padding."""
+        """Bytes of a value's storage, padding included."""
         journey = self.journeys[value[0]]
-        step, tensor = journey.made.get(value[1]), journey.tensor
-        if step is None or step.forward not in KEEPS_PADDING:
-            return self._size(value)
-        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[0]
+        step = journey.made.get(value[1])
+        return self._size(value) if step is None or not keeps_padding(step) else self._whole(value, step)
 
-    def _is_cut(self, value: Value) -> bool:
-        """Whether a value is cut out of storage with padding, along a dim but the first: no contiguous tensor."""
-        step = self.journeys[value[0]].made.get(value[1])
-        if step is None or self._nbytes(value) == self._size(value):
-            return False
-        return isinstance(step.before, Shard) and step.before.dim > 0
+    def _whole(self, value: Value, step: Step) -> int:
+        """Bytes of what the step that makes a value gathers, scatters or exchanges, padding included."""
+        tensor = self.journeys[value[0]].tensor
+        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[0]
 
     def _size(self, value: Value) -> int:
         return self.pricer.local_nbytes(self.journeys[value[0]].tensor, value[1])
@@ -212,7 +208,7 @@ class Live:
     def _given(self, step: Step, name: str) -> int:
         """Bytes of the storage of the gradient that a step gives."""
         tensor = self.journeys[name].tensor
-        if step.backward not in KEEPS_PADDING:
+        if not keeps_padding(step, backward=True):
             return self._size((name, step.source))
         return self.pricer.wholes(step, tensor.shape, tensor.element_size)[1]
 
@@ -357,11 +353,15 @@ class Live:
         if step.forward != "all_gather":
             return
         role = "once" if self.is_once_a_step(name) else ""
-        rows = sum(map(self._nbytes, group.values))
-        row = sum(map(self._nbytes, gathered_from(group, self.journeys)))
+        rows, row = self._buffers(group)
         self._add("working", name, rows + row, forward, forward, role)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
             self._add("working", name, rows, backward, backward, role)
+
+    def _buffers(self, group: Fused) -> tuple[int, int]:
+        """Bytes of all ranks' rows of a bucket, and of this rank's."""
+        rows = sum(self._whole(value, self.journeys[value[0]].made[value[1]]) for value in group.values)
+        return rows, sum(map(self._nbytes, gathered_from(group, self.journeys)))
 
     def _again(self) -> Iterator[Holding]:
         """What gathering again takes beside what it makes: buffers, and what is gathered from where that just was, too.
@@ -371,8 +371,7 @@ class Live:
             name, layout = group.values[0]
             if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
                 hops = gathered_from(group, self.journeys)
-                whole = sum(map(self._nbytes, (*group.values, *hops)))
-                taken[again, name] = whole + sum(self._nbytes(hop) for hop in hops if hop in self.fused)
+                taken[again, name] = sum(self._buffers(group)) + sum(self._nbytes(v) for v in hops if v in self.fused)
         for moment, values in self.alone.items():
             taken[moment, values[0][0]] = max(map(self._beside_gather, values))
         made: dict[int, float] = defaultdict(float)
@@ -386,5 +385,5 @@ class Live:
         name, journey = value[0], self.journeys[value[0]]
         step, tensor = journey.made[value[1]], journey.tensor
         hop, source = self.root(name, step.source), self.pricer.local_nbytes(tensor, step.source)
-        nbytes = beside(step.forward, step, source, self.pricer.wholes(step, tensor.shape, tensor.element_size)[0])
+        nbytes = beside(step.forward, step, source, self._whole(value, step))
         return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)
