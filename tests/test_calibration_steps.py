@@ -47,7 +47,7 @@ def test_factors_within_a_step_are_recovered_and_explain_the_steps(
         exact.setattr(fitting, "WEIGHT", 1e-3)
         fitted = fit_steps(own, steps, origin())
         for field in FACTORS:
-            assert getattr(fitted, field) == pytest.approx(getattr(truth, field), rel=0.03)
+            assert getattr(fitted, field) == pytest.approx(getattr(truth, field), rel=0.08)
             assert "8 samples, no update, took" in dict(fitted.sources)[field]
     fitted = fit_steps(own, steps, origin())
     for step in steps:
