@@ -11,7 +11,7 @@ already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Ro
 
     max(flops_in_step * flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
-where *_in_step are what flops, bytes and launches take within a training step, over what operations timed alone say (1 unless
+where *_in_step are what flops, bytes (on a host the first `CACHED`) and launches take within a training step, over what operations timed alone say (1 unless
 calibrated); an optimizer's bytes count `optimizer_bytes` times beside. Flops of attention in 16 bits, and on a host in
 any dtype, count `attention + attention_per_head / d + attention_per_key / s` times there, for heads of d elements and s
 keys a query sees: its kernels' softmax takes as long for short heads as for long ones, and blocks of keys are begun,
@@ -44,6 +44,10 @@ HOST_KEYS = 512
 them, causal or not (ATen, native/cpu/FlashAttentionKernel.cpp, `kvSplitSize`; up to 512 keys a causal one takes as long
 as one that sees all, 0.95 to 1.1 times, torch 2.13.0)."""
 
+CACHED = 2 << 20
+"""Bytes of an operation up to which a host's factor for bytes in a step holds: what the largest operation of the steps
+moves that it is found of (`calibration.reference_steps`), which a core's own cache has room for."""
+
 COPIED = 2
 """How often a bucket's bytes are moved beside the message: read and written, into it or out of it (`ops.buckets`)."""
 
@@ -57,8 +61,13 @@ def compute_seconds(flops: float, nbytes: float, dtype: str, device: Device) -> 
         ArgumentError: if the operation has flops in a dtype for which the device has no peak.
     """
     work = device.flops_in_step * flops / (device.peak(dtype) * device.efficiency) if flops else 0.0
-    moved = device.bytes_in_step * nbytes / device.memory_bandwidth
-    return max(work, moved) + device.launch_in_step * device.launch_seconds
+    return max(work, moved_seconds(nbytes, device)) + device.launch_in_step * device.launch_seconds
+
+
+def moved_seconds(nbytes: float, device: Device) -> float:
+    """Seconds for the bytes of one operation; on a host those beyond `CACHED` take what they take alone."""
+    beyond = max(nbytes - CACHED, 0.0) if device.name == HOST else 0.0
+    return (device.bytes_in_step * (nbytes - beyond) + beyond) / device.memory_bandwidth
 
 
 def product_seconds(
@@ -152,8 +161,7 @@ class Rates:
         if self.device.name != HOST:
             return self.other(0.0, nbytes, "")
         launches = num_kernels if num_kernels > 1 else FUSED_LAUNCHES
-        moved = self.device.optimizer_bytes * self.device.bytes_in_step * nbytes / self.device.memory_bandwidth
-        return moved + launches * self.other(0.0, 0.0, "")
+        return self.device.optimizer_bytes * moved_seconds(nbytes, self.device) + launches * self.other(0.0, 0.0, "")
 
     @property
     def split_seconds(self) -> float:
@@ -166,7 +174,7 @@ class Rates:
         part of the rate that their training reaches on links."""
         if self.device.name != HOST:
             return 0.0
-        return COPIED * self.device.bytes_in_step * nbytes / self.device.memory_bandwidth
+        return COPIED * moved_seconds(nbytes, self.device)
 
     def link(self, parameters: bool) -> float:
         """The part of the collective model's bandwidth that parameters and gradients reach, or else activations."""

@@ -2,10 +2,12 @@
 
 Of two blocks of a decoder with fused AdamW, small enough that what stands between its matrix products counts, with few
 samples launches, with more of them bytes; on a GPU, in bf16, large enough that the device and not its host is what the
-step waits for. On a host also without the optimizer, whose bytes are updated in place, and with what the blocks call
-run again in backward, as plans have it. All ranks take them at once, each the whole of it, and nothing is sent.
+step waits for. On a host also without the optimizer, whose bytes are updated in place, with what the blocks call run
+again in backward, as plans have it, and with norms and GELU in pieces, which are launches and bytes. All ranks take
+them at once, each the whole of it, and nothing is sent.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -45,7 +47,7 @@ SIZES = {
     "small": Size(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
     "large": Size(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
 }
-KINDS = ("whole", "no update", "run again")
+KINDS = ("whole", "no update", "run again", "in pieces")
 STEPS = {
     "cpu": tuple(("small", batch, kind) for batch in (1, 3, 8) for kind in KINDS),
     "cuda": (("large", 2, "whole"), ("large", 8, "whole")),
@@ -59,11 +61,12 @@ Call = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Makes its calls by `call(function, *arguments)`, as a plan's module does."""
+    """Makes its calls by `call(function, *arguments)`, as a plan's module does. in_pieces: norms and GELU are made of
+    elementwise calls, as some models write them."""
 
-    def __init__(self, size: Size, call: Call) -> None:
+    def __init__(self, size: Size, call: Call, in_pieces: bool) -> None:
         super().__init__()
-        hidden, self.heads, self.call = size.hidden, size.heads, call
+        hidden, self.heads, self.call, self.in_pieces = size.hidden, size.heads, call, in_pieces
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
         self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
@@ -74,12 +77,21 @@ class Block(nn.Module):
         q, k, v = (self._linear(way, y).view(*y.shape[:-1], self.heads, -1).transpose(1, 2) for way in ways)
         inner = self.call(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = self.call(torch.add, x, self._linear(self.out, inner))
-        inner = self.call(F.gelu, self._linear(self.up, self._normalized(1, x)))
+        inner = self._activated(self._linear(self.up, self._normalized(1, x)))
         return self.call(torch.add, x, self._linear(self.down, inner))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if not self.in_pieces:
+            return self.call(F.gelu, x)
+        cubic = torch.add(x, torch.mul(torch.pow(x, 3.0), 0.044715))
+        return torch.mul(torch.mul(x, 0.5), torch.add(torch.tanh(torch.mul(cubic, math.sqrt(2 / math.pi))), 1.0))
 
     def _normalized(self, number: int, x: Tensor) -> Tensor:
         norm = self.norms[number]
-        return self.call(F.layer_norm, x, x.shape[-1:], norm.weight, norm.bias)
+        if not self.in_pieces:
+            return self.call(F.layer_norm, x, x.shape[-1:], norm.weight, norm.bias)
+        scale = torch.rsqrt(torch.add(torch.pow(x, 2.0).mean(-1, keepdim=True), norm.eps))
+        return torch.add(torch.mul(torch.mul(x, scale), norm.weight), norm.bias)
 
     def _linear(self, way: nn.Linear, x: Tensor) -> Tensor:
         return self.call(F.linear, x, way.weight, way.bias)
@@ -88,10 +100,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Gives its loss."""
 
-    def __init__(self, size: Size, call: Call) -> None:
+    def __init__(self, size: Size, call: Call, in_pieces: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(size.words, size.hidden), nn.Embedding(size.seq, size.hidden)
-        self.blocks = nn.ModuleList(Block(size, call) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(size, call, in_pieces) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, size.words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -111,7 +123,7 @@ def training_step(batch: int, size: str, device: torch.device, kind: str = "whol
     """One step of a new model with so many samples, as a user writes it."""
     is_again = kind == "run again"
     with device:
-        model = Decoder(SIZES[size], again if is_again else _plainly).to(_dtype(size))
+        model = Decoder(SIZES[size], again if is_again else _plainly, kind == "in pieces").to(_dtype(size))
         words = batch_of_words(batch, size, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -128,7 +140,7 @@ def training_step(batch: int, size: str, device: torch.device, kind: str = "whol
 
 def predicted_step(device: Device, batch: int, size: str = "small", kind: str = "whole") -> float:
     """Seconds of it on one such device, as a plan prices them."""
-    program, plan = planned(batch, size)
+    program, plan = planned(batch, size, kind == "in pieces")
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
     cluster = replace(load_cluster("1xcpu"), device=device)
@@ -146,10 +158,11 @@ def _plainly(function: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @cache
-def planned(batch: int, size: str) -> tuple[Program, Plan]:
+def planned(batch: int, size: str, in_pieces: bool = False) -> tuple[Program, Plan]:
     """What there is to compute, and what there is to plan on one device: nothing."""
     with torch.device("meta"):
-        model, words = Decoder(SIZES[size], _plainly).to(_dtype(size)), batch_of_words(batch, size, "meta")
+        model = Decoder(SIZES[size], _plainly, in_pieces).to(_dtype(size))
+        words = batch_of_words(batch, size, "meta")
     captured = capture(model, (), words)
     config = TrainConfig(optimizer="adamw-fused", precision=SIZES[size].precision, memory_nbytes=1e15)
     plan = make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)
