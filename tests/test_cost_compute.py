@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import load_cluster
-from autopar.cost_models.compute import HOST, compute_seconds, rates_of
+from autopar.cost_models.compute import CACHED, HOST, compute_seconds, moved_seconds, rates_of
 from autopar.cost_models.efficiency import RANGES, load_efficiency
 from autopar.errors import ArgumentError, ClusterError
 
@@ -34,14 +34,18 @@ def test_launches_and_bytes_within_a_step_take_their_factors_and_flops_none() ->
     assert compute_seconds(1e18, 1, "bf16", replace(own, flops_in_step=1.5)) == pytest.approx(1.5 * worked + 0.5)
     in_place = replace(own, optimizer_bytes=0.5)
     assert compute_seconds(0, 1e12, "bf16", in_place) == compute_seconds(0, 1e12, "bf16", own)
-    moved = 3e12 / DEVICE.memory_bandwidth
+    moved = 3e6 / DEVICE.memory_bandwidth
     for kernels, launches in ((1, 0.5), (2, 2.0), (9, 9.0)):
         other, host = (rates_of(replace(in_place, name=name)) for name in ("own", "cpu"))
-        assert other.update(1e12, kernels) == pytest.approx(moved + 0.5)
-        assert host.update(1e12, kernels) == pytest.approx(moved / 2 + launches * 0.5)
+        assert other.update(1e6, kernels) == pytest.approx(moved + 0.5)
+        assert host.update(1e6, kernels) == pytest.approx(moved / 2 + launches * 0.5)
     for launches in (0.0, 2.0, 3.5):
         host = rates_of(replace(own, name="cpu", replay_launches=launches))
         assert host.replay_seconds == pytest.approx(launches * 0.5)
+    processor = replace(own, name="cpu")
+    for nbytes, times in ((1e6, 3.0), (CACHED, 3.0), (3 * CACHED, 5 / 3)):
+        assert moved_seconds(nbytes, processor) == pytest.approx(times * nbytes / DEVICE.memory_bandwidth)
+        assert moved_seconds(nbytes, own) == pytest.approx(3.0 * nbytes / DEVICE.memory_bandwidth)
     for field in ("launch_in_step", "bytes_in_step", "flops_in_step", "optimizer_bytes"):
         with pytest.raises(ClusterError, match=f"h100: {field}"):
             replace(DEVICE, **{field: 0.0})
