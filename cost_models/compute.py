@@ -11,11 +11,12 @@ already, have the roofline of their own (Williams, Waterman, Patterson 2009, "Ro
 
     max(flops_in_step * flops / (peak * efficiency), bytes_in_step * nbytes / bandwidth) + launch_in_step * launch
 
-where *_in_step are what flops, bytes (on a host the first `CACHED`) and launches take within a training step, over what operations timed alone say (1 unless
-calibrated); an optimizer's bytes count `optimizer_bytes` times beside. Flops of attention in 16 bits, and on a host in
-any dtype, count `attention + attention_per_head / d + attention_per_key / s` times there, for heads of d elements and s
-keys a query sees: its kernels' softmax takes as long for short heads as for long ones, and blocks of keys are begun,
-masked and ended. flops of one device, a multiply-add counting two; nbytes that the operation reads and writes.
+where *_in_step are what flops, bytes (on a host the first `CACHED`) and launches take within a training step, over what
+operations timed alone say (1 unless calibrated); an optimizer's bytes count `optimizer_bytes` times beside. Flops of
+attention in 16 bits, and on a host in any dtype, count `attention + attention_per_head / d + attention_per_key / s`
+times there, for heads of d elements and s keys a query sees: its kernels' softmax takes as long for short heads as for
+long ones, and blocks of keys are begun, masked and ended. flops of one device, a multiply-add counting two; nbytes that
+the operation reads and writes.
 """
 
 import math

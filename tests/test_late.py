@@ -18,7 +18,7 @@ from autopar.passes.ride_along import ride_along
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.evaluate import evaluate_program
+from autopar.search.costs.evaluate import evaluate_program, itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets
@@ -75,7 +75,19 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
             held = link if scatters else held
             clock += start
     total = sum(seconds + wait for found in due.values() for seconds, _, _ in found)
-    return total - (max(clock, link) + (wait if due else 0.0) - computed)
+    hidden = total - (max(clock, link) + (wait if due else 0.0) - computed)
+    if pricer.cluster.library != "gloo":
+        return hidden
+    waits = total - sum(seconds for found in due.values() for seconds, _, _ in found) - (wait if due else 0.0)
+    return hidden - min(stood(plan, family, pricer), max(hidden - waits, 0.0))
+
+
+def stood(plan: Plan, family: str, pricer: Pricer) -> float:
+    """Seconds of collectives of activations in backward: of positions, which are embedded once for all samples."""
+    program = program_of(family)
+    parameters = {spec.placeholder for spec in captured_of(family).parameters}
+    charges, _ = itemised(plan, program, pricer)
+    return sum(c.seconds for c in charges if c.backward and c.axes and c.name not in parameters)
 
 
 def linked(alpha: float, bandwidth: float, skew: float = 0.0, launch: float = 0.0) -> Cluster:

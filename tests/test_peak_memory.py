@@ -126,7 +126,7 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
         source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
         whole = pricer.wholes(step, shape, 4)[0]
         held = whole if keeps_padding(step) else target
-        return int(source + held + beside(step.forward, step, source, whole))
+        return int(source + held + beside(step.forward, step, source, target, whole))
 
     shapes = [
         (step, tuple(divisor * rng.randint(2, 20) for _ in range(3)))

@@ -88,6 +88,7 @@ class Block(nn.Module):
 
     def _normalized(self, number: int, x: Tensor) -> Tensor:
         norm = self.norms[number]
+        assert isinstance(norm, nn.LayerNorm)
         if not self.in_pieces:
             return self.call(F.layer_norm, x, x.shape[-1:], norm.weight, norm.bias)
         scale = torch.rsqrt(torch.add(torch.pow(x, 2.0).mean(-1, keepdim=True), norm.eps))

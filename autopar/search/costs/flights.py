@@ -6,7 +6,7 @@ backend reads, and chunks that are put in order before or after. The result is c
 
     reduce-scatter   what is sent, in order: a copy, or (along the first dim, unpadded) the operand itself, for as long
     all-gather       the part that is sent; at the end what came, out of order along a dim but the first
-    all-to-all       what is sent, at the end what came, beside the result
+    all-to-all       what is sent, at the end what came, beside the result, and padding that the result leaves out
     slice            the whole, where it is padded
     all              what is padded is a copy until it has begun; what was gathered or exchanged along the first dim
                      keeps its padding
@@ -21,8 +21,8 @@ Span = tuple[int, int, int]
 """Bytes, first and last moment."""
 
 
-def flight(kind: str, step: Step, source: int, whole: int, start: int, end: int) -> Iterator[Span]:
-    """Spans of a step's collective `kind` of `source` bytes, between two moments."""
+def flight(kind: str, step: Step, source: int, given: int, whole: int, start: int, end: int) -> Iterator[Span]:
+    """Spans of a step's collective `kind` of `source` bytes, which gives so many, between two moments."""
     in_order, padded = _is_in_order(step), _padded(source, whole)
     if kind == "reduce_scatter":
         yield whole, start + (in_order and not padded), end
@@ -33,7 +33,7 @@ def flight(kind: str, step: Step, source: int, whole: int, start: int, end: int)
         if not in_order:
             yield whole, end, end
     elif kind == "all_to_all":
-        yield whole, start, end
+        yield whole + (whole - given), start, end
         yield padded, start, start
 
 
@@ -44,11 +44,12 @@ def keeps_padding(step: Step, *, backward: bool = False) -> bool:
     return kind == "all_gather" and isinstance(gathered, Shard) and gathered.dim == 0
 
 
-def beside(kind: str, step: Step, source: int, whole: int) -> int:
-    """The most bytes at once of a step's collective `kind` of `source` bytes that is waited for where it begins."""
+def beside(kind: str, step: Step, source: int, given: int, whole: int) -> int:
+    """The most bytes at once of a step's collective `kind` of `source` bytes, which gives so many, that is waited for
+    where it begins."""
     in_order, padded = _is_in_order(step), _padded(source, whole)
     if kind == "all_to_all":
-        return whole + padded  # what is sent is gone before what came is put in order
+        return whole + padded + (whole - given)  # what is sent is gone before what came is put in order
     if kind == "all_gather":
         return 0 if in_order else whole
     if kind == "reduce_scatter":

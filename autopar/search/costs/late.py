@@ -141,5 +141,5 @@ def _reductions(
         held = link if holds else held
         stalled += start
     shown = stalled + max(link - (float(after[0]) + stalled), 0.0)
-    beside = max(sum(seconds for _, seconds, _, _ in sent) - shown, 0.0)
-    return max(beside - lost, 0.0) + paid - wait
+    beside = sum(seconds for _, seconds, _, _ in sent) - shown
+    return max(beside - min(lost, max(beside, 0.0)) + paid - wait, 0.0)

@@ -336,15 +336,15 @@ class Live:
         role = "once" if self.is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
-            spans = list(flight(step.forward, step, source, ahead, number, end))
+            spans = list(flight(step.forward, step, source, target, ahead, number, end))
             if any(self.calls[end].gradients):
-                spans += flight(step.backward, step, target, back, self.backward[end], backward)
+                spans += flight(step.backward, step, target, source, back, self.backward[end], backward)
             for span in spans:
                 self._add("working", name, *span, role)
         elif not call.part:
-            self._add("working", name, beside(step.forward, step, source, ahead), number, number, role)
+            self._add("working", name, beside(step.forward, step, source, target, ahead), number, number, role)
             if any(call.gradients):
-                self._add("working", name, beside(step.backward, step, target, back), backward, backward, role)
+                self._add("working", name, beside(step.backward, step, target, source, back), backward, backward, role)
 
     def _rows(self, group: Fused, forward: int, backward: int) -> None:
         """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
@@ -385,5 +385,5 @@ class Live:
         name, journey = value[0], self.journeys[value[0]]
         step, tensor = journey.made[value[1]], journey.tensor
         hop, source = self.root(name, step.source), self.pricer.local_nbytes(tensor, step.source)
-        nbytes = beside(step.forward, step, source, self._whole(value, step))
+        nbytes = beside(step.forward, step, source, self._size(value), self._whole(value, step))
         return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)
