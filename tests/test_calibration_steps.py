@@ -96,8 +96,7 @@ def test_a_step_runs_again_what_its_price_says_and_the_update_is_what_is_left_ou
     replayed.clear()
     training_step(2, "small", torch.device("cpu"))()
     assert not replayed
-    own = OWN
-    slower = replace(own, optimizer_bytes=3.0)
+    own, slower = OWN, replace(OWN, optimizer_bytes=3.0)
     assert predicted_step(own, 2) < predicted_step(slower, 2)
     without = predicted_step(slower, 2, kind="no update")
     assert without == pytest.approx(predicted_step(own, 2, kind="no update"))

@@ -8,8 +8,7 @@ backend reads, and chunks that are put in order before or after. The result is c
     all-gather       the part that is sent; at the end what came, out of order along a dim but the first
     all-to-all       what is sent, at the end what came, beside the result, and padding that the result leaves out
     slice            the whole, where it is padded
-    all              what is padded is a copy until it has begun; what was gathered or exchanged along the first dim
-                     keeps its padding
+    all              what is padded is a copy until it has begun; what is gathered along the first dim keeps its padding
 """
 
 from collections.abc import Iterator
