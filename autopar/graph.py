@@ -83,13 +83,14 @@ class Accumulation:
 class Rider:
     """What of a step's loss goes along with gradients, in the message of one bucket (`passes.ride_along`).
 
-    bucket: the first parameter of that bucket. scatters: its gradients are scattered, not reduced whole. rows: over how
-    many labels the loss is a mean, some perhaps ignored; the count of those that are not goes along too. None where it
-    does not.
+    bucket: the first parameter of that bucket. scatters: its gradients are scattered, not reduced whole. inside: the
+    axes over which they are reduced first, if level by level (`redistribution.in_levels`). rows: over how many labels
+    the loss is a mean, some perhaps ignored; the count of those that are not goes along too. None where it does not.
     """
 
     bucket: str
     scatters: bool
+    inside: tuple[str, ...] = ()
     rows: float | None
 
 

@@ -155,7 +155,7 @@ def messages(
             sent.append(())
             continue
         if step.inside:
-            sent.append(_level_messages(step, math.prod(source) * element_size, element_size, mesh))
+            sent.append(level_messages(step.inside, step.axes, math.prod(source) * element_size, element_size, mesh))
             continue
         if kind == "all_to_all":
             elements = _all_to_all_elements(step, source, n, forward=not sent)
@@ -187,15 +187,16 @@ def levels_of(step: Step, mesh: Mesh) -> Iterator[Step]:
             yield from (in_levels(step, inside) for inside in itertools.combinations(axes, count))
 
 
-def _level_messages(step: Step, nbytes: int, element_size: int, mesh: Mesh) -> tuple[Message, ...]:
-    """Of what is padded to equal parts of each rank inside."""
-    n = math.prod(mesh.shape[a] for a in step.inside)
+def level_messages(
+    inside: tuple[int, ...], axes: tuple[int, ...], nbytes: int, element_size: int, mesh: Mesh
+) -> tuple[Message, ...]:
+    """What sums a tensor over axes level by level (`in_levels`), padded to equal parts of each rank inside."""
+    n = math.prod(mesh.shape[a] for a in inside)
     part = -(-nbytes // element_size // n) * element_size
-    outside = tuple(a for a in step.axes if a not in step.inside)
     return (
-        Message(kind="reduce_scatter", axes=step.inside, nbytes=n * part),
-        Message(kind="all_reduce", axes=outside, nbytes=part),
-        Message(kind="all_gather", axes=step.inside, nbytes=n * part),
+        Message(kind="reduce_scatter", axes=inside, nbytes=n * part),
+        Message(kind="all_reduce", axes=tuple(a for a in axes if a not in inside), nbytes=part),
+        Message(kind="all_gather", axes=inside, nbytes=n * part),
     )
 
 

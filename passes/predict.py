@@ -16,9 +16,9 @@ from autopar.passes.fuse_collectives import Group, fused_groups
 from autopar.passes.graph_tools import is_own
 from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
 from autopar.passes.recompute import backward_nodes, is_replayed
-from autopar.passes.wait_late import last_sum
+from autopar.passes.wait_late import last_sums
 from autopar.passes.weave_copies import weave_copies
-from autopar.redistribution import Message
+from autopar.redistribution import Message, level_messages
 from autopar.rules.registry import rule_of
 
 Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
@@ -41,7 +41,7 @@ class _Count:
 
     def __init__(self, local: LocalModel, splits: bool, rider: Rider | None) -> None:
         self.sent: Sent = {}
-        self.names, self.parts = local.plan.mesh.names, local.plan.microbatches
+        self.mesh, self.parts = local.plan.mesh, local.plan.microbatches
         self.once = hoisted_nodes(local.graph, local.plan.lifetimes)
         groups = fused_groups(local.graph, local.captured.parameters, local.plan)
         groups = [group for group in groups if not splits or group[0] in self.once]
@@ -50,19 +50,16 @@ class _Count:
         for group in groups:
             for direction in (0, 1):
                 self._together(group, direction)
-        told = None if rider is None else last_sum(local.graph)
+        told = () if rider is None else last_sums(local.graph)
         counted = rider is not None and rider.rows is not None
-        if told is not None:
-            (message,) = told.meta["messages"][0]
-            kind, copies = "all_reduce", 1
-            if rider is not None and rider.scatters:  # in every rank's row
-                kind, copies = "reduce_scatter", prod(local.plan.mesh.shape[axis] for axis in message.axes)
-            self._add(replace(message, kind=kind, nbytes=copies * (1 + counted) * message.nbytes), 0, 1)
+        if rider is not None:
+            for message in self._riding(told, rider, 1 + counted):
+                self._add(message, 0, 1)
         twice = heads(local) if splits else frozenset[str]()
         for node in local.graph.nodes:
             forward, backward = node.meta.get("messages", ((), ()))
             times = 1 if node in self.once else self.parts
-            for message in () if node in self.group or node is told else (*forward, *backward):
+            for message in () if node in self.group or node in told else (*forward, *backward):
                 if not (message.early and counted):
                     self._add(message, times)
             for gather in _gathered_again(node, self.group):
@@ -74,9 +71,22 @@ class _Count:
                     for gather in regather_chain(operand, self.group):
                         self._again(gather, times)
 
+    def _riding(self, told: Iterable[fx.Node], rider: Rider, num_values: int) -> tuple[Message, ...]:
+        """What so many values, alone summed by these, add to the messages of a bucket."""
+        alone, *others = (node.meta["messages"][0][0] for node in told)
+        axes = tuple(sorted({axis for message in (alone, *others) for axis in message.axes}))
+        whole = replace(alone, axes=axes, nbytes=num_values * alone.nbytes)
+        if rider.inside:
+            inside = tuple(map(self.mesh.names.index, rider.inside))
+            return level_messages(inside, axes, whole.nbytes, alone.nbytes, self.mesh)
+        if rider.scatters:  # in every rank's row
+            num_ranks = prod(self.mesh.shape[axis] for axis in axes)
+            return (replace(whole, kind="reduce_scatter", nbytes=num_ranks * whole.nbytes),)
+        return (whole,)
+
     def _add(self, message: Message, times: int, payloads: int | None = None) -> None:
         """payloads: how often its bytes are sent, if not once a call."""
-        key = (message.kind, tuple(self.names[a] for a in message.axes))
+        key = (message.kind, tuple(self.mesh.names[a] for a in message.axes))
         calls, nbytes = self.sent.get(key, (0, 0))
         self.sent[key] = (calls + times, nbytes + (times if payloads is None else payloads) * message.nbytes)
 

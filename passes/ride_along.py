@@ -8,8 +8,11 @@ Only where the processor sends (Gloo): there a message of eight bytes takes a sh
 An accelerator hides it, and would have to be asked whether to scale.
 """
 
+from collections.abc import Iterable, Set
+
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
@@ -19,7 +22,7 @@ from autopar.passes.accumulate_gradients import is_mean_over_labels, rows_of_mea
 from autopar.passes.fuse_collectives import axis_of, fused_groups
 from autopar.passes.recompute import is_replayed
 from autopar.passes.start_early import counts_labels
-from autopar.passes.wait_late import last_sum
+from autopar.passes.wait_late import last_sums
 
 MOST_ROWS = 2**24
 """Up to which float32 counts."""
@@ -30,38 +33,49 @@ def find_rider(local: LocalModel) -> Rider | None:
     captured, plan = local.captured, local.plan
     if captured.accumulation is not None or captured.is_stage:
         return None
-    told = last_sum(local.graph)
-    if told is None or dtype_of(told) not in (torch.float32, torch.float64):
+    sums = last_sums(local.graph)
+    if not sums or dtype_of(sums[-1]) not in (torch.float32, torch.float64):
         return None
-    axis = axis_of(told)
+    axis = _over(sums)
     buckets = [
         group
         for group in fused_groups(local.graph, captured.parameters, plan)
         if _reduces(group[0], axis)
-        and dtype_of(group[0]) == dtype_of(told)
+        and dtype_of(group[0]) == dtype_of(sums[-1])
         and group[0].meta["messages"][1]
         and all(operands(member)[0].op == "placeholder" for member in group)
     ]
     if not buckets:
         return None
     whole = [group for group in buckets if group[0].target is all_reduce_gradient]  # cheaper: there they go once
-    first = operands((whole or buckets)[-1][0])[0].name
-    return Rider(bucket=first, scatters=not whole, rows=_rows(local, told, axis))
+    direct = [group for group in whole if not axis_of(group[0], "inside")]
+    carrier = (direct or whole or buckets)[-1][0]
+    return Rider(
+        bucket=operands(carrier)[0].name,
+        scatters=not whole,
+        inside=axis_of(carrier, "inside"),
+        rows=_rows(local, axis),
+    )
 
 
-def _reduces(call: fx.Node, axis: tuple[str, ...]) -> bool:
+def _over(sums: Iterable[fx.Node]) -> set[str]:
+    """The axes that a loss is summed over, in one all-reduce or one after the other."""
+    return {axis for one in sums for axis in axis_of(one)}
+
+
+def _reduces(call: fx.Node, axes: Set[str]) -> bool:
     """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes."""
-    if axis_of(call) != axis or axis_of(call, "inside"):
+    if {*axis_of(call), *axis_of(call, "inside")} != axes:
         return False
     if call.target in (all_gather, all_gather_bucket):
         return call.kwargs.get("backward", "reduce_scatter") == "reduce_scatter"
     return call.target in (all_reduce_gradient, all_reduce_gradient_bucket)
 
 
-def _rows(local: LocalModel, told: fx.Node, axis: tuple[str, ...]) -> float | None:
+def _rows(local: LocalModel, axes: Set[str]) -> float | None:
     """Of how many labels the loss is a mean whose count can go along."""
     for node in filter(is_mean_over_labels, local.graph.nodes):
-        if not counts_labels(node) or set(axis_of(node, "row_axes")) != set(axis) or is_replayed(node):
+        if not counts_labels(node) or set(axis_of(node, "row_axes")) != axes or is_replayed(node):
             return None  # divided by the count where it stands
     return countable_rows(local.captured)
 
@@ -82,17 +96,22 @@ def ride_along(graph: fx.Graph, rider: Rider) -> fx.Graph:
     """A copy of the graph, in buckets (`fuse_collectives`), in which `rider` goes along."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
-    told = last_sum(copy)
-    assert told is not None
-    axis, keywords = axis_of(told), {"axis": told.kwargs["axis"]}
+    sums = last_sums(copy)
+    told, summand = sums[-1], operands(sums[0])[0]
+    axes = _over(sums)
+    keywords: dict[str, Argument] = {"axes": tuple(map(axis_of, sums))}
+    told.args = (summand,)
     for node in list(copy.nodes):
         target = all_gather_bucket if rider.scatters else all_reduce_gradient_bucket
-        if node.target is target and rider.bucket in node.kwargs.get("names", ()) and _reduces(node, axis):
+        is_it = node.target is target and rider.bucket in node.kwargs.get("names", ())
+        if is_it and _reduces(node, axes) and axis_of(node, "inside") == rider.inside:
             node.kwargs = {**node.kwargs, "carries": True}
         elif rider.rows is not None and counts_labels(node):
             node.kwargs = {**node.kwargs, "count": rider.rows}
-            told.args = (told.args[0], node.args[1])
+            told.args = (summand, node.args[1])
             keywords |= {"rows": rider.rows, "ignore_index": node.kwargs.get("ignore_index", -100)}
     told.target, told.kwargs = all_reduce_riding, keywords
+    for one in reversed(sums[:-1]):
+        copy.erase_node(one)
     copy.lint()
     return copy

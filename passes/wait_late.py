@@ -5,6 +5,7 @@ The gradient of that sum is the gradient of every summand, so backward can begin
 
 from torch import fx
 
+from autopar.graph import operands
 from autopar.ops import collectives
 from autopar.ops.buckets import all_reduce_told
 
@@ -22,11 +23,25 @@ def wait_late(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def last_sums(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The all-reduces without a backward pass, one of the other, that make the first result, if nothing else reads
+    them; the last one last."""
+    found: list[fx.Node] = []
+    node = last_sum(graph)
+    while node is not None and _only_told(node):
+        found.append(node)
+        node = operands(node)[0]
+    return tuple(reversed(found))
+
+
 def last_sum(graph: fx.Graph) -> fx.Node | None:
-    """The all-reduce without a backward pass that makes the first result, if nothing else reads it."""
+    """The last of them."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results = output.args[0]
     first = next(iter(results), None) if isinstance(results, tuple | list) else results  # a stage may have none
-    if not isinstance(first, fx.Node) or first.target is not collectives.all_reduce or len(first.users) > 1:
-        return None
-    return first if first.kwargs.get("backward", "none") == "none" else None
+    return first if isinstance(first, fx.Node) and _only_told(first) else None
+
+
+def _only_told(node: fx.Node) -> bool:
+    is_sum = node.target is collectives.all_reduce and node.kwargs.get("backward", "none") == "none"
+    return is_sum and len(node.users) == 1

@@ -17,7 +17,9 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.ride_along import ride_along
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
-from autopar.plan import Plan, TrainConfig
+from autopar.placement import INVARIANT, REPLICATE, Layout
+from autopar.plan import Plan, TrainConfig, Way
+from autopar.search.costs import late
 from autopar.search.costs.evaluate import evaluate_program, itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
@@ -144,6 +146,39 @@ def test_what_the_processor_sends_itself_is_not_hidden() -> None:
     assert with_buckets(plan, captured, cluster).estimate.hidden == pytest.approx(
         0.0, abs=1e-8
     )  # the labels and the loss
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "inside"),
+    [
+        ("fsdp", (4,), ()),
+        ("ddp", (4,), ()),
+        ("ddp", (2, 2), ()),
+        ("ddp", (2, 2), ("data",)),
+        ("ddp", (2, 2), ("model",)),
+    ],
+)
+def test_where_gradients_carry_the_loss_nothing_of_it_is_left(
+    name: str, shape: tuple[int, ...], inside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the count of its labels, whether gradients are scattered, or summed at once or level by level, and
+    the loss at once or over one axis after the other."""
+    captured, program, cluster = captured_of("llama"), program_of("llama"), machine(4)
+    plan = make_baseline(name, captured, cluster, make_mesh(shape), TrainConfig())
+    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    names = tuple(spec.placeholder for spec in captured.parameters)
+    path = tuple(Layout((one,) * len(shape)) for one in (INVARIANT, REPLICATE))
+    whole = [name for name in names if plan.layouts[name] == path[0]]
+    plan = replace(plan, ways=dict.fromkeys(whole, Way(path=path, inside=inside)))
+    charges, _ = itemised(plan, program, pricer)
+    of_loss = sum(charge.seconds for charge in charges if charge.axes and charge.name == captured.loss)
+    alone, together = (replace(plan, buckets=buckets) for buckets in ((), (names,)))
+    assert insert_collectives(captured, alone).rider is None
+    rider = insert_collectives(captured, together).rider
+    assert rider is not None and rider.inside == inside and rider.scatters == (name == "fsdp") and rider.rows
+    monkeypatch.setattr(late, "_reductions", lambda *_: 0.0)
+    hidden = [evaluate_program(found, program, pricer).hidden for found in (alone, together)]
+    assert hidden[0] < of_loss and hidden[1] == pytest.approx(of_loss, rel=1e-12)
 
 
 def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:

@@ -20,8 +20,8 @@ from autopar.passes import ride_along
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.ride_along import countable_rows
-from autopar.placement import PARTIAL
-from autopar.plan import Plan, TrainConfig
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout
+from autopar.plan import Plan, TrainConfig, Way
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices
 from autopar.runtime import count_messages
@@ -37,7 +37,16 @@ def in_a_bucket(plan: Plan) -> Plan:
 
 
 def data_parallel(shape: tuple[int, ...], stored: str = "whole", lifetime: str = "use") -> Plan:
-    return in_a_bucket(cases.data_parallel(shape, stored, lifetime))
+    """stored: whole, split, or whole with gradients that are summed level by level, over the last axis first, and the
+    loss over one axis after the other."""
+    plan = in_a_bucket(cases.data_parallel(shape, "whole" if stored == "levels" else stored, lifetime))
+    if stored != "levels":
+        return plan
+    wholes, copies = (Layout((one,) * len(shape)) for one in (INVARIANT, REPLICATE))
+    way = Way(path=(wholes, copies), inside=plan.mesh.names[-1:])
+    sums = tuple(Layout(axes) for axes in ((PARTIAL, PARTIAL), (INVARIANT, PARTIAL), (INVARIANT, INVARIANT)))
+    routes = {**plan.routes, cases.captured().loss: (sums,)}
+    return replace(plan, ways=dict.fromkeys(plan.buckets[0], way), routes=routes)
 
 
 def ignored(data: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -81,7 +90,17 @@ def step(
     return loss, gradients, kinds
 
 
-@pytest.mark.parametrize(("shape", "stored"), [((2,), "whole"), ((2, 2), "whole"), ((2,), "split"), ((2, 2), "split")])
+SHAPES = [
+    ((2,), "whole"),
+    ((2, 2), "whole"),
+    ((2,), "split"),
+    ((2, 2), "split"),
+    ((2, 2), "levels"),
+    ((2, 4), "levels"),
+]
+
+
+@pytest.mark.parametrize(("shape", "stored"), SHAPES)
 @pytest.mark.parametrize("kind", ["none", "unevenly", "of one rank"])
 def test_a_step_is_that_of_one_process(shape: tuple[int, ...], stored: str, kind: str) -> None:
     data = ignored(cases.batch(1), kind)
@@ -93,11 +112,11 @@ def test_a_step_is_that_of_one_process(shape: tuple[int, ...], stored: str, kind
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("stored", ["whole", "split"])
-def test_a_step_that_adds_to_gradients_scales_its_own_alone(stored: str) -> None:
+@pytest.mark.parametrize(("shape", "stored"), [((2,), "whole"), ((2,), "split"), ((2, 2), "levels")])
+def test_a_step_that_adds_to_gradients_scales_its_own_alone(shape: tuple[int, ...], stored: str) -> None:
     data = ignored(cases.batch(1), "unevenly")
     loss, gradients = one_process(data)
-    for got, found, kinds in ranks(2).run(step, data_parallel((2,), stored), data, 3):
+    for got, found, kinds in ranks(prod(shape)).run(step, data_parallel(shape, stored), data, 3):
         assert kinds == ["riding"] * 3
         assert got == pytest.approx(loss, rel=1e-12)
         for name, gradient in gradients.items():
@@ -144,6 +163,17 @@ def test_the_loss_and_the_count_are_at_the_end_of_the_gradients() -> None:
     gradients = sum(prod(spec.shape) for spec in cases.captured().parameters if spec.trainable)
     for begun in ranks(2).run(begun_in, data_parallel((2,))):
         assert begun[-1] == gradients + 2 and 1 not in begun
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
+def test_what_goes_level_by_level_carries_both_through_every_level(shape: tuple[int, ...]) -> None:
+    """As a part of their own, padded as every gradient is."""
+    plan = data_parallel(shape, "levels")
+    own = insert_collectives(cases.captured(), plan).rider
+    assert own is not None and own.inside == plan.mesh.names[1:] and own.rows == cases.BATCH * cases.LENGTH
+    parts = [-(-prod(spec.shape) // shape[1]) for spec in cases.captured().parameters if spec.trainable]
+    for begun in ranks(prod(shape)).run(begun_in, plan):
+        assert begun[-1] == sum(parts) + -(-2 // shape[1]) and 1 not in begun
 
 
 def scattered_in(plan: Plan) -> tuple[list[int], list[str]]:

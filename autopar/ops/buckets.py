@@ -266,9 +266,9 @@ def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 def all_reduce_riding(
-    x: Tensor, labels: Tensor | None = None, *, axis: Axis, rows: float = 0.0, ignore_index: int = -100
+    x: Tensor, labels: Tensor | None = None, *, axes: Sequence[Axis], rows: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
-    """`all_reduce_told` of a loss that goes along with gradients.
+    """`all_reduce_told` of a loss that goes along with gradients; over one axis after the other if none carries it.
 
     labels: of those the loss was divided by their number, `rows`, instead of how many count; that is made good when it
     is known, in the loss and by `Cargo.scale`.
@@ -283,7 +283,8 @@ def all_reduce_riding(
         values = cargo.take()
         if values is not None:  # no bucket had gradients
             nbytes = values.numel() * values.element_size()
-            send("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(values, group=g))
+            for axis in axes:
+                send("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(values, group=g))
             cargo.arrive(values)
 
     sink.told.append(finish)

@@ -55,7 +55,7 @@ def load_exported(
     captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
     values = Values(captured, held, initial)
     axes = tuple(tuple(names) for names in specs["axes"])
-    rider = Rider(**held_rider) if (held_rider := specs.get("rider")) is not None else None
+    rider = Rider(**{**own, "inside": tuple(own.get("inside", ()))}) if (own := specs.get("rider")) else None
     graph = call_graph(captured, plan, forward, axes)
     local = LocalModel(captured=captured, plan=plan, graph=graph, rider=rider)
     return ExportedModule(local, values, seed=seed)

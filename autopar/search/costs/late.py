@@ -24,6 +24,7 @@ what is sent needs a turn of the processor at every hop: the longer the former t
 ms, with those inside hosts alone 41, with gradients between hosts alone 53, with both 79; torch 2.13.0, 2026-11-27).
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -35,6 +36,9 @@ from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
 from autopar.search.costs.pricing import Pricer, Timed, total
 from autopar.search.costs.program import Program
+
+SUMS = "all_reduce", "reduce_scatter", "reduce_scatter_all_reduce_all_gather"
+"""Messages one after the other that sum gradients: as a whole, in parts, level by level."""
 
 
 def late_seconds(
@@ -55,39 +59,45 @@ def late_seconds(
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
     lost = stood if pricer.cluster.library == "gloo" else 0.0
     hidden = _reductions(plan, program, pricer, journeys, copied, after, lost)
-    told = _told(program, pricer, journeys)
+    sums = _sums(program, pricer, journeys)
+    told = sums[-1:]
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
-    if pricer.cluster.library == "gloo" and _is_carried(told, plan, program, journeys, copied):
-        if _counts_ride(counts, told[0][2], plan, program):
+    if pricer.cluster.library == "gloo" and _is_carried(sums, plan, program, journeys, copied):
+        if _counts_ride(counts, sums, plan, program):
             hidden, counts = hidden + sum(map(total, counts.values())), {}
-        hidden, told = hidden + total(told), ()
+        hidden, told = hidden + total(sums), ()
     for position, early in counts.items():
         hidden += _beside(early, pricer, float(before[position]))
     return hidden + _beside(told, pricer, float(after[0]))
 
 
 def _is_carried(
-    told: Timed, plan: Plan, program: Program, journeys: Mapping[str, Journey], groups: Iterable[Fused]
+    sums: Timed, plan: Plan, program: Program, journeys: Mapping[str, Journey], groups: Iterable[Fused]
 ) -> bool:
     """Whether a bucket of gradients of the loss's dtype is summed over the axes that the loss is summed over."""
-    if program.captured.is_stage or not told:
+    if program.captured.is_stage or not sums:
         return False
-    loss, ((_, _, axes),) = program.tensors[program.loss], told
+    loss, axes = program.tensors[program.loss], _over(sums)
     for group in groups:
         tensor = journeys[group.values[0][0]].tensor
-        ways = [(m.kind, m.axes) for m in fused_messages(group, plan, journeys, backward=True)]
-        sums = ways in ([("all_reduce", axes)], [("reduce_scatter", axes)])
-        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and sums:
+        sent = fused_messages(group, plan, journeys, backward=True)
+        is_sum = "_".join(m.kind for m in sent) in SUMS and frozenset[int]().union(*(m.axes for m in sent)) == axes
+        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and is_sum:
             return loss.dtype in ("float32", "float64")
     return False
 
 
-def _counts_ride(counts: Mapping[int, Timed], axes: tuple[int, ...], plan: Plan, program: Program) -> bool:
-    """Whether the count of labels goes along with a loss that is summed over `axes`."""
+def _over(sent: Timed) -> frozenset[int]:
+    """The axes of messages, together."""
+    return frozenset(axis for _, _, axes in sent for axis in axes)
+
+
+def _counts_ride(counts: Mapping[int, Timed], sums: Timed, plan: Plan, program: Program) -> bool:
+    """Whether the count of labels goes along with the sums of the loss."""
     means = [op for op in program.ops if is_mean_over_labels(op.node)]
-    over = {frozenset(own) for op in means for _, _, own in counts.get(op.position, (("", 0.0, ()),))}
+    over = {_over(counts.get(op.position, ())) for op in means}
     replayed = plan.recompute.intersection(op.name for op in means)
-    return over == {frozenset(axes)} and not replayed and program.countable_rows is not None
+    return over == {_over(sums)} and not replayed and program.countable_rows is not None
 
 
 def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
@@ -100,15 +110,17 @@ def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
     return hidden
 
 
-def _told(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
-    """The last sum of the loss over ranks."""
+def _sums(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
+    """The last sums of the loss over ranks, one of the other; the last of them is what nothing waits for."""
     if program.loss not in journeys:
         return ()
     journey = journeys[program.loss]
     steps = journey.path(Layout((INVARIANT,) * len(journey.source.axes)))
-    if not steps or (steps[-1].forward, steps[-1].backward) != ("all_reduce", ""):
-        return ()
-    return pricer.step(steps[-1], journey.tensor.shape, journey.tensor.element_size, False)[0]
+    shape, size = journey.tensor.shape, journey.tensor.element_size
+    found: list[tuple[str, float, tuple[int, ...]]] = []
+    for step in itertools.takewhile(lambda s: (s.forward, s.backward) == ("all_reduce", ""), reversed(steps)):
+        found = [*pricer.step(step, shape, size, False)[0], *found]
+    return tuple(found)
 
 
 def _reductions(
