@@ -124,9 +124,10 @@ def _write(request: Request, measured: Measurements, console: Console) -> dict[s
     console.print(
         f"{device.name}: flop/s reached {peaks}; memory {nbytes_text(device.memory_bandwidth)}/s; launch "
         f"{seconds_text(device.launch_seconds)}; in a step launches take {device.launch_in_step:.2f} times that, bytes "
-        f"{device.bytes_in_step:.2f} and flops {device.flops_in_step:.2f} times; attention's flops "
-        f"count {device.attention:.2f} + {device.attention_per_head:.3g} / head + {device.attention_per_key:.3g} / "
-        "keys times",
+        f"{device.bytes_in_step:.2f} and flops {device.flops_in_step:.2f} times, an optimizer's bytes "
+        f"{device.optimizer_bytes:.2f} times an operation's; a call run again takes {device.replay_launches:.1f} "
+        f"launches beside; attention's flops count {device.attention:.2f} + {device.attention_per_head:.3g} / head + "
+        f"{device.attention_per_key:.3g} / keys times",
         highlight=False,
         markup=False,
     )
