@@ -146,7 +146,8 @@ def best_in_buckets(
             found[words] = other
     chosen = best()
     if with_baselines or (plan.mesh.size > 1 and not is_over()):
-        chosen = compare(chosen, program, pricer, tell, finish, (lambda: False) if with_baselines else is_over)
+        no_time = (lambda: False) if with_baselines else is_over
+        chosen = compare(chosen, program, pricer, tell, buckets=True, flatten=flatten, is_over=no_time)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
     own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}

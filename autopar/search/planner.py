@@ -35,6 +35,7 @@ from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
+from autopar.search.timeline.named_in_buckets import named_in_buckets
 
 GB = 1e9
 SOLVERS = ("auto", "ilp", "double-recursive")
@@ -187,7 +188,9 @@ def plan_program(
             solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
         )
     )
-    return compare(plan, program, pricer.alone, tell, finish) if with_baselines else plan
+    if not with_baselines:
+        return plan
+    return compare(plan, program, pricer.alone, tell, buckets=pricer.in_buckets and share is None, flatten=flatten)
 
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
@@ -228,12 +231,15 @@ def compare(
     program: Program,
     pricer: Pricer,
     tell: Callable[[str], None],
-    finish: Callable[[Plan], Plan] = lambda plan: plan,
+    *,
+    buckets: bool,
+    flatten: bool = True,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """The plan with the named baselines, each as `finish` leaves it, beside it, or the baseline that is cheaper.
+    """The plan with the named baselines beside it, or the baseline that is cheaper.
 
-    is_over: whether there is no time for another.
+    buckets: they are in buckets too; flatten: see `timeline.buckets.bucketed`. is_over: whether there is no time for
+    another.
     """
     best, compared = plan, dict[str, float | str]()
     limit = memory_limit(pricer.cluster, pricer.config)
@@ -244,11 +250,10 @@ def compare(
         if is_over():
             break
         tell(f"pricing the baseline {name}")
-        other = _baseline(name, program, pricer, limit)
+        other = _baseline(name, program, pricer, limit, buckets, flatten)
         if isinstance(other, str):
             compared[name] = other
             continue
-        other = finish(other)
         compared[name] = other.estimate.step_seconds
         if other.estimate.step_seconds < best.estimate.step_seconds:
             best = other
@@ -288,9 +293,11 @@ def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell:
     return plan_of(decider, program), work_bound(program, pricer), facts
 
 
-def _baseline(name: str, program: Program, pricer: Pricer, limit: float) -> Plan | str:
+def _baseline(name: str, program: Program, pricer: Pricer, limit: float, buckets: bool, flatten: bool) -> Plan | str:
     """A baseline's plan, or why it is none."""
     try:
+        if buckets:
+            return named_in_buckets(name, program, pricer, limit, flatten=flatten)
         return baseline_plan(name, program, pricer, limit)
     except InfeasibleError as error:
         if error.least_nbytes is None:

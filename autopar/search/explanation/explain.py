@@ -32,7 +32,7 @@ from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.timeline.buckets import bucketed
+from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import MARK
 
 GB = 1e9
@@ -269,8 +269,8 @@ class _Asker:
         for name in BASELINES:
             if self._asks(f"baseline {name}", unanswered):
                 try:
-                    other = baseline_plan(name, self.program, self.pricer, limit)
-                    other = bucketed(other, self.program, self.pricer) if self.is_in_buckets else other
+                    made = named_in_buckets if self.is_in_buckets else baseline_plan
+                    other = made(name, self.program, self.pricer, limit)
                     out[name] = other.estimate.step_seconds
                 except InfeasibleError as error:
                     out[name] = str(error)

@@ -31,6 +31,7 @@ from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.staged.stages import starts_of
+from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
 from autopar.staged_plan import StagedPlan, check_microbatches
 
@@ -135,7 +136,7 @@ def _candidates(
         if left():
             tell(f"planning {name}")
             try:
-                yield baseline_plan(name, program, pricer.alone, limit), name
+                yield (named_in_buckets if buckets else baseline_plan)(name, program, pricer.alone, limit), name
             except InfeasibleError:
                 continue
     for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():

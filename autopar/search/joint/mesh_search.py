@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from autopar.capture.rebatch import Batches
@@ -33,7 +32,6 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts
-from autopar.search.timeline.buckets import bucketed
 from autopar.staged_plan import check_microbatches
 
 NEAR = 8
@@ -228,10 +226,8 @@ def _certified(
     plan = plan.with_estimate(estimate)
     if with_baselines and outcome.status == PROVED and isinstance(plan, Plan):
         program, pricer = joint.program(key.microbatches), joint.pricer(key)
-        if not joint.setup.buckets:
-            return compare(plan, program, pricer, joint.tell)
-        finish = partial(bucketed, program=program, pricer=pricer.alone, flatten=joint.setup.flatten)
-        return compare(plan, program, pricer.alone, joint.tell, finish)
+        setup = joint.setup
+        return compare(plan, program, pricer.alone, joint.tell, buckets=setup.buckets, flatten=setup.flatten)
     return plan
 
 
