@@ -6,10 +6,12 @@ A block is named by a numbered component of the module path. Where paths hold se
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 NUMBER = re.compile(r"^\d+$")
 
 
+@lru_cache(maxsize=1 << 14)
 def block_of(module: str, depth: int = 1) -> str:
     """Path up to and with the `depth`-th number (the last one there is), "" for a module in no block."""
     parts = module.split(".")

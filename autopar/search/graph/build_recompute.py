@@ -58,7 +58,10 @@ class RecomputeBuilder(Builder):
     def _can_be_made_again(self, cluster: Cluster) -> bool:
         key = ("can be made again", cluster)
         if key not in self.program.made:
-            self.program.made[key] = self._is_recomputable(cluster)
+            form, alike = self.program.form, (*key[:1], cluster.grown, cluster.number)
+            if alike not in form:
+                form[alike] = self._is_recomputable(cluster)
+            self.program.made[key] = form[alike]
         return bool(self.program.made[key])
 
     def _is_recomputable(self, cluster: Cluster) -> bool:
