@@ -163,12 +163,12 @@ def plan(
         from autopar.search.timeline.named_in_buckets import configuration_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
-        if isinstance(found, StagedPlan) or baseline is not None:
-            tell("choosing buckets")
-        if baseline is not None and isinstance(found, Plan):
-            return configuration_in_buckets(found, baseline, program, machine, flatten=flatten)
         if isinstance(found, StagedPlan):
+            tell("choosing buckets")
             return in_buckets(found, program.captured, machine, flatten=flatten)
+        if baseline is not None:
+            tell("choosing buckets")
+            return configuration_in_buckets(found, baseline, program, machine, flatten=flatten)
         return best_in_buckets(
             found, program, machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
             seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,

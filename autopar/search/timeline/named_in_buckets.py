@@ -35,9 +35,7 @@ def named_in_buckets(
         shared = baseline_plan(text, program, plain.paying({}), limit)
     except InfeasibleError:
         shared = made[0]  # its memory was counted from above, and what is nearest to it in seconds holds more
-    if (shared.choices, shared.layouts, shared.lifetimes, shared.routes) != (
-        made[0].choices, made[0].layouts, made[0].lifetimes, made[0].routes,
-    ):  # fmt: skip
+    if replace(shared, estimate=made[0].estimate) != made[0]:
         made.append(shared)
     return min((bucketed(one, program, plain, flatten=flatten) for one in made), key=lambda p: p.estimate.step_seconds)
 
