@@ -32,7 +32,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
-    ("search", "runtime", "capture", "models", "reference", "export", "report", "verification", "calibration"),
+    (
+        "search",
+        "runtime",
+        "capture",
+        "models",
+        "reference",
+        "oracle",
+        "export",
+        "report",
+        "verification",
+        "calibration",
+    ),
     (
         *(
             "api",
