@@ -38,7 +38,8 @@ def normalize_attention(captured: CapturedModel) -> CapturedModel:
                 options["is_causal"] = kind == "causal"
                 mask = None
         grouped = ungrouped(key), ungrouped(value)
-        if grouped[0] is not None and grouped[1] is not None and not options["enable_gqa"]:
+        repeated = grouped[0] is not None and grouped[1] is not None and shape_of(query)[1:2] == shape_of(key)[1:2]
+        if repeated and not options["enable_gqa"]:
             (key, value), options["enable_gqa"] = grouped, True
         if dropout_p:
             options = {"dropout_p": float(dropout_p), **options, "site": site}
@@ -60,6 +61,8 @@ def mask_kind(mask: Tensor) -> str:
             return "other"
     if bool(keep.all()):
         return "all"
+    if keep.dim() < 2:
+        return "other"
     *leading, rows, columns = keep.shape
     if rows != columns or any(size != 1 for size in leading):
         return "other"
