@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +243,8 @@ def reference_gradients(
     buffers = {b.placeholder: values[b.placeholder].clone() for b in captured.buffers}
     accumulation = captured.accumulation or Accumulation(microbatches=1, weight=1.0)
     losses, counts = [], []
-    for part in _parts(inputs, accumulation.microbatches):
-        with use_draws(DRAWS):
+    for number, part in enumerate(_parts(inputs, accumulation.microbatches)):
+        with use_draws(replace(DRAWS, step=number)):
             loss, results = run(captured, parameters, buffers, part)
         losses.append(loss)
         counts += [] if accumulation.count is None else [results[accumulation.count]]
