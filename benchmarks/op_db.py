@@ -116,7 +116,9 @@ def run_all(names: Sequence[str], most: int, processes: int, seconds: float) -> 
                 running.remove(job)
                 for key, outcome in job.rows:
                     if outcome.kind in ("wrong", "failed"):
-                        print(f"{outcome.kind} {key}{' random' if outcome.random else ''}: {outcome.reason}", flush=True)
+                        print(
+                            f"{outcome.kind} {key}{' random' if outcome.random else ''}: {outcome.reason}", flush=True
+                        )
             elif time.monotonic() - job.since > seconds:
                 job.process.kill()
     return [row for job in jobs for row in job.rows]
@@ -169,7 +171,9 @@ def main() -> int:
     list(outcomes(samples_of("op", "mul", 1)))  # what torch.export imports at its first call, once for all processes
     wanted = set(arguments.ops.split(",")) if arguments.ops else None
     names = [
-        f"{table}:{op}" for table in arguments.tables.split(",") for op in tables()[table]
+        f"{table}:{op}"
+        for table in arguments.tables.split(",")
+        for op in tables()[table]
         if wanted is None or op in wanted or tables()[table][op].name in wanted
     ]
     rows = run_all(names, arguments.samples, arguments.processes, arguments.seconds)

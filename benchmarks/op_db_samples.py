@@ -194,9 +194,18 @@ def module_samples(info: Any, dtype: torch.dtype, count: int, named: Key) -> lis
     modes = (True, False) if info.train_and_eval_differ else (True,)
     for training in modes:
         torch.manual_seed(0)
-        made = list(islice(info.module_inputs_func(
-            info, device="cpu", dtype=dtype, requires_grad=dtype.is_floating_point or dtype.is_complex,
-            training=training), LOOKED_AT))
+        made = list(
+            islice(
+                info.module_inputs_func(
+                    info,
+                    device="cpu",
+                    dtype=dtype,
+                    requires_grad=dtype.is_floating_point or dtype.is_complex,
+                    training=training,
+                ),
+                LOOKED_AT,
+            )
+        )
         for index, sample in drawn_evenly(made, count):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -280,8 +289,10 @@ def run(captured: CapturedModel, model: SampleModel) -> dict[str, Tensor]:
     torch.manual_seed(1)
     loss, mutated = run_captured(captured, parameters, buffers, bind_inputs(captured.inputs, model.inputs(), {}))
     loss.backward()  # type: ignore[no-untyped-call]
-    got = {f"gradient of {s.names[0]}": or_zero(parameters[s.placeholder].grad, parameters[s.placeholder])
-           for s in captured.parameters}
+    got = {
+        f"gradient of {s.names[0]}": or_zero(parameters[s.placeholder].grad, parameters[s.placeholder])
+        for s in captured.parameters
+    }
     for spec in captured.buffers:
         got[f"buffer {spec.names[0]}"] = mutated.get(spec.placeholder, buffers[spec.placeholder]).detach()
     return got
@@ -294,10 +305,7 @@ def or_zero(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 def draws(captured: CapturedModel) -> bool:
     """Does a graph draw random numbers?"""
     seeded = torch.Tag.nondeterministic_seeded
-    return any(
-        "site" in node.kwargs or seeded in getattr(node.target, "tags", ())
-        for node in captured.graph.nodes
-    )
+    return any("site" in node.kwargs or seeded in getattr(node.target, "tags", ()) for node in captured.graph.nodes)
 
 
 def one_line(error: Exception, lines: int = 1) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import PassError
-from autopar.graph import CapturedModel, operands
+from autopar.graph import CapturedModel, is_random, operands
 
 aten = torch.ops.aten
 _OVERLOAD = type(aten.add.Tensor)
@@ -122,9 +122,9 @@ def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drop calls that nothing reads: in a functional graph they have no effect."""
+    """Drop calls that nothing reads: in a functional graph they have no effect, but for what others draw after them."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec, is_random
 from autopar.ops.random import Draws, use_draws
 from autopar.oracle import Step
 from autopar.reference import run_captured
@@ -18,7 +18,7 @@ SEED = 1
 
 def draws(captured: CapturedModel) -> bool:
     """Whether a step draws random numbers: of each micro-batch others, so that only the same parts can be compared."""
-    return any("site" in node.kwargs for node in captured.graph.nodes)
+    return any(is_random(node) for node in captured.graph.nodes)
 
 
 def reference_steps(captured: CapturedModel, tensors: Mapping[str, Any], device: torch.device) -> list[Step]:

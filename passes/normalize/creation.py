@@ -23,8 +23,6 @@ FILL: dict[Any, Any] = {
     aten.empty_strided.default: 0,
     aten.empty_permuted.default: 0,
 }
-# Random numbers are drawn where their operand lives; a creation call alone would always draw them on the CPU.
-RANDOM: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
 FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
 
 
@@ -35,8 +33,6 @@ def simplify_creation(captured: CapturedModel) -> CapturedModel:
         substitute(node, _full(node, FILL[node.target]))
     for node in calls(captured.graph, *FILL_ARGUMENT):
         substitute(node, _full(node, node.args[FILL_ARGUMENT[node.target]]))
-    for node in calls(captured.graph, *RANDOM):
-        substitute(node, insert(node, RANDOM[node.target], (_full(node, 0),)))
     for node in calls(captured.graph, aten.copy.default):
         substitute(node, _like(node, node.args[1]))
     for node in calls(captured.graph, aten.type_as.default, aten.to.other):
