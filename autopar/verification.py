@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import ArgumentError, MeshError, RankError
-from autopar.graph import Accumulation, CapturedModel
+from autopar.graph import Accumulation, CapturedModel, is_random
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.accumulate_gradients import has_batch_statistics
 from autopar.passes.insert_collectives import insert_collectives
@@ -202,7 +202,8 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
     texts = pickle.loads((folder / "plans").read_bytes())
     if rank == 0:
         whole = load((folder / "reference").read_bytes())
-        mixed = captured.microbatches > 1 and has_batch_statistics(captured)
+        draws = any(is_random(node) for node in captured.graph.nodes)
+        mixed = captured.microbatches > 1 and (draws or has_batch_statistics(captured))
         of = captured if mixed else whole
         torch.save(_reference(of, tensors, own, run_captured), folder / "reference.pt")
     dist.barrier()
