@@ -191,6 +191,12 @@ def target_name(target: object) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def called_name(node: fx.Node) -> str:
+    """As `target_name`; of an op of ATen that `ops.drawn` runs, the op's."""
+    name = target_name(node.target)
+    return f"aten.{node.args[0]}" if name == "drawn" else name
+
+
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Tensor operands of a node in argument order, lists flattened, repeated operands repeated."""
     out: list[fx.Node] = []
