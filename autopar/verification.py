@@ -24,7 +24,6 @@ from torch import Tensor
 from autopar.errors import ArgumentError, MeshError, RankError
 from autopar.graph import Accumulation, CapturedModel
 from autopar.ops.random import Draws, use_draws
-from autopar.passes.accumulate_gradients import has_batch_statistics
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import Sent, predicted_messages
 from autopar.passes.predict_stages import predicted_rank_messages
@@ -202,9 +201,7 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
     texts = pickle.loads((folder / "plans").read_bytes())
     if rank == 0:
         whole = load((folder / "reference").read_bytes())
-        mixed = captured.microbatches > 1 and has_batch_statistics(captured)
-        of = captured if mixed else whole
-        torch.save(_reference(of, tensors, own, run_captured), folder / "reference.pt")
+        torch.save(_reference(whole, tensors, own, run_captured), folder / "reference.pt")
     dist.barrier()
     reference = torch.load(folder / "reference.pt", weights_only=True, mmap=True)
     for number, (label, text) in enumerate(texts.items()):

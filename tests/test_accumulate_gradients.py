@@ -16,7 +16,7 @@ from autopar.capture import capture
 from autopar.errors import BatchError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
-from autopar.passes.accumulate_gradients import accumulate_gradients, has_batch_statistics
+from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import plan_from_json
 from autopar.reference import run_captured
@@ -157,11 +157,6 @@ def test_losses_that_do_not_add_up_are_refused(name: str) -> None:
     loss, said = REFUSED[name]
     with pytest.raises(BatchError, match=said):
         small(loss, 2)
-
-
-def test_batch_norm_is_known_to_mix_samples() -> None:
-    assert has_batch_statistics(whole("resnet").captured)
-    assert not has_batch_statistics(whole("vit").captured)
 
 
 def test_a_plan_is_for_its_number_of_micro_batches() -> None:
