@@ -27,7 +27,7 @@ from autopar.passes.sample_dims import Joined
 
 _LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
 _LINEAR |= {"mul", "div", "add", "sub"}
-ONE = "use one micro-batch, or end the loss in a mean or sum over elements or F.cross_entropy over class indices"
+ONE = "use one micro-batch, or a loss that is a sum or a mean of terms of single samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

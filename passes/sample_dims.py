@@ -118,9 +118,10 @@ def name_of(node: fx.Node) -> str:
 
 
 def joined(node: fx.Node, what: str) -> Joined:
-    """`what` is said of the op, which is named with its module."""
+    """`what` is said of the op, which is named with its module and the shapes of its operands."""
     module = node.meta.get("module") or ""
-    return Joined(why=f"{name_of(node)} ({node.name}{f' in {module}' if module else ''}) {what}")
+    shapes = " and ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes_of(operands(node))))
+    return Joined(why=f"{name_of(node)} of {shapes}{f' in {module}' if module else ''} {what}")
 
 
 def is_random(node: fx.Node) -> bool:
