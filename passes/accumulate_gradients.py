@@ -23,7 +23,7 @@ from autopar.graph import Accumulation, CapturedModel, operands, target_name
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
-from autopar.passes.sample_dims import Joined
+from autopar.passes.sample_states import Joined
 
 _LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
 _LINEAR |= {"mul", "div", "add", "sub"}

@@ -38,7 +38,7 @@ def runs_alone(
     found: tuple[int, ...] | None = None
     for trial in range(TRIALS):
         generator = torch.Generator().manual_seed(trial)
-        whole = {}
+        whole: dict[fx.Node, Tensor] = {}
         for source, shape in zip(sources, shapes, strict=True):
             whole.setdefault(source, _random(shape, source.meta["val"].dtype, generator))
         at = {source: dim for source, dim in zip(sources, dims, strict=True) if dim is not None}

@@ -11,7 +11,8 @@ from difflib import SequenceMatcher
 from torch import fx
 
 from autopar.graph import CapturedModel, operands, target_name
-from autopar.passes.sample_dims import Batch, Each, Fixed, Joined, State, Total, constant, name_of, states_after
+from autopar.passes.sample_dims import states_after
+from autopar.passes.sample_states import Batch, Each, Fixed, Joined, State, Total, constant, name_of
 from autopar.rules.registry import resolve
 
 

@@ -14,7 +14,7 @@ from autopar.errors import BatchError
 from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.joined_samples import loss_over_samples
-from autopar.passes.sample_dims import Joined, moved
+from autopar.passes.sample_states import Joined, moved
 from autopar.reference import run_captured
 from tests.sample_losses import ALONE, BATCH, JOINED, STEPS, WIDTH, Loss, inputs, net
 from tests.zoo import FAMILIES

@@ -20,7 +20,7 @@ from autopar.capture.forked import Forked
 from autopar.graph import CapturedModel, target_name
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.joined_samples import loss_over_samples
-from autopar.passes.sample_dims import Joined
+from autopar.passes.sample_states import Joined
 from autopar.serialize import dump, load
 
 PATIENCE, LEAST_SECONDS = 3.0, 10.0
