@@ -3,12 +3,14 @@
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel
@@ -198,6 +200,25 @@ def test_a_buffer_that_is_written_has_one_micro_batch_and_one_that_is_read_any_n
         found = loss_over_samples(whole, half)
         assert isinstance(found, Joined) == training
     assert "buffer mean" in str(loss_over_samples(*(capture(Written(), tuple(t[:r] for t in parts)) for r in (8, 4))))
+
+
+class Contrastive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x) @ y.t(), torch.arange(x.shape[0]))
+
+
+def test_a_search_does_not_split_what_joins_samples_and_says_why() -> None:
+    call: dict[str, Any] = {"args": tuple(torch.randn(2, BATCH, WIDTH)), "cluster": "2xcpu", "with_baselines": False}
+    for asked in ({"microbatches": "auto"}, {"mesh": "auto", "pipeline": 1}):
+        plan = autopar.plan(Contrastive(), **call, **asked)
+        assert plan.microbatches == 1
+        assert "cannot be split, for matmul of (8, 4) and (4, 8)" in " ".join(str(plan).split())
+    with pytest.raises(BatchError, match="2 micro-batches were asked, but matmul of"):
+        autopar.plan(Contrastive(), **call, microbatches=2)
 
 
 def test_a_batch_in_a_reshape_is_followed_in_row_major_order() -> None:
