@@ -9,6 +9,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured by torch.export; names the user's own file and line."""
 
 
+class DataCheckError(AutoparError, AssertionError):
+    """A check of values in the model's own code failed; names the user's file and line, and what the model says."""
+
+
 class NoLossError(AutoparError):
     """The model returns no scalar loss and no `loss_fn` was given."""
 

@@ -30,7 +30,19 @@ from autopar.passes.graph_tools import output_node, outputs, verify
 
 MEAN, SUM = 1, 2  # of ATen's `reduction` arguments
 
-_SAME = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
+_SAME = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "_to_copy",
+    "clone",
+    "alias",
+    "neg",
+    "checked",
+}
 _SCALED = {"mul", "div"}
 _ADDED = {"add", "sub"}
 

@@ -12,6 +12,8 @@ from autopar.errors import PassError
 from autopar.graph import CapturedModel, operands
 
 aten = torch.ops.aten
+ASSERTIONS = (aten._assert_async.msg, aten._functional_assert_async.msg)
+"""Calls that say what they assert, of which `normalize.keep_checks` makes checks."""
 _OVERLOAD = type(aten.add.Tensor)
 
 
@@ -117,9 +119,9 @@ def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drop calls that nothing reads: in a functional graph they have no effect."""
+    """Drop calls that nothing reads: in a functional graph they have no effect, but for assertions."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and node.target not in ASSERTIONS:
             graph.erase_node(node)
 
 

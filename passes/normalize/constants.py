@@ -17,6 +17,8 @@ from autopar.passes.normalize.elementwise import is_elementwise
 
 ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
 """Calls that do the same along one dim whatever the others hold."""
+ANY_STRIDES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""Calls by what computes the same of an operand of other strides: copies before them are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def evaluate(node: fx.Node, values: Mapping[str, Compressed]) -> Compressed:
     else:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     with torch.no_grad():
-        result = target(*args, **kwargs)
+        result = ANY_STRIDES.get(target, target)(*args, **kwargs)
     return Compressed(tensor=compress(result), shape=shape_of(node))
 
 
