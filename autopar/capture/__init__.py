@@ -113,7 +113,9 @@ def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Te
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(error, name)) from error
+        raise questions.refused or CaptureError(_explain(error, name)) from error
+    if questions.refused is not None:  # the model caught it
+        raise questions.refused
     captured = normalize(import_program(program, name=name, model=model, inputs=tensors))
     return _guarded(captured, model, questions.guards) if questions.guards else captured
 

@@ -1,12 +1,14 @@
 """Answers to what Python asks of a tensor's value: its truth, numbers, words and comparisons (`questions`)."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from autopar.capture.checks import find_check, is_inside_check, violated_of
+from autopar.capture.checks import find_check, find_comparison, is_inside_check, violated_of
 from autopar.capture.fake_twin import has_constant
 from autopar.capture.real_values import ASSERTIONS, real_values
 from autopar.capture.user_frame import asker, place_of
@@ -24,11 +26,12 @@ ASK = object()
 def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
     place, text = place_of(asker())
     if missing := questions.known.lacking(tensor):
-        return CaptureError(
-            f"{place}: forward {what}{text} that follows from buffer {missing}, which has no value on the meta device; "
-            "build the model on the CPU"
+        instead = (
+            f"they follow from buffer {missing}, which has no value on the meta device: build the model on the CPU"
         )
-    return CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
+    error = CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
+    questions.refused = questions.refused or error
+    return error
 
 
 def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
@@ -77,6 +80,12 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     assert questions.stop is not None
     if func in (Tensor.item, Tensor.tolist) and is_inside_check(asker(), questions.stop):
         return tensor.detach().reshape(())
+    found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
+    if found is not None and not found.check.others:
+        number = tensor.long() if func is Tensor.__int__ else tensor
+        holds = found.compare(number, found.other)
+        questions.keep(holds if found.check.wanted else torch.logical_not(holds), found.check)
+        return int(found.answer) if func is Tensor.__int__ else float(found.answer)
     raise _number_refused(questions, tensor)
 
 
@@ -151,6 +160,22 @@ def _assertion(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any
     return None
 
 
+def _gaussian_nll(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+    """F.gaussian_nll_loss, which tests its variance in Python, and then clamps it without a gradient of its own."""
+    if len(args) != 3 or not isinstance(args[2], Tensor) or args[2].shape != args[0].shape:
+        return ASK
+    prediction, target, variance = args
+    place, _ = place_of(asker())
+    holds = (variance.detach() >= 0).all()
+    torch.ops.aten._assert_async.msg(holds, f"{ERROR}{place}: ValueError: var has negative entry/entries")
+    variance = variance + (variance.clamp(min=kwargs.get("eps", 1e-6)) - variance).detach()
+    loss = 0.5 * (torch.log(variance) + (prediction - target) ** 2 / variance)
+    if kwargs.get("full", False):
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    reduction = kwargs.get("reduction", "mean")
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
 def both(*names: str) -> list[Any]:
     """torch's functions of these names, and its tensors' methods."""
     return [found for name in names for place in (torch, Tensor) if (found := getattr(place, name, None)) is not None]
@@ -164,4 +189,5 @@ ANSWERS: dict[Any, Handler] = {
     **dict.fromkeys(both("equal", "allclose"), _alike),
     **dict.fromkeys(ASSERTIONS, _assertion),
     Tensor.__contains__: _contains,
+    F.gaussian_nll_loss: _gaussian_nll,
 }

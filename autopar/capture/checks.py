@@ -11,7 +11,9 @@ and a variable to the only tests that read it.
 import ast
 import dis
 import linecache
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +30,15 @@ CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not
 TELLERS = {"print", "warn", "warning", "warn_once", "warning_once", "info", "debug", "error", "log", "rank_zero_warn"}
 """Functions and methods whose calls are read by people only."""
 TESTED = (ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +81,7 @@ def find_check(frame: FrameType, stop: CodeType) -> Check | None:
 
     stop: the code of the function that calls the model, beyond which nobody looks.
     """
-    try:
-        found = _climb(frame, stop)
-    except RecursionError:
-        return None
+    found = _climb(frame, stop)
     if found is None or (found.raises and _is_caught(frame, stop)):
         return None
     return found
@@ -86,9 +93,44 @@ def is_inside_check(frame: FrameType, stop: CodeType) -> bool:
     node = None if source is None else _asked(frame, source)
     if source is None or node is None:
         return False
-    while isinstance(parent := source.parents.get(node), ast.Compare | ast.BinOp | ast.UnaryOp | ast.BoolOp):
-        node = parent
-    return _root(node, source, frame) is not None and not _is_caught(frame, stop)
+    return _root(_compared(node, source), source, frame, True) is not None and not _is_caught(frame, stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A number is asked for and compared with `other`, which is the test of a check. compare: of the two in this order."""
+
+    check: Check
+    compare: Callable[[Any, Any], Any]
+    other: float
+
+    @property
+    def answer(self) -> float:
+        """A number of which the comparison is as wanted."""
+        near = (self.other, self.other + 1, self.other - 1)
+        return next(number for number in near if self.compare(number, self.other) == self.check.wanted)
+
+
+def find_comparison(frame: FrameType, stop: CodeType) -> Comparison | None:
+    """What `float()` or `int()` of a tensor is compared with in `frame`; None where it is used otherwise."""
+    source = _source_of(frame.f_code.co_filename)
+    node = None if source is None else _asked(frame, source)
+    parent = None if source is None or node is None else source.parents.get(node)
+    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1 or type(parent.ops[0]) not in _COMPARED:
+        return None
+    check = _climb(frame, stop, parent)
+    if check is None or (check.raises and _is_caught(frame, stop)):
+        return None
+    compare = _COMPARED[type(parent.ops[0])]
+    is_left = parent.left is node
+    other = _evaluate(parent.comparators[0] if is_left else parent.left, frame)
+    if isinstance(other, bool) or not isinstance(other, int | float) or not math.isfinite(other):
+        return None
+    return Comparison(check=check, compare=compare if is_left else lambda a, b: compare(b, a), other=other)
+
+
+def _evaluate(expression: ast.expr, frame: FrameType) -> Any:
+    return eval(compile(ast.Expression(expression), "<check>", "eval"), frame.f_globals, frame.f_locals)
 
 
 def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool:
@@ -99,7 +141,7 @@ def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool
         return violated_of([(value, wanted) for value in test.values], isinstance(test.op, ast.And) != wanted, frame)
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "bool" and test.args:
         return is_violated(test.args[0], wanted, frame)
-    value = eval(compile(ast.Expression(test), "<check>", "eval"), frame.f_globals, frame.f_locals)
+    value = _evaluate(test, frame)
     if isinstance(value, Tensor):
         return torch.logical_not(value) if wanted else value != 0
     return bool(value) != wanted
@@ -121,15 +163,16 @@ def violated_of(tests: Sequence[tuple[ast.expr, bool]], all_of_them: bool, frame
     return found
 
 
-def _climb(frame: FrameType, stop: CodeType) -> Check | None:
+def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> Check | None:
     """From the tested expression to the statement; through `return` to the caller."""
     asker: FrameType | None = frame
     flipped, others = False, list[tuple[ast.expr, bool]]()
     while asker is not None and asker.f_code is not stop:
         source = _source_of(asker.f_code.co_filename)
-        node = None if source is None else _asked(asker, source)
+        node = None if source is None else tested or _asked(asker, source)
         if source is None or node is None:
             return None
+        tested = None
         top = _top(node, source)
         parent = source.parents.get(top)
         if isinstance(parent, ast.Return):
@@ -180,6 +223,13 @@ def _top(node: ast.expr, source: _Source) -> ast.expr:
             return node
 
 
+def _compared(node: ast.expr, source: _Source) -> ast.expr:
+    """The largest expression around a number that is made of arithmetic, comparisons and tests."""
+    while isinstance(parent := source.parents.get(node), ast.Compare | ast.BinOp | ast.UnaryOp | ast.BoolOp):
+        node = parent
+    return node
+
+
 def _is_bool(call: ast.AST | None, argument: ast.AST) -> bool:
     return (
         isinstance(call, ast.Call)
@@ -194,8 +244,11 @@ def _is_flipped(node: ast.AST, top: ast.AST, source: _Source) -> bool:
     return sum(isinstance(step, ast.UnaryOp) for step in above) % 2 == 1
 
 
-def _root(top: ast.expr, source: _Source, frame: FrameType) -> _Root | None:
-    """What complains where the test `top` is not as wanted, None where anything else depends on it."""
+def _root(top: ast.expr, source: _Source, frame: FrameType, is_number: bool = False) -> _Root | None:
+    """What complains where the test `top` is not as wanted, None where anything else depends on it.
+
+    is_number: a tensor stands for it, which may be compared before it is tested.
+    """
     parent = source.parents.get(top)
     if isinstance(parent, ast.Assert) and parent.test is top:
         said = "" if parent.msg is None else f": {_text(parent.msg)}"
@@ -210,22 +263,27 @@ def _root(top: ast.expr, source: _Source, frame: FrameType) -> _Root | None:
         said = f": {_text(parent.args[1])}" if len(parent.args) > 1 else f": {ast.unparse(top)}"
         return _Root(True, parent, f"{_name(parent.func)}{said}", True)
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
-        return _root_of_variable(parent, parent.targets[0].id, source, frame)
+        return _root_of_variable(parent, parent.targets[0].id, source, frame, is_number)
     return None
 
 
-def _root_of_variable(assignment: ast.Assign, name: str, source: _Source, frame: FrameType) -> _Root | None:
+def _root_of_variable(
+    assignment: ast.Assign, name: str, source: _Source, frame: FrameType, is_number: bool
+) -> _Root | None:
     """The check that is the only reader of a variable, which is assigned once."""
     function: ast.AST | None = assignment
     while function is not None and not isinstance(function, _FUNCTIONS):
         function = source.parents.get(function)
     if function is None:
         return None
-    uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    inside = [node for statement in function.body for node in ast.walk(statement)]
+    uses = [node for node in inside if isinstance(node, ast.Name) and node.id == name]
     loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
     if len(uses) != len(loads) + 1 or len(loads) != 1:
         return None
-    top = _top(loads[0], source)
+    if isinstance(source.parents.get(loads[0]), ast.Compare) and not is_number:
+        return None
+    top = _top(_compared(loads[0], source) if is_number else loads[0], source)
     if any(isinstance(step, ast.BoolOp) for step in (*_path(loads[0], top, source), top)):
         return None
     if isinstance(source.parents.get(top), ast.Assign):

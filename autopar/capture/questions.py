@@ -7,14 +7,13 @@ is left depends on the data, and is refused with the line that asks.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.answers import ANSWERS, ASK
@@ -22,6 +21,7 @@ from autopar.capture.checks import Check
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
 from autopar.capture.user_frame import asker, place_of
+from autopar.errors import AutoparError
 from autopar.ops.checked import ERROR, WARNING
 
 HANDLERS = {**ANSWERS, **SHAPES}
@@ -31,12 +31,14 @@ class Questions(TorchFunctionMode):
     """Answers questions about values inside `asked`, for one trace of a model.
 
     buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
+    refused: the first question that had no answer, whatever the model made of the error.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.known = KnownValues(buffers)
         self.guards: dict[str, str] = {}
+        self.refused: AutoparError | None = None
         self.stop: CodeType | None = None
 
     @contextmanager
@@ -52,9 +54,6 @@ class Questions(TorchFunctionMode):
         handler = HANDLERS.get(func)
         if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
             return answer
-        if type(func) is FunctionType and func.__module__ == F.__name__ and func in _CHECKING:
-            with self:  # torch's own tests of values ask as the model's do
-                return _CHECKING[func](*args, **kwargs)
         result = func(*args, **kwargs)
         if result is None or isinstance(result, Tensor | tuple | list):
             self.known.note(func, args, kwargs, result)
@@ -86,15 +85,3 @@ class Questions(TorchFunctionMode):
         kind = ERROR if check.raises else WARNING
         place, _ = place_of(check.frame)
         torch.ops.aten._assert_async.msg(holds.detach().reshape(()), f"{kind}{place}: {check.message}")
-
-
-def _without_overrides(function: Any) -> Callable[..., Any]:
-    """A function of torch's written in Python as if it could not be overridden, so that the calls it makes are seen."""
-    names = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
-    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_CHECKING: dict[Any, Callable[..., Any]] = {F.gaussian_nll_loss: _without_overrides(F.gaussian_nll_loss)}
-"""Functions of torch that test values in Python."""
