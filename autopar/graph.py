@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from autopar.guards import BufferGuard
+
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
@@ -103,6 +105,7 @@ class CapturedModel:
     copies: how many micro-batches run at once, each with inputs of its own (`passes.weave_copies`).
     received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
     receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
+    guards: buffers whose values the graph takes for granted.
     """
 
     name: str
@@ -116,6 +119,7 @@ class CapturedModel:
     copies: int = 1
     received: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
+    guards: tuple[BufferGuard, ...] = ()
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -155,7 +159,10 @@ class CapturedModel:
         for node in self.graph.nodes:
             value = node.meta.get("val")
             shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
-            line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {sorted(node.kwargs.items())} {shape}"
+            kwargs = sorted(
+                item for item in node.kwargs.items() if item[0] != "message"
+            )  # names a file of this machine
+            line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {kwargs} {shape}"
             digest.update(f"{line}\n".encode())
         for parameter in self.parameters:
             line = f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}"

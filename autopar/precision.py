@@ -29,6 +29,8 @@ class Precision:
         return self.compute != self.storage
 
 
+SMALL = 1 << 16
+"""Elements of a buffer that is copied with its values; flags, counters and schedules are smaller."""
 PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.bfloat16),
@@ -58,7 +60,8 @@ def precision_of(model: nn.Module) -> str:
 
 
 def computed_twin(model: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of the model, shapes only and ties kept, in the dtype of compute.
+    """A copy of the model, shapes only and ties kept, in the dtype of compute. Small buffers, on which forward may
+    branch, keep their values.
 
     Mixed precision casts parameters alone, as FSDP2 does: buffers stay as the model has them, but for statistics of
     batch norm, which kernels want in the dtype of its weights.
@@ -69,7 +72,8 @@ def computed_twin(model: nn.Module, precision: Precision) -> nn.Module:
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        is_small = buffer.numel() <= SMALL
+        memo[id(buffer)] = buffer.clone() if is_small else torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
     if not precision.is_mixed:
         return twin.to(precision.compute)

@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands, target_name
+from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
@@ -101,6 +102,9 @@ def is_mean_over_labels(node: fx.Node) -> bool:
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
     """What a value is a multiple or a sum of."""
     sources = operands(node)
+    if node.target is checked:
+        yield from _terms(sources[0])
+        return
     name = target_name(node.target).removeprefix("aten.").split(".")[0]
     numbers = [a for a in node.args[:2] if not isinstance(a, fx.Node) and a] if name in ("add", "sub") else []
     if name not in _LINEAR or numbers or (name in ("mul", "div") and len(sources) != 1):

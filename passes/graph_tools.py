@@ -12,6 +12,8 @@ from autopar.errors import PassError
 from autopar.graph import CapturedModel, is_random, operands
 
 aten = torch.ops.aten
+ASSERTIONS = (aten._assert_async.msg, aten._functional_assert_async.msg)
+"""Calls that say what they assert, of which `normalize.keep_checks` makes checks."""
 _OVERLOAD = type(aten.add.Tensor)
 
 
@@ -122,9 +124,10 @@ def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drop calls that nothing reads: in a functional graph they have no effect, but for what others draw after them."""
+    """Drop calls that nothing reads: in a functional graph they have no effect, but for assertions, and for what others
+    draw after them."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_random(node):
+        if node.op == "call_function" and not node.users and node.target not in ASSERTIONS and not is_random(node):
             graph.erase_node(node)
 
 

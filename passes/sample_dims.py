@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import operands
+from autopar.graph import is_random, operands
+from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import cross_entropy
 from autopar.passes.alone_by_running import runs_alone
 from autopar.passes.sample_states import (
@@ -27,7 +28,6 @@ from autopar.passes.sample_states import (
     Total,
     fixed_after,
     growth,
-    is_random,
     joined,
     name_of,
 )
@@ -48,6 +48,8 @@ ON_ELEMENTS = frozenset(
 
 def states_after(node: fx.Node, states: Sequence[State], batch: Batch) -> tuple[State, ...]:
     """The states of an op's results for those of its operands."""
+    if node.target is checked:  # whatever is checked, the first operand passes through
+        return (states[0],)
     num = len(result_values(node))
     if (first := next((s for s in states if isinstance(s, Joined)), None)) is not None:
         return (first,) * num

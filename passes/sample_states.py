@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import operands, target_name
+from autopar.graph import is_random, operands, target_name
+from autopar.ops.noise import PERMUTATION, noise
 from autopar.rules.describe import result_values, shapes_of
 from autopar.rules.registry import rule_of
 
@@ -75,6 +76,7 @@ UNIFORM = frozenset(
 SIZED = VIEWS | frozenset(
     {"expand", "repeat", "slice", "split", "split_with_sizes", "zeros", "ones", "empty", "arange", "narrow"}
     | {"new_zeros", "new_ones", "new_empty", "rand", "randn", "randint", "chunk", "slice_scatter", "new_empty_strided"}
+    | {"noise"}
 )
 """Ops whose numbers are sizes and places, which follow the batch as shapes do."""
 
@@ -107,14 +109,6 @@ def joined(node: fx.Node, what: str) -> Joined:
     module = node.meta.get("module") or ""
     shapes = " and ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes_of(operands(node))))
     return Joined(why=f"{name_of(node)} of {shapes}{f' in {module}' if module else ''} {what}")
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an op draws numbers, which are others in every micro-batch as they are in every step."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
-    return getattr(target, "__module__", "") in ("autopar.ops.random", "autopar.ops.dropout")
 
 
 def growth(node: fx.Node, batch: Batch) -> int | None:
@@ -175,8 +169,10 @@ def fixed_after(node: fx.Node, states: Sequence[State], batch: Batch) -> Fixed:
         given = [(n.args[-1] if "full" in name else n.args, dict(n.kwargs)) for n in (node, twin)]
         sized = sized or _differ(*given)
     everywhere = frozenset(range(value.dim()))
-    if name in UNIFORM or (is_random(node) and name != "randperm" and not states):
-        return Fixed(sized=sized)
+    if node.target is noise and PERMUTATION in node.args:
+        return Fixed(varies=everywhere, sized=True)
+    if name in UNIFORM or (is_random(node) and not any(isinstance(s, Fixed) and s.varies for s in states)):
+        return Fixed(sized=sized)  # every sample draws for itself
     if not any(size and size % batch.size == 0 for size in value.shape):
         return Fixed(varies=everywhere, sized=sized)
     if name == "arange":

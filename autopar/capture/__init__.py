@@ -2,7 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +16,14 @@ from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.import_program import import_program, stop_gradients
-from autopar.capture.loss import LossModule
+from autopar.capture.loss import LossModule, unwatched
+from autopar.capture.one_process import as_one_process
+from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.user_frame import user_frame
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel
+from autopar.guards import BufferGuard
 from autopar.inputs import flatten_inputs
 from autopar.passes.normalize import normalize
 
@@ -60,6 +65,8 @@ def capture(
         captured = _trace(model, module, tensors, name)
     if not repeats:
         return captured
+    if captured.guards:  # the buffers of layers that are left out have values of their own
+        return _trace(model, module, tensors, name)
     try:
         return expand(captured, repeats, model)
     except NotAlikeError as error:
@@ -91,7 +98,7 @@ def _call(
 def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
     """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
-        with fake_twin(model) as mode, torch.enable_grad():
+        with _questions(model, module), fake_twin(model) as mode, torch.enable_grad():
             inputs = new_inputs(mode, tensors)
             with mode:
                 return find_repeats(model, lambda: module(*inputs))
@@ -102,13 +109,45 @@ def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, 
 
 def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
     try:
-        with fake_twin(model) as mode, torch.enable_grad():
+        with _questions(model, module) as questions, fake_twin(model) as mode, torch.enable_grad():
             program = _export(module, new_inputs(mode, tensors))
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(error, name)) from error
-    return normalize(import_program(program, name=name, model=model, inputs=tensors))
+        raise questions.refused or CaptureError(_explain(error, name)) from error
+    if questions.refused is not None:  # the model caught it
+        raise questions.refused
+    captured = normalize(import_program(program, name=name, model=model, inputs=tensors))
+    return _guarded(captured, model, questions.guards) if questions.guards else captured
+
+
+def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str]) -> CapturedModel:
+    """With the values that the model's answers depend on, none of which a step changes.
+
+    Raises:
+        CaptureError: if one does.
+    """
+    changed = sorted(name for b in captured.buffers if b.mutated_by is not None for name in b.names if name in places)
+    if changed:
+        raise CaptureError(
+            f"{places[changed[0]]}: forward decides on buffer {changed[0]}, which the step itself changes, so that one "
+            "graph cannot stand for the model; if it is a flag that turns at the first batch, call the model on one "
+            "before planning (`model(**batch)` in one process); if it changes at every step, compute with the tensor"
+        )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return replace(captured, guards=tuple(BufferGuard.of(name, buffers[name]) for name in sorted(places)))
+
+
+@contextmanager
+def _questions(model: nn.Module, module: LossModule) -> Iterator[Questions]:
+    """Inside, what Python asks about values in a run of the model is answered."""
+    questions = Questions(dict(model.named_buffers(remove_duplicate=False)))
+    module.watch = questions.asked
+    try:
+        with as_one_process():
+            yield questions
+    finally:
+        module.watch = unwatched
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:

@@ -59,6 +59,11 @@ def has_value(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def has_constant(tensor: Tensor) -> bool:
+    """Does a tensor answer questions about its value itself?"""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
 def device_of(tensor: Tensor) -> torch.device | None:
     """Where a fake tensor pretends to live, without a dispatch; None for others."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else None

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -29,8 +30,14 @@ class LossModule(nn.Module):
         self._slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self._rebuild = rebuild
         self._loss_fn = loss_fn
+        self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
+        """Entered around every run, with the model."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
+        with self.watch(self.model):
+            return self._loss(*tensors)
+
+    def _loss(self, *tensors: Tensor) -> tuple[Tensor]:
         leaves = list(self._leaves)
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -44,6 +51,11 @@ class LossModule(nn.Module):
         if not is_loss(loss):
             raise NoLossError(f"loss_fn returned {describe(loss)}; return one scalar that depends on a parameter")
         return (loss,)
+
+
+def unwatched(_: nn.Module) -> AbstractContextManager[None]:
+    """Nothing around a run."""
+    return nullcontext()
 
 
 def accepted_inputs(
