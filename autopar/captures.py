@@ -62,8 +62,8 @@ def captured_model(
     dtypes = PRECISIONS[precision]
     computed, whole = _computed(model, call, dtypes)
     part = whole.microbatch(microbatches)
-    bare = [loss_fn is not None]
-    watch = computed.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
+    seen = _Seen(bare=loss_fn is not None)
+    watch = computed.register_forward_hook(seen)
     try:
         captured = capture(computed, part.args, part.kwargs, loss_fn=loss_fn, repeats=layers)
     finally:
@@ -71,7 +71,17 @@ def captured_model(
     captured = accumulate_gradients(
         captured, microbatches, lambda: capture(computed, whole.args, whole.kwargs, loss_fn=loss_fn)
     )
-    return with_storage(captured, dtypes), replace(call, bare=bare[-1])
+    return with_storage(captured, dtypes), replace(call, bare=seen.bare)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A forward hook that sees whether a model returns a tensor."""
+
+    bare: bool
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.bare = self.bare or isinstance(output, Tensor)
 
 
 def _computed(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Module, Call]:

@@ -26,7 +26,9 @@ from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands, target_name
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
+from autopar.ops.own_gradient import is_own
 from autopar.passes.graph_tools import output_node, outputs, verify
+from autopar.rules.registry import rule_of
 
 MEAN, SUM = 1, 2  # of ATen's `reduction` arguments
 
@@ -76,10 +78,25 @@ def accumulate_gradients(
     """
     if microbatches == 1:
         return captured
+    if written := [p.names[0] for p in captured.parameters if p.mutated_by]:
+        raise BatchError(
+            f"{microbatches} micro-batches were asked, but forward writes the parameter {written[0]}, once a batch; "
+            "use one micro-batch"
+        )
+    if whole := [node.name for node in captured.graph.nodes if node.op == "call_function" and _needs_whole(node)]:
+        raise BatchError(
+            f"{microbatches} micro-batches were asked, but the backward of {whole[0]} is not linear in the gradient "
+            "that arrives, of which a micro-batch has a part; use one micro-batch"
+        )
     parts = parts_of(captured, microbatches, probe)
     if not parts.losses:
         return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=parts.weight))
     return _counted(captured if in_place else _copied(captured), microbatches, parts)
+
+
+def _needs_whole(node: fx.Node) -> bool:
+    """Whether a call's backward makes other gradients of summands than their sum."""
+    return is_own(node.target) and rule_of(node).whole_gradient
 
 
 def parts_of(captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel]) -> Parts:

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,12 +13,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
-from autopar.capture.import_program import import_program, stop_gradients
+from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
+from autopar.capture.import_program import import_program, stop_gradients, written_parameters
 from autopar.capture.loss import LossModule
+from autopar.capture.opaque import opaque_calls
+from autopar.capture.own_functions import own_functions
+from autopar.capture.python_state import Constants, drawn_at, next_begin
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.user_frame import user_frame
+from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, is_same_graph
 from autopar.inputs import flatten_inputs
 from autopar.passes.normalize import normalize
 
@@ -52,7 +58,64 @@ def capture(
     lazy = [path for path, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise CaptureError(f"{name} has parameters without a shape ({', '.join(lazy[:3])}); run its forward once first")
+    check_hooks(model)
     module, tensors = _call(model, args, kwargs, loss_fn)
+    captured = _captured(model, module, tensors, name, repeats)
+    _check_state(model, module, tensors, captured, repeats)
+    return keep_parameter_hooks(captured, model)
+
+
+def _check_state(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    captured: CapturedModel,
+    repeats: tuple[Repeat, ...] | None,
+) -> None:
+    """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
+    name, state = captured.name, module.python
+    if state.moved:
+        where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or name
+        raise CaptureError(
+            f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
+            "call; draw from torch's, as a tensor"
+        )
+    if not state.changes:
+        return
+    constants = Constants()
+    with suppress(Exception):
+        _run_on_fakes(model, module, tensors, constants)
+    changes = state.changes
+    state.begin = next_begin(changes, constants)
+    try:
+        again = _captured(model, module, tensors, name, repeats)
+    finally:
+        state.begin = []
+    if not is_same_graph(captured, again):
+        first = changes[0]
+        raise CaptureError(
+            f"{first.where()} changes from call to call ({first.was!r}, then {first.value!r}), and forward computes "
+            "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+        )
+
+
+def _run_on_fakes(
+    model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], watched: Any = None
+) -> None:
+    """A run outside torch.export."""
+    with fake_twin(model) as mode, torch.enable_grad(), opaque_calls(), own_functions(), module_hooks():
+        inputs = new_inputs(mode, tensors)
+        with mode, watched or nullcontext():
+            module(*inputs)
+
+
+def _captured(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    name: str,
+    repeats: tuple[Repeat, ...] | None,
+) -> CapturedModel:
     if repeats is None:
         repeats = _repeats(model, module, tensors)
     with few_layers(model, repeats):
@@ -60,6 +123,8 @@ def capture(
     if not repeats:
         return captured
     try:
+        if any(parameter.mutated_by for parameter in captured.parameters):
+            raise NotAlikeError("forward writes parameters")
         return expand(captured, repeats, model)
     except NotAlikeError as error:
         logger.info("%s: every layer is traced, for %s", name, error)
@@ -90,7 +155,7 @@ def _call(
 def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
     """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
-        with fake_twin(model) as mode, torch.enable_grad():
+        with fake_twin(model) as mode, torch.enable_grad(), opaque_calls(), own_functions(), module_hooks():
             inputs = new_inputs(mode, tensors)
             with mode:
                 return find_repeats(model, lambda: module(*inputs))
@@ -100,14 +165,38 @@ def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, 
 
 
 def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
-    try:
-        with fake_twin(model) as mode, torch.enable_grad():
-            program = _export(module, new_inputs(mode, tensors))
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise CaptureError(_explain(error, name)) from error
-    return normalize(import_program(program, name=name, model=model, inputs=tensors))
+    """The graph; traced again where parameters were found written that had no shadow from the beginning."""
+    written = module.written = Written()
+    while True:
+        error: CaptureError | None = None
+        try:
+            captured = _traced_once(model, module, tensors, name)
+        except CaptureError as found:
+            error = found
+        if written.found <= written.names:
+            break
+        written.names |= written.found
+    if error is not None:
+        raise error
+    return captured
+
+
+def _traced_once(
+    model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str
+) -> CapturedModel:
+    with opaque_calls() as opaques:
+        try:
+            with fake_twin(model) as mode, torch.enable_grad(), own_functions(), module_hooks():
+                program = _export(module, new_inputs(mode, tensors))
+            module.written.found |= written_parameters(program)
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise CaptureError(_explain(error, name)) from error
+        captured = import_program(
+            program, name=name, model=model, inputs=tensors, opaques=opaques, written=module.written.values
+        )
+    return normalize(captured)
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:

@@ -1,6 +1,7 @@
 """Which line of the user's own code does an error come from?"""
 
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,3 +55,13 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
     while traceback is not None:
         yield traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
+
+
+def own_frame() -> str | None:
+    """`file:line` of the user's code that runs now."""
+    frames: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return innermost(frames[::-1])
