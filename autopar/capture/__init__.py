@@ -194,7 +194,7 @@ def _traced_once(
         except Exception as error:
             raise CaptureError(_explain(error, name)) from error
         captured = import_program(
-            program, name=name, model=model, inputs=tensors, opaques=opaques, written=module.written.values
+            program, name=name, model=model, inputs=tensors, opaques=opaques, written=module.written
         )
     return normalize(captured)
 

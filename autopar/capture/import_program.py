@@ -14,11 +14,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.capture.fake_twin import has_value
 from autopar.capture.opaque import OPAQUE, Opaques
 from autopar.capture.user_frame import frame_of_stack
+from autopar.capture.written import Written
 from autopar.errors import CaptureError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
+from autopar.ops.own_gradient import renewed
 from autopar.passes.graph_tools import needs_grad, tidy
 
 PREFIX = "model."
+_READS_NO_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 def stop_gradients(program: ExportedProgram) -> None:
@@ -72,7 +75,7 @@ def import_program(
     model: nn.Module,
     inputs: Sequence[tuple[str, Tensor]],
     opaques: Opaques,
-    written: Sequence[str] = (),
+    written: Written,
 ) -> CapturedModel:
     """The program's graph with placeholders in the order parameters, buffers, constants, inputs.
 
@@ -81,7 +84,7 @@ def import_program(
         model: the user's module, from which names, ties and trainability are read.
         inputs: path and tensor of each tensor input, in the program's order.
         opaques: what its opaque calls stand for.
-        written: names of the parameters whose new values follow the loss in its output.
+        written: the parameters that forward writes, whose new values follow the loss in its output.
 
     Raises:
         CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
@@ -226,7 +229,18 @@ class _Importer:
                 if user is not node:
                     user.replace_input_with(source, node)
 
-    def finish(self, name: str, written: Sequence[str]) -> CapturedModel:
+    def _check_order(self, parameter: ParameterSpec, written: Written) -> None:
+        """Raises CaptureError if a parameter is read before it is written through `.data`: eager's backward of what
+        read it sees the new value, as no graph does."""
+        where = next((written.by_data[name] for name in parameter.names if name in written.by_data), None)
+        users = self._named(parameter.placeholder).users
+        if where and parameter.trainable and any(user.target not in (renewed, *_READS_NO_VALUE) for user in users):
+            raise CaptureError(
+                f"{where}: forward reads the parameter {parameter.names[0]} before it writes it through .data, so that "
+                "backward sees another value than forward did; write it first, or after the optimizer's step"
+            )
+
+    def finish(self, name: str, written: Written) -> CapturedModel:
         mutated: dict[str, fx.Node] = {}
         results: list[fx.Node] = []
         self._observe()
@@ -236,7 +250,7 @@ class _Importer:
             elif spec.kind is OutputKind.BUFFER_MUTATION:
                 mutated[str(spec.target).removeprefix(PREFIX)] = self.env[spec.arg.name]
         loss, *new = results
-        renewed = dict(zip(written, new, strict=True))
+        new_values = dict(zip(written.values, new, strict=True))
         outputs = [loss]
         for index, buffer in enumerate(self.buffer_specs):
             value = next((mutated[n] for n in buffer.names if n in mutated), None)
@@ -244,8 +258,9 @@ class _Importer:
                 outputs.append(value)
                 self.buffer_specs[index] = replace(buffer, mutated_by=value.name)
         for index, parameter in enumerate(self.parameter_specs):
-            value = next((renewed[n] for n in parameter.names if n in renewed), None)
+            value = next((new_values[n] for n in parameter.names if n in new_values), None)
             if value is not None:
+                self._check_order(parameter, written)
                 outputs.append(value)
                 self.parameter_specs[index] = replace(parameter, mutated_by=value.name)
         self.graph.output(tuple(outputs))

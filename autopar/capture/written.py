@@ -62,10 +62,12 @@ def _renewed(tensor: Tensor, value: Tensor) -> Tensor:
 @dataclass(slots=True)
 class Written:
     """What traces of a model showed. names: of parameters that have a shadow from the beginning; found: of those that
-    were found changed without one; values: in the order of the last trace's results."""
+    were found changed without one; by_data: where those written through `.data` are; values: in the order of the last
+    trace's results."""
 
     names: set[str] = field(default_factory=set)
     found: set[str] = field(default_factory=set)
+    by_data: dict[str, str] = field(default_factory=dict)
     values: tuple[str, ...] = ()
 
 
@@ -143,9 +145,14 @@ class Watch(TorchFunctionMode):
     def _data(self, tensor: Tensor) -> Tensor:
         """`.data` of a tensor: its shadow's value, if it has one or a gradient may flow through it."""
         if tensor.requires_grad:
+            self._note_data(tensor)
             return self._shadow(tensor).value
         shadow = self.shadows.get(id(tensor))
         return tensor.detach() if shadow is None else shadow.value
+
+    def _note_data(self, tensor: Tensor) -> None:
+        if id(tensor) in self.names:
+            self.written.by_data.setdefault(self.names[id(tensor)], own_frame() or "forward")
 
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -156,6 +163,7 @@ class Watch(TorchFunctionMode):
             )
         with torch.no_grad():
             if tensor.requires_grad or id(tensor) in self.names or id(tensor) in self.shadows:
+                self._note_data(tensor)
                 self._shadow(tensor).value.copy_(self._read(value))
             else:
                 tensor.copy_(self._read(value))
