@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.calls import Call
 from autopar.capture import alike_layers, capture
 from autopar.capture.repeats import Repeat
+from autopar.capture.shared_memory import check_shared_memory
 from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
@@ -88,4 +89,5 @@ def _computed(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Modul
     """Model and call in the dtype that is computed in."""
     if has_dtype(model, dtypes.compute):
         return model, call
+    check_shared_memory(model)  # a twin shares none
     return computed_twin(model, dtypes), call.in_dtype(dtypes.compute)

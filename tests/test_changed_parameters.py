@@ -1,4 +1,4 @@
-"""Parameters that forward writes are state: later reads see the new value, the leaf has the gradient, a step keeps it."""
+"""Parameters that forward writes are state: later reads see the new value, the leaf has the gradient, it stays."""
 
 import inspect
 import subprocess

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
+from autopar.capture.grad_modes import grad_modes
 from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
 from autopar.capture.import_program import import_program, stop_gradients, written_parameters
 from autopar.capture.loss import LossModule
@@ -20,7 +21,8 @@ from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
 from autopar.capture.python_state import Constants, drawn_at, next_begin
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
-from autopar.capture.user_frame import user_frame
+from autopar.capture.shared_memory import check_shared_memory
+from autopar.capture.user_frame import files_of, user_frame
 from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel, is_same_graph
@@ -59,6 +61,7 @@ def capture(
     if lazy:
         raise CaptureError(f"{name} has parameters without a shape ({', '.join(lazy[:3])}); run its forward once first")
     check_hooks(model)
+    check_shared_memory(model)
     module, tensors = _call(model, args, kwargs, loss_fn)
     captured = _captured(model, module, tensors, name, repeats)
     _check_state(model, module, tensors, captured, repeats)
@@ -103,7 +106,7 @@ def _run_on_fakes(
     model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], watched: Any = None
 ) -> None:
     """A run outside torch.export."""
-    with fake_twin(model) as mode, torch.enable_grad(), opaque_calls(), own_functions(), module_hooks():
+    with fake_twin(model) as mode, torch.enable_grad(), opaque_calls(), own_functions(), module_hooks(), grad_modes():
         inputs = new_inputs(mode, tensors)
         with mode, watched or nullcontext():
             module(*inputs)
@@ -155,7 +158,14 @@ def _call(
 def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
     """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
-        with fake_twin(model) as mode, torch.enable_grad(), opaque_calls(), own_functions(), module_hooks():
+        with (
+            fake_twin(model) as mode,
+            torch.enable_grad(),
+            opaque_calls(),
+            own_functions(),
+            module_hooks(),
+            grad_modes(),
+        ):
             inputs = new_inputs(mode, tensors)
             with mode:
                 return find_repeats(model, lambda: module(*inputs))
@@ -186,7 +196,7 @@ def _traced_once(
 ) -> CapturedModel:
     with opaque_calls() as opaques:
         try:
-            with fake_twin(model) as mode, torch.enable_grad(), own_functions(), module_hooks():
+            with fake_twin(model) as mode, torch.enable_grad(), own_functions(), module_hooks(), grad_modes():
                 program = _export(module, new_inputs(mode, tensors))
             module.written.found |= written_parameters(program)
         except AutoparError:
@@ -213,6 +223,11 @@ def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
 def _explain(error: Exception, name: str) -> str:
     where = user_frame(error) or name
     first = str(error).strip().split("\n")[0] or type(error).__name__
+    if any("eager_transforms" in frame for frame in files_of(error)):
+        return (
+            f"{where}: forward differentiates inside itself (torch.func), which is not captured; compute it "
+            "by a formula of its own, or give the loss that needs it to a step outside"
+        )
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"{where}: Python control flow depends on the values of a tensor ({first}), so one graph cannot stand for "

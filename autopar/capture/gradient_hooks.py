@@ -18,6 +18,7 @@ from torch.utils.hooks import BackwardHook
 
 from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
+from autopar.capture.user_frame import innermost, own_frame
 from autopar.errors import CaptureError
 from autopar.graph import CapturedModel
 from autopar.ops.own_gradient import Hooked, Slot
@@ -55,6 +56,11 @@ def _where(hook: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: the hook {name}" if code else f"the hook {name}"
 
 
+def is_torchs(code: Any) -> bool:
+    """Whether a function is torch's own."""
+    return code is not None and innermost([(code.co_filename, code.co_firstlineno)]) is None
+
+
 class Handle:
     """What registering a hook in forward returns."""
 
@@ -69,6 +75,8 @@ def hook_in_forward(tensor: Tensor, hook: Hook, *, is_parameter: bool) -> Any:
     """`tensor.register_hook(hook)`."""
     if is_parameter:
         _refuse(hook, "is registered on a parameter in forward, one more at each call; register it once, outside")
+    if is_torchs(getattr(hook, "__code__", None)):
+        raise CaptureError(f"{own_frame()}: a hook on several gradients only looks at them; remove it")
     tracing = active_opaques()
     if not tensor.requires_grad or tracing is None or not is_fake(tensor):
         return tensor.register_hook(hook)  # type: ignore[no-untyped-call]

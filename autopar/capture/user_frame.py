@@ -21,6 +21,11 @@ def user_frame(error: BaseException) -> str | None:
     return innermost(frames)
 
 
+def files_of(error: BaseException) -> list[str]:
+    """The files of all frames that an error passed."""
+    return [name for link in _chain(error) for name, _ in _frames(link.__traceback__)]
+
+
 def frame_of_stack(text: str) -> str | None:
     """The same for a stack trace printed as text, as fx nodes carry it."""
     return innermost([(name, int(line)) for name, line in _FRAME.findall(text)])

@@ -229,6 +229,10 @@ _PARAMETERS: dict[Any, Collection[str]] = {
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type"),
 }
+_INSIDE = (
+    "forward differentiates inside itself (torch.autograd.grad), which is not captured; compute the derivative by a "
+    "formula of its own, or give the loss that needs it to a step outside"
+)
 _BACKWARD = "forward calls backward(); a captured model has one backward pass, after forward"
 _KINDS: dict[Any, str] = {
     Tensor.data.__set__: "set",  # type: ignore[attr-defined]
@@ -241,6 +245,7 @@ _KINDS: dict[Any, str] = {
     Tensor.register_post_accumulate_grad_hook: (
         "register_post_accumulate_grad_hook in forward is not captured; change gradients after backward instead"
     ),
+    torch.autograd.grad: _INSIDE,
     Tensor.backward: _BACKWARD,
     torch.autograd.backward: _BACKWARD,
 }
