@@ -1,7 +1,7 @@
 """What was captured: a normalised forward graph, and what each of its placeholders is.
 
 The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
-this order), its output is `(loss, *mutated_buffers)` and, in a micro-batch's graph, perhaps the
+this order), its output is `(loss, *mutated_buffers, *mutated_parameters)` and, in a micro-batch's graph, perhaps the
 count of labels (`Accumulation`). The last inputs of a pipeline's stage (`passes.split_stages`) are what the stage
 before sends, and all stages but the last return what they send on in place of the loss. Every node carries
 
@@ -31,6 +31,7 @@ class ParameterSpec:
     """A parameter; `names` holds every qualified name under which a tied weight is known.
 
     dtype: of what is computed on; stored: of what is stored and trained, where that is another (`precision`).
+    mutated_by: the node whose value forward writes into it.
     """
 
     placeholder: str
@@ -39,6 +40,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     stored: torch.dtype | None = None
+    mutated_by: str | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -143,10 +145,16 @@ class CapturedModel:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of the output's values after `ends`: new values of buffers, the count of labels."""
-        mutated = tuple(b.mutated_by for b in self.buffers if b.mutated_by is not None)
+        """Names of the output's values after `ends`: new values of buffers and parameters, the count of labels."""
+        mutated = tuple(spec.mutated_by for spec in self.written if spec.mutated_by is not None)
         count = self.accumulation.count if self.accumulation is not None else None
         return mutated if count is None else (*mutated, count)
+
+    @property
+    def written(self) -> "tuple[BufferSpec | ParameterSpec, ...]":
+        """What forward writes, in the order of new values among `results`: buffers, then parameters."""
+        specs: list[BufferSpec | ParameterSpec] = [*self.buffers, *self.parameters]
+        return tuple(spec for spec in specs if spec.mutated_by is not None)
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -239,3 +247,30 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 def requires_grad(node: fx.Node) -> bool:
     return bool(node.meta.get("requires_grad", False))
+
+
+def is_same_graph(one: CapturedModel, other: CapturedModel) -> bool:
+    """Whether two graphs of a model compute the same: calls alike, in order, on the same values."""
+    return _words(one) == _words(other)
+
+
+def _words(captured: CapturedModel) -> list[object]:
+    """A graph's calls in words, constants by their values, other placeholders by name."""
+    known: dict[fx.Node, str] = {}
+    words: list[object] = []
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.constants:
+            value = captured.constants[node.name].contiguous()
+            data = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            known[node] = f"{tuple(value.shape)} {value.dtype} {data}"
+        elif node.op == "placeholder":
+            known[node] = node.name
+        else:
+            given = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Word(known[n]))
+            words.append((target_name(node.target), str(given)))
+            known[node] = f"call {len(words)}"
+    return words
+
+
+class _Word(str):
+    __slots__ = ()

@@ -22,9 +22,11 @@ from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands, target_name
 from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
+from autopar.ops.own_gradient import is_own
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined
+from autopar.rules.registry import rule_of
 
 _LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
 _LINEAR |= {"mul", "div", "add", "sub"}
@@ -55,10 +57,20 @@ def accumulate_gradients(
     """
     if microbatches == 1:
         return captured
+    if several := [node.name for node in captured.graph.nodes if node.op == "call_function" and _needs_whole(node)]:
+        raise BatchError(
+            f"{microbatches} micro-batches were asked, but the backward of {several[0]} is not linear in the gradient "
+            "that arrives, of which a micro-batch has a part; use one micro-batch"
+        )
     parts = parts_of(captured, microbatches, probe())
     if not parts.losses:
         return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=parts.weight))
     return _counted(captured if in_place else _copied(captured), microbatches, parts)
+
+
+def _needs_whole(node: fx.Node) -> bool:
+    """Whether a call's backward makes other gradients of summands than their sum."""
+    return is_own(node.target) and rule_of(node).whole_gradient
 
 
 def parts_of(captured: CapturedModel, microbatches: int, whole: CapturedModel) -> Parts:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from autopar.errors import PassError
 from autopar.graph import CapturedModel, is_random, operands
+from autopar.ops.own_gradient import is_own as is_own_call
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_async.msg, aten._functional_assert_async.msg)
@@ -73,7 +74,8 @@ def run_without_values(target: Any, args: Any, kwargs: Any, *, known: Any = None
 
 
 def _lies_as_query(target: Any, args: Any, value: Any) -> bool:
-    return "attention" in str(target) and isinstance(value, Tensor) and value.shape == args[0].shape
+    is_attention = "attention" in str(target) and not is_own_call(target)
+    return is_attention and isinstance(value, Tensor) and value.shape == args[0].shape
 
 
 def needs_grad(node: fx.Node, value: Any) -> bool:
@@ -145,10 +147,18 @@ def tidy(captured: CapturedModel) -> CapturedModel:
     output_node(graph).meta = {"val": values, "requires_grad": True, "module": ""}
     names = iter(node.name for node in mutated)
     buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
+    parameters = tuple(replace(p, mutated_by=next(names)) if p.mutated_by else p for p in captured.parameters)
     accumulation = captured.accumulation
     if accumulation is not None and accumulation.count is not None:
         accumulation = replace(accumulation, count=next(names))
-    return replace(captured, constants=constants, buffers=buffers, loss=loss.name, accumulation=accumulation)
+    return replace(
+        captured,
+        constants=constants,
+        parameters=parameters,
+        buffers=buffers,
+        loss=loss.name,
+        accumulation=accumulation,
+    )
 
 
 def verify(captured: CapturedModel) -> None:

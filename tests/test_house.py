@@ -113,9 +113,12 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._inductor": ("autopar/runtime/inductor.py", "autopar/capture/decompose.py"),
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
+    "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
     "torch.utils._python_dispatch": (
         "autopar/capture/layer_traces.py",
         "autopar/capture/real_values.py",
+        "autopar/capture/own_functions.py",
+        "autopar/capture/python_state.py",
         "autopar/runtime/peak_memory.py",
     ),
     "torch.utils._pytree": ("autopar/inputs.py",),

@@ -23,6 +23,11 @@ def user_frame(error: BaseException) -> str | None:
     return innermost(frames)
 
 
+def files_of(error: BaseException) -> list[str]:
+    """The files of all frames that an error passed."""
+    return [name for link in _chain(error) for name, _ in _frames(link.__traceback__)]
+
+
 def frame_of_stack(text: str) -> str | None:
     """The same for a stack trace printed as text, as fx nodes carry it."""
     return innermost([(name, int(line)) for name, line in _FRAME.findall(text)])
@@ -79,3 +84,13 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
     while traceback is not None:
         yield traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
+
+
+def own_frame() -> str | None:
+    """`file:line` of the user's code that runs now."""
+    frames: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return innermost(frames[::-1])

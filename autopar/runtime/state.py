@@ -100,6 +100,11 @@ class State:
         part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
         return self.as_stored(spec, own_copy(part, self.device))
 
+    def write(self, spec: ParameterSpec, whole: Tensor) -> None:
+        """Write this rank's part of a new value of a parameter, which backward need not know."""
+        part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
+        local_tensor(self.parameters[spec.placeholder].data).data.copy_(part)
+
     def fill(self, root: nn.Module, name: str, value: Tensor) -> bool:
         """Write this rank's part of a whole parameter or buffer; whether there is one of that name."""
         for spec in self.local.captured.parameters:
