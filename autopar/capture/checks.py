@@ -98,7 +98,7 @@ def is_inside_check(frame: FrameType, stop: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A number is asked for and compared with `other`, which is the test of a check. compare: of the two in this order."""
+    """A number is asked for and compared with `other`, which a check tests. compare: of the two in this order."""
 
     check: Check
     compare: Callable[[Any, Any], Any]
@@ -278,8 +278,9 @@ def _root_of_variable(
         return None
     inside = [node for statement in function.body for node in ast.walk(statement)]
     uses = [node for node in inside if isinstance(node, ast.Name) and node.id == name]
-    loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
-    if len(uses) != len(loads) + 1 or len(loads) != 1:
+    stores = [node for node in uses if not isinstance(node.ctx, ast.Load)]
+    loads = [node for node in uses if isinstance(node.ctx, ast.Load) and not _is_complaint(node, source)]
+    if len(stores) != 1 or len(loads) != 1:
         return None
     if isinstance(source.parents.get(loads[0]), ast.Compare) and not is_number:
         return None
@@ -292,6 +293,18 @@ def _root_of_variable(
     if root is None:
         return None
     return _Root(root.wanted != _is_flipped(loads[0], top, source), root.statement, root.complaint, root.raises)
+
+
+def _is_complaint(node: ast.AST, source: _Source) -> bool:
+    """Whether an expression is evaluated only where an error is raised."""
+    child = node
+    while (parent := source.parents.get(child)) is not None:
+        if isinstance(parent, ast.Assert) and parent.msg is child:
+            return True
+        if isinstance(parent, ast.If) and any(child in b and _only_raises(b) for b in (parent.body, parent.orelse)):
+            return True
+        child = parent
+    return False
 
 
 def _asked(frame: FrameType, source: _Source) -> ast.expr | None:

@@ -188,15 +188,10 @@ class State:
 
     def _check_guards(self) -> None:
         """Look at guarded buffers, at each only where it was written or exchanged."""
-        values = {
-            name: owned
-            for spec in self.local.captured.buffers
-            for name in spec.names
-            if (owned := self._buffers[spec.placeholder])
-        }
+        owners = {n: self._buffers[spec.placeholder] for spec in self.local.captured.buffers for n in spec.names}
         for guard in self.local.captured.guards:
-            if guard.name in values:  # in a pipeline it may be another stage's
-                owner, name = values[guard.name]
+            if guard.name in owners:  # in a pipeline it may be another stage's
+                owner, name = owners[guard.name]
                 held: Tensor = getattr(owner, name)
                 if self._guarded.get(guard.name) != (id(held), held._version):
                     guard.check(held)
