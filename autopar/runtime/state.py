@@ -204,7 +204,7 @@ class State:
         value = value.clone() if spec.mutated_by else value
         layout = self.layout(spec.placeholder)
         if all_whole((layout,)):
-            return value.contiguous()
+            return value if value.layout is not torch.strided else value.contiguous()
         return padded_part(value, layout, self.mesh, self.coordinate)
 
     def gradient(self, placeholder: str) -> Tensor | None:
@@ -245,6 +245,8 @@ def all_whole(layouts: Iterable[Layout]) -> bool:
 
 
 def own_copy(part: Tensor, device: torch.device) -> Tensor:
+    if part.layout is not torch.strided:
+        return part.to(device, copy=True)
     return part.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -252,6 +254,10 @@ def first_ranks_value(value: Tensor, device: torch.device) -> Tensor:
     """Rank 0's value on every rank."""
     if dist.get_world_size() == 1:
         return value
+    if value.layout is not torch.strided:
+        held = [value]
+        dist.broadcast_object_list(held, src=0)
+        return held[0].to(device)
     copy = own_copy(value, device)
     dist.broadcast(copy.view(torch.uint8) if copy.dtype == torch.bool else copy, src=0)
     return copy
