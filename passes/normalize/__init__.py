@@ -20,6 +20,7 @@ from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
+from autopar.passes.normalize.storage import resolve_storage
 from autopar.passes.normalize.views import normalize_views
 from autopar.passes.normalize.where import simplify_where
 
@@ -28,6 +29,7 @@ Pass = Callable[[CapturedModel], CapturedModel]
 PIPELINE: tuple[Pass, ...] = (
     drop_asserts,
     canonicalize_arguments,
+    resolve_storage,
     drop_noops,
     normalize_dropout,
     normalize_batch_norm,

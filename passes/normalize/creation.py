@@ -15,6 +15,7 @@ FILL: dict[Any, Any] = {
     aten.ones_like.default: 1,
     aten.new_zeros.default: 0,
     aten.new_ones.default: 1,
+    aten.zero.default: 0,
     # A functional graph writes every element of an empty tensor before reading it, so any value will do.
     aten.empty_like.default: 0,
     aten.new_empty.default: 0,
@@ -25,7 +26,7 @@ FILL: dict[Any, Any] = {
 }
 # Random numbers are drawn where their operand lives; a creation call alone would always draw them on the CPU.
 RANDOM: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
-FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
+FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2, aten.fill.Scalar: 1}
 
 
 def simplify_creation(captured: CapturedModel) -> CapturedModel:
