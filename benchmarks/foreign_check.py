@@ -33,7 +33,7 @@ FLOOR = 1e-6
 """Of the largest gradient: a gradient below it is compared with that."""
 TIGHT, LOOSE = (1e-10, 1e-8), (1e-5, 1e-3)
 """Largest relative error of loss and gradients that rounding explains in float64, and where float32 is in the graph."""
-VERDICTS = ("equal", "refused", "wrong", "noise", "crashed", "left out")
+VERDICTS = ("equal", "refused", "wrong", "noise", "crashed", "slow", "left out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,14 @@ def _made(make: Callable[[], Foreign], dtype: torch.dtype) -> Foreign:
     """The model built under seed 0, in `dtype` and training mode."""
     _seed(0, 0)
     foreign = make()
-    foreign.model.to(dtype).train()
+    foreign.model._apply(lambda value: _in_dtype(value, dtype)).train()
     return foreign
+
+
+def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    if value.is_complex():
+        return value.to(dtype.to_complex())
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _calls(make: Callable[[], Foreign], dtype: torch.dtype) -> list[Call]:

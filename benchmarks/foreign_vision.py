@@ -167,7 +167,7 @@ def segmentation_models() -> Models:
     losses |= {"Jaccard": smp.losses.JaccardLoss("multiclass")}
 
     def decoder(name: str, loss: str = "") -> Foreign:
-        encoder = {"DPT": "tu-test_vit"}.get(name, "resnet18")
+        encoder = {"DPT": "tu-test_vit", "Unet": "resnet18"}.get(name, "tu-test_resnet")
         model = getattr(smp, name)(encoder_name=encoder, encoder_weights=None, classes=3)
         if not loss:
             return Foreign(model=model, inputs=images(3, 64, 64), loss_fn=far)
@@ -196,14 +196,14 @@ class _Contrast(nn.Module):
 
 
 def open_clip_models() -> Models:
-    import open_clip
+    from open_clip.loss import ClipLoss, SigLipLoss
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP
 
     text = {"context_length": 8, "vocab_size": 96, "width": 32, "heads": 4, "layers": 2}
 
     def clip(kind: Any, loss: Any, **vision: Any) -> Foreign:
         sizes = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 8} | vision
-        bias = {"init_logit_bias": -10.0} if loss is open_clip.SigLipLoss else {}
+        bias = {"init_logit_bias": -10.0} if loss is SigLipLoss else {}
         model = kind(embed_dim=16, vision_cfg=CLIPVisionCfg(**sizes), text_cfg=CLIPTextCfg(**text), **bias)
         if bias:
             return Foreign(model=_Sigmoid(model, loss()), inputs=inputs)
@@ -225,11 +225,11 @@ def open_clip_models() -> Models:
         return Foreign(model=model, inputs=inputs, loss_fn=far)
 
     return {
-        "CLIP": partial(clip, CLIP, open_clip.ClipLoss),
-        "CLIP, patch dropout": partial(clip, CLIP, open_clip.ClipLoss, patch_dropout=0.5),
-        "CLIP, resnet": partial(clip, CLIP, open_clip.ClipLoss, layers=(1, 1, 1, 1), width=8, patch_size=None),
-        "CustomTextCLIP": partial(clip, CustomTextCLIP, open_clip.ClipLoss),
-        "SigLIP": partial(clip, CLIP, open_clip.SigLipLoss),
+        "CLIP": partial(clip, CLIP, ClipLoss),
+        "CLIP, patch dropout": partial(clip, CLIP, ClipLoss, patch_dropout=0.5),
+        "CLIP, resnet": partial(clip, CLIP, ClipLoss, layers=(1, 1, 1, 1), width=8, patch_size=None),
+        "CustomTextCLIP": partial(clip, CustomTextCLIP, ClipLoss),
+        "SigLIP": partial(clip, CLIP, SigLipLoss),
         "CoCa": captioner,
     }
 
