@@ -69,7 +69,9 @@ def models() -> Models:
         found[f"torch.distributions, {name}"] = partial(_likelihood, name)
     found |= {"torch.distributions, VAE": _vae, "torch.distributions, mixture": _mixture}
     found |= {f"zuko, {name}": partial(_zuko, name) for name in ("MAF", "NSF", "NICE", "GMM", "NAF", "CNF")}
-    found |= {f"normflows, {name}": partial(_normflows, name) for name in ("real-NVP", "real-NVP, ActNorm", "NSF", "glow")}
+    found |= {
+        f"normflows, {name}": partial(_normflows, name) for name in ("real-NVP", "real-NVP, ActNorm", "NSF", "glow")
+    }
     found |= {f"nflows, {name}": partial(_nflows, name) for name in ("MAF", "coupling splines", "ActNorm")}
     return found
 

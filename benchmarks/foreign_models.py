@@ -141,7 +141,12 @@ def table(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The results as Markdown."""
     packages = list(dict.fromkeys(row["package"] for row in rows))
     distributions = ", ".join(f"{name} {version(name)}" for name in packages if name != MANY)
-    lines = ["# Foreign models: is the graph the module?", "", f"`{command}`, torch {torch.__version__}, {distributions}.", ""]
+    lines = [
+        "# Foreign models: is the graph the module?",
+        "",
+        f"`{command}`, torch {torch.__version__}, {distributions}.",
+        "",
+    ]
     lines += [
         "Each model against its unmodified module over three training steps with different inputs (loss, every gradient,",
         "every buffer), then two random plans on four ranks against the graph. Left out: what its own package cannot build",
@@ -197,10 +202,9 @@ def main() -> int:
             file.write(json.dumps(row) + "\n")
         print(f"{row['package']}/{row['model']} {row['verdict']}: {row['said']}, {row['seconds']} s", flush=True)
     rows = [row for key, row in known.items() if key in every]
-    command = f"python -m benchmarks.foreign_models {' '.join(sys.argv[1:])}".strip()
     if arguments.only == "*":
         arguments.table.parent.mkdir(parents=True, exist_ok=True)
-        arguments.table.write_text(table(rows, command))
+        arguments.table.write_text(table(rows, "python -m benchmarks.foreign_models"))
     counts = Counter(row["verdict"] for row in rows)
     print(f"{len(rows)} models: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}")
     return 1 if counts["wrong"] or counts["crashed"] else 0

@@ -13,7 +13,9 @@ from benchmarks.foreign_check import Foreign
 
 BATCH, SEQ, WORDS = 4, 16, 96
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim"), 32
+    ),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "d_ff", "ff_expansion_dim"), 64),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
