@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from autopar.calls import Call, call_of
 from autopar.captures import Captures, captured_model
+from autopar.checked import check_call
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, MeshError, PlanMismatchError
@@ -58,6 +60,7 @@ def plan(
     weave: bool = True,
     with_baselines: bool = True,
     overlap: "Overlap | None" = None,
+    check: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> "ModelPlan | StagedModelPlan":
     """Decide how to train `model` on a cluster.
@@ -92,11 +95,14 @@ def plan(
         with_baselines: price the named baselines too.
         overlap: of the best plans take the one whose step is shortest where collectives run beside compute (which the
             runtime does not do yet); by default the one whose seconds add up to least.
+        check: compare the graph with the module once, loss, gradients and state, where both model and example inputs
+            have values and that takes seconds; the plan says what was compared (`plan.checked`).
         progress: told what is being done.
 
     Raises:
         ArgumentError, ClusterError, MeshError, BatchError: for arguments outside their domain.
         CaptureError, NoLossError: if the model cannot be captured.
+        FidelityError: if the captured graph does not compute what the module does.
         InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
     """
     tell, began = progress or (lambda _: None), time.process_time()
@@ -113,7 +119,7 @@ def plan(
 
     searched = mesh == "auto"
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
-    call = call_of(example_inputs, args, kwargs)
+    call = own_call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
     if baseline is not None:
         from autopar.search.known.named_configuration import configured
@@ -128,6 +134,10 @@ def plan(
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
     )
+    checked = "not compared with the module, as was asked"
+    if check:
+        tell("comparing the graph with the module")
+        checked = check_call(model, own_call, loss_fn)
     tell("capturing the model")
 
     def planned(captured: CapturedModel) -> Plan | StagedPlan:
@@ -231,7 +241,8 @@ def plan(
             found, captured, machine, overlap, others,
             batch=call.batch() if is_open else None, capture=captures.at, is_asked=is_asked, seconds=seconds, tell=tell,
         )  # fmt: skip
-    about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values_of(captured, model))
+    values = values_of(captured, model)
+    about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=checked)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
 
 
@@ -265,6 +276,7 @@ def distribute(
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    check: bool = True,
 ) -> nn.Module:
     """The module that trains `model` under `plan`, in each of the processes that torchrun started.
 
@@ -273,23 +285,29 @@ def distribute(
 
     Args:
         plan: from `autopar.plan` or `autopar.load_plan`.
-        example_inputs: of one call, only for a plan saved without them.
+        example_inputs: of one call, for a plan saved without them, or to compare the graph with the module again.
         loss_fn: as given to `plan`, for a loaded plan of a model without a loss of its own.
+        check: where a plan was loaded and example inputs with values are given, rank 0 compares as `plan` does.
 
     Raises:
         MeshError: if the plan's mesh has another number of ranks than there are processes.
         PlanMismatchError: if the plan is for another model.
         RankError: on every rank, if ranks disagree.
+        FidelityError: if the captured graph does not compute what the module does.
     """
     from autopar.passes.insert_collectives import insert_collectives
     from autopar.runtime import DistributedModule, init
     from autopar.runtime.agreement import failing_together
 
+    init()
+    if check and example_inputs is not None and getattr(plan, "captured", None) is None:
+        with failing_together():
+            if torch.distributed.get_rank() == 0:
+                check_call(model, call_of(example_inputs), loss_fn or getattr(plan, "loss_fn", None))
     if isinstance(plan, StagedPlan):
         from autopar.staged_model_plan import distribute_stages
 
         return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
-    init()
     with failing_together():
         check_world(plan.mesh)
         bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)
@@ -317,8 +335,9 @@ def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = N
     plan.check(captured)
     values = values_of(captured, model)
     return model_plan(
-        plan, captured=captured, call=call, source=own.source, machine=own.machine, loss_fn=loss_fn, values=values
-    )
+        plan, captured=captured, call=call, source=own.source, machine=own.machine, loss_fn=loss_fn, values=values,
+        checked=own.checked,
+    )  # fmt: skip
 
 
 def captured_for(

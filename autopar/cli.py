@@ -49,6 +49,7 @@ Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit 
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
 Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]
 Trace = Annotated[Path | None, typer.Option(help="write the step's timeline for ui.perfetto.dev here")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="do not compare the graph with the module on a few samples")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 
 app.command()(simulate)
@@ -84,6 +85,7 @@ def plan(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="rank the best plans, and draw, with collectives beside compute")
     ] = False,
+    no_check: NoCheck = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -120,6 +122,7 @@ def plan(
             weave=not no_weave,
             with_baselines=not no_baselines,
             overlap=beside,
+            check=not no_check,
             progress=lambda text: status.update(text),
         )
         if out is not None and out.suffix == ".json":
@@ -158,6 +161,7 @@ def export(
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
+    no_check: NoCheck = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -186,6 +190,7 @@ def export(
                 memory_gb=memory_gb,
                 baseline=baseline,
                 with_baselines=False,
+                check=not no_check,
                 progress=lambda text: status.update(text),
             )
         made.export(out)
@@ -313,12 +318,14 @@ def _number(text: str | None, option: str = "--microbatches") -> int | Literal["
     return int(text)
 
 
-def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
-    """The plan of the model that `source` names, which it carries along."""
+def _planned(source: dict[str, Any], *, device: str, check: bool, **arguments: Any) -> Any:
+    """The plan of the model that `source` names, which it carries along. A model without values is built once more,
+    with values and small, to `check` its graph."""
     from dataclasses import replace
 
     from autopar.api import check_choice
     from autopar.api import plan as make_plan
+    from autopar.checked import check_spec
     from autopar.cluster import load_cluster
     from autopar.models import load_model
     from autopar.precision import PRECISIONS
@@ -333,7 +340,11 @@ def _planned(source: dict[str, Any], *, device: str, **arguments: Any) -> Any:
     with started(arguments["cluster"].num_devices if arguments.get("mesh") == "auto" else 1):
         loaded = load_model(**source, device=device)
         called = {"args": loaded.args, "kwargs": loaded.kwargs, "precision": source["precision"]}
-        return replace(make_plan(loaded.model, **called, **arguments), source=source)
+        nbytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+        arguments["progress"]("comparing the graph with the module")
+        checked = check_spec(nbytes=nbytes, **source) if check and device == "meta" else ""
+        made = make_plan(loaded.model, **called, **arguments, check=check and not checked)
+        return replace(made, source=source, checked=checked or made.checked)
 
 
 def _with_values(made: Any, source: dict[str, Any]) -> Any:

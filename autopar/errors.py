@@ -9,6 +9,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured by torch.export; names the user's own file and line."""
 
 
+class FidelityError(CaptureError):
+    """The captured graph computes something else than the module does; names the first line that differs."""
+
+
 class NoLossError(AutoparError):
     """The model returns no scalar loss and no `loss_fn` was given."""
 

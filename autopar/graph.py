@@ -198,6 +198,22 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(out)
 
 
+SWITCHES = {"dropout": 0.0, "dropout_p": 0.0, "train": False, "training": False}
+"""Arguments of ops of ATen that draw, and their values where nothing is drawn."""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: one of `autopar.ops` that names its site, or an op of ATen."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return "site" in node.kwargs
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    return not any(name in given and given[name] == value for name, value in SWITCHES.items())
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """Global shape of a single-result node."""
     return tuple(node.meta["val"].shape)

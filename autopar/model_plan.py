@@ -35,6 +35,7 @@ class ModelPlan(Plan):
     source: what the command line was told of the model: `spec`, `batch`, `seq`, `overrides`.
     machine: the cluster as a value, if it is known.
     values: tensors of parameters and buffers by placeholder, if the model is at hand (for buffers in an export).
+    checked: on what the graph was compared with the module, or why not.
     """
 
     captured: CapturedModel | None = field(default=None, compare=False)
@@ -43,6 +44,7 @@ class ModelPlan(Plan):
     machine: Cluster | None = field(default=None, compare=False)
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False)
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    checked: str = field(default="", compare=False)
 
     @cached_property
     def local(self) -> LocalModel:
@@ -163,6 +165,7 @@ class ModelPlan(Plan):
         body = json.loads(super().to_json())
         body["call"] = self.call.to_json() if self.call is not None else None
         body["source"] = dict(self.source) if self.source is not None else None
+        body["checked"] = self.checked
         return json.dumps(body, indent=1)
 
     def __str__(self) -> str:
@@ -202,4 +205,5 @@ def plan_from_text(text: str) -> ModelPlan:
     plan = plan_from_json(text)
     body = json.loads(text)
     call = body.get("call")
-    return model_plan(plan, call=call_from_json(call) if call else None, source=body.get("source"))
+    known = {"source": body.get("source"), "checked": body.get("checked", "")}
+    return model_plan(plan, call=call_from_json(call) if call else None, **known)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class StagedModelPlan(StagedPlan):
     """A plan with stages, the graph it is for (None when just loaded), how the model is called, where it came from.
 
-    captured: that of one micro-batch of the whole model. source, machine, loss_fn, values: as of a `ModelPlan`.
+    captured: that of one micro-batch of the whole model. source, machine, loss_fn, values, checked: as of `ModelPlan`.
     """
 
     captured: CapturedModel | None = field(default=None, compare=False)
@@ -42,6 +42,7 @@ class StagedModelPlan(StagedPlan):
     machine: Cluster | None = field(default=None, compare=False)
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False)
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    checked: str = field(default="", compare=False)
 
     @property
     def parts(self) -> tuple[CapturedModel, ...]:
@@ -173,6 +174,7 @@ class StagedModelPlan(StagedPlan):
         body = json.loads(super().to_json())
         body["call"] = self.call.to_json() if self.call is not None else None
         body["source"] = dict(self.source) if self.source is not None else None
+        body["checked"] = self.checked
         return json.dumps(body, indent=1)
 
     def __repr__(self) -> str:
@@ -193,7 +195,8 @@ def staged_plan_from_text(text: str) -> StagedModelPlan:
     plan = staged_plan_from_json(text)
     body = json.loads(text)
     call = body.get("call")
-    return staged_model_plan(plan, call=call_from_json(call) if call else None, source=body.get("source"))
+    known = {"source": body.get("source"), "checked": body.get("checked", "")}
+    return staged_model_plan(plan, call=call_from_json(call) if call else None, **known)
 
 
 def distribute_stages(

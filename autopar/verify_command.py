@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from autopar.inputs import bind_inputs
 from autopar.mesh import Mesh, parse_mesh
 from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
-from autopar.passes.promote_casts import promote_casts
+from autopar.oracle import Step, Subject, Tolerance, check_module
+from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
@@ -27,7 +29,10 @@ from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan, parse_pipeline
-from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, num_ranks, verify_plans
+from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, num_ranks, verify_plans
+
+STEPS = 3
+"""Steps that are compared, each on other samples; state is carried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +87,47 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     if len({num_ranks(plan) for plan in plans.values()}) > 1:
         said = ", ".join(f"{label} on {num_ranks(plan)}" for label, plan in plans.items())
         raise ArgumentError(f"plans on different numbers of processes: {said}; verify them one by one")
-    values = values_of(captured, loaded.model)
-    inputs = bind_inputs(captured.inputs, call.args, call.kwargs)
+    if not plans:
+        return _result(request, mesh, [], console)
+    subject = Subject(model=loaded.model, captured=reference, args=call.args, kwargs=call.kwargs)
+    steps, is_exact = module_steps_checked(subject, request.precision, console)
+    inputs = [bind_inputs(captured.inputs, args, kwargs) for args, kwargs in subject.calls(STEPS)]
     checks = []
-    if plans:
-        console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
-    for check in verify_plans(captured, values, inputs, plans, reference=reference, device=request.device):
+    console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
+    for check in verify_plans(
+        captured,
+        values_of(captured, loaded.model),
+        inputs,
+        plans,
+        wanted=steps if is_exact and request.device == "cpu" else None,
+        reference=reference,
+        device=request.device,
+    ):
         checks.append(check)
         _print_row(check, request.precision, console)
     return _result(request, mesh, checks, console)
+
+
+def module_steps_checked(subject: Subject, precision: str, console: Console) -> tuple[tuple[Step, ...], bool]:
+    """What the module itself does in each step, equal to the graph on one process; and whether ranks can be compared
+    with that. They draw other random numbers than the module, which the graph alone can draw as they do.
+
+    Raises:
+        FidelityError: if module and graph differ.
+    """
+    loss, gradient = TOLERANCES[precision]
+    context = promoted_eager if precision == "fp64" else nullcontext
+    checked = check_module(subject, STEPS, Tolerance(loss=loss, gradient=gradient), context)
+    worst = max((d.error for d in checked.differences), default=0.0)
+    is_exact = not draws(subject.captured) and not PRECISIONS[precision].is_mixed
+    with_what = "the module" if is_exact else "the graph, which draws their numbers or casts as they do,"
+    console.print(
+        f"graph and module, {STEPS} steps in {precision}: loss, gradients and state differ by at most {worst:.0e} "
+        f"(relative); plans are compared with {with_what} in each",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return checked.steps, is_exact
 
 
 def _captured(request: Request, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
@@ -247,6 +284,7 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
     farthest = max((check.peak_error for check in checks), key=abs, default=0.0)
     worst_loss = max((check.loss_error for check in checks), default=0.0)
     worst = max(checks, key=lambda c: c.gradient_error, default=None)
+    worst_state = max((check.state_error for check in checks), default=0.0)
     passed = bool(checks) and not failed
     if worst is not None:
         _print_traffic(worst if len(checks) > 1 else checks[0], console)
@@ -257,7 +295,8 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
             f"{request.device}: "
             f"largest relative error of the loss {worst_loss:.1e} (tolerance {loss:.0e}), of a gradient "
             f"{worst.gradient_error:.1e} ({worst.worst_gradient or 'none'}, plan {worst.plan}; tolerance "
-            f"{gradient:.0e}), of predicted peak memory {farthest:+.1%} (tolerance {PEAK_TOLERANCE:.0%}): {said}",
+            f"{gradient:.0e}), of state after a step {worst_state:.1e} (tolerance {gradient:.0e}), "
+            f"of predicted peak memory {farthest:+.1%} (tolerance {PEAK_TOLERANCE:.0%}): {said}",
             style="green" if passed else "red",
             highlight=False,
             markup=False,
@@ -272,6 +311,7 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
         "passed": passed,
         "loss_error": worst_loss,
         "gradient_error": worst.gradient_error if worst else 0.0,
+        "state_error": worst_state,
         "peak_error": farthest,
         "plans": [_check_json(check, request.precision) for check in checks],
     }
@@ -300,6 +340,7 @@ def _check_json(check: Check, precision: str) -> dict[str, Any]:
         "loss_error": check.loss_error,
         "gradient_error": check.gradient_error,
         "worst_gradient": check.worst_gradient,
+        "state_error": check.state_error,
         "peak_nbytes": {"predicted": check.predicted_peak, "measured": check.measured_peak},
         "predicted": sent(check.predicted),
         "sent": sent(check.counted),

@@ -19,8 +19,10 @@ from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.inputs import bind_inputs
 from autopar.mesh import Mesh, parse_mesh
-from autopar.passes.promote_casts import promote_casts
+from autopar.oracle import Subject, check_module
+from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.baselines import BASELINES, make_baseline
@@ -70,13 +72,16 @@ def main() -> int:
         model, kwargs = zoo(family, dtype=torch.float64, dropout=arguments.dropout)
         captured = promote_casts(capture(model, (), kwargs, name=family))
         values = {k: v.detach() for k, v in (parameters_of(captured, model) | buffers_of(captured, model)).items()}
-        inputs = {spec.placeholder: kwargs[spec.path] for spec in captured.inputs}
+        subject = Subject(model=model, captured=captured, args=(), kwargs=kwargs)
+        steps = check_module(subject, 3, context=promoted_eager).steps
+        inputs = [bind_inputs(captured.inputs, *call) for call in subject.calls(3)]
         for text in arguments.meshes.split(","):
             mesh = parse_mesh(text)
             plans, reasons = plans_for(captured, mesh, arguments.random, arguments.seed)
             worst = [0.0, 0.0, 0.0]
             failed = []
-            for check in verify_plans(captured, values, inputs, plans, device=arguments.device):
+            wanted = None if arguments.dropout or arguments.device != "cpu" else steps
+            for check in verify_plans(captured, values, inputs, plans, wanted=wanted, device=arguments.device):
                 found = check.loss_error, check.gradient_error, check.peak_error
                 worst = [max(pair, key=abs) for pair in zip(worst, found, strict=True)]
                 if check.wrong(loss_tolerance, gradient_tolerance):

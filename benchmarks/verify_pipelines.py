@@ -19,9 +19,11 @@ from torch import Tensor
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError
+from autopar.inputs import bind_inputs
 from autopar.mesh import parse_mesh
+from autopar.oracle import Subject, check_module
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.promote_casts import promote_casts
+from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.staged_plan import StagedPlan, check_microbatches, parse_pipeline
@@ -63,7 +65,9 @@ def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) ->
     whole = promote_casts(capture(model, (), batch, name=family))
     captured = accumulate_gradients(promote_casts(capture(model, (), part, name=family)), microbatches, lambda: whole)
     values = {k: v.detach() for k, v in (parameters_of(captured, model) | buffers_of(captured, model)).items()}
-    inputs = {spec.placeholder: batch[spec.path] for spec in captured.inputs}
+    subject = Subject(model=model, captured=whole, args=(), kwargs=batch)
+    steps = check_module(subject, 3, context=promoted_eager).steps
+    inputs = [bind_inputs(captured.inputs, *call) for call in subject.calls(3)]
     rng = random.Random(f"{family} {ranks} {microbatches} {seed}")
     shapes = [(mesh, text) for mesh, text in SHAPES[ranks] if runs(text, microbatches)]
     plans: dict[str, StagedPlan] = {}
@@ -73,7 +77,7 @@ def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) ->
         cuts, share = random_cuts(captured, num_stages, rng), 0.5 * (number % 3 == 2)
         plan = random_staged_plan(captured, parse_mesh(mesh), schedule, pipeline, cuts, rng, recompute=share)
         plans[f"{number} {text} of {mesh}"] = plan
-    checks = verify_plans(captured, values, inputs, plans, reference=whole)
+    checks = verify_plans(captured, values, inputs, plans, wanted=steps, reference=whole)
     return [(check, is_good(check, bool(plans[check.plan].stages[0].recompute))) for check in checks]
 
 

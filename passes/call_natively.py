@@ -20,8 +20,27 @@ def call_natively(graph: fx.Graph) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
         if node.op == "call_function" and "self" not in node.kwargs:
-            node.target = native(node.target)
+            bound = native(node.target)
+            if bound is not node.target and not _leaves_out_a_tensor(node):
+                node.args, node.kwargs = with_reduction(node)
+                node.target = bound
     return copy
+
+
+def with_reduction(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call, how a loss is reduced among them: the op's default is the mean, its binding's is none."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    place = next((i for i, argument in enumerate(arguments) if argument.name == "reduction"), None)
+    if place is None or place < len(node.args):
+        return node.args, dict(node.kwargs)
+    kwargs = dict(node.kwargs)
+    missing = arguments[len(node.args) : place + 1]
+    return (*node.args, *(kwargs.pop(a.name, a.default_value) for a in missing)), kwargs
+
+
+def _leaves_out_a_tensor(node: fx.Node) -> bool:
+    """Is there a None in a list of tensors, as for `x[:, i] = y`? Bindings refuse it."""
+    return any(isinstance(value, list | tuple) and None in value for value in (*node.args, *node.kwargs.values()))
 
 
 @cache

@@ -83,7 +83,7 @@ class _Insertion:
                 self._output(node)
             elif node.target is operator.getitem:
                 self._getitem(node)
-            else:
+            elif node.users:  # what is drawn for nobody keeps its number, which is all that others need
                 self._call(node)
         self.graph.lint()
         local = LocalModel(captured=self.captured, plan=self.plan, graph=self.graph)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, InputSpec, LocalModel, operands, requires_grad
+from autopar.graph import CapturedModel, InputSpec, LocalModel, is_random, operands, requires_grad
 from autopar.passes.graph_tools import verify
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lay_out import lay_out_received
@@ -74,7 +74,8 @@ class _Split:
             if node.op == "placeholder" and node.name not in bound:
                 self.anywhere.add(node)
             elif node.op == "call_function":
-                if not requires_grad(node) and all(source in self.anywhere for source in sources):
+                drawn = is_random(node)  # by another shard in another stage, so it is drawn in one and sent on
+                if not drawn and not requires_grad(node) and all(source in self.anywhere for source in sources):
                     self.anywhere.add(node)
                 else:
                     self.stage[node] = self.stage[sources[0]] if node.target is operator.getitem else current

@@ -21,7 +21,7 @@ from typing import TypeVar
 from torch import fx
 
 from autopar.errors import BatchError
-from autopar.graph import Accumulation, CapturedModel, InputSpec, LocalModel, operands
+from autopar.graph import Accumulation, CapturedModel, InputSpec, LocalModel, is_random, operands
 from autopar.ops import collectives
 from autopar.ops.copies import added, site_of, step_loss
 from autopar.passes.graph_tools import copied_name, output_node
@@ -59,10 +59,11 @@ def sends(node: fx.Node) -> bool:
 
 
 def of_batch(graph: fx.Graph, names: Container[str]) -> set[fx.Node]:
-    """Placeholders of these names, and all that is computed from them."""
+    """Placeholders of these names, what is drawn at random, and all that is computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if (node.op == "placeholder" and node.name in names) or any(s in found for s in node.all_input_nodes):
+        begins = node.name in names if node.op == "placeholder" else is_random(node)
+        if begins or any(s in found for s in node.all_input_nodes):
             found.add(node)
     return found
 

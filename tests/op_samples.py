@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from expert_samples import EXPERTS
 from op_sample import Input, Sample, X, aten
+from random_samples import RANDOM
 
 from autopar.ops.attention import attention
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from autopar.ops.dropout import dropout
 
 
 def _floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:
@@ -126,7 +126,6 @@ ELEMENTWISE = (
     _on("eq.Tensor", _ids((4, 6), 3), _ids((6,), 3)),
     _on("__and__.Tensor", Input(shape=(4, 6), kind="bool"), Input(shape=(1, 6), kind="bool")),
     _on("atan2.default", *_floats((4, 6), (4, 6)), title="(pointwise by its tag)"),
-    Sample(name="dropout", target=dropout, args=(X(0), 0.4), kwargs={"site": 5}, inputs=(Input(shape=(4, 6, 5)),)),
 )
 
 VIEWS = (
@@ -386,6 +385,7 @@ CREATION = (
 
 SAMPLES = (
     *ELEMENTWISE,
+    *RANDOM,
     *VIEWS,
     *PRODUCTS,
     *EXPERTS,

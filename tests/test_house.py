@@ -32,7 +32,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
-    ("search", "runtime", "capture", "models", "reference", "export", "report", "verification", "calibration"),
+    (
+        "search",
+        "runtime",
+        "capture",
+        "models",
+        "reference",
+        "oracle",
+        "export",
+        "report",
+        "verification",
+        "calibration",
+    ),
     (
         *(
             "api",
@@ -86,7 +97,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._C": ("autopar/runtime/private_torch.py",),
     "torch._ops": ("*",),
     "torch._dynamo": ("autopar/runtime/backends.py",),
-    "torch._inductor": ("autopar/runtime/inductor.py",),
+    "torch._inductor": ("autopar/runtime/inductor.py", "autopar/capture/decompose.py"),
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.utils._python_dispatch": ("autopar/capture/layer_traces.py", "autopar/runtime/peak_memory.py"),

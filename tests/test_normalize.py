@@ -118,7 +118,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[str]]] =
     ),
     "random follows its operand": (
         lambda x, w, b: x @ w + 0.0 * torch.rand(2, 3, 12, dtype=x.dtype),
-        ["permute", "linear", "expand", "rand_like", "mul", "add"],
+        ["permute", "linear", "noise", "mul", "add"],
     ),
 }
 

@@ -82,6 +82,8 @@ def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> N
         loss_error=0.0,
         gradient_error=0.0,
         worst_gradient="",
+        state_error=0.0,
+        worst_state="",
         predicted={},
         counted={},
         predicted_peak=100.0,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.import_program import import_program, stop_gradients
@@ -117,8 +118,7 @@ def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
         warnings.simplefilter("ignore", DeprecationWarning)
         program = torch.export.export(module, inputs, strict=False)
         stop_gradients(program)
-        functional: ExportedProgram = program.run_decompositions({})
-        return functional
+        return decompose(program)
 
 
 def _explain(error: Exception, name: str) -> str:

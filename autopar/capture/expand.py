@@ -17,6 +17,7 @@ from autopar.capture.import_program import by_identity, placeholder
 from autopar.capture.repeats import Repeat
 from autopar.graph import CapturedModel, operands, target_name
 from autopar.passes.graph_tools import outputs, tidy, verify
+from autopar.passes.normalize.random import number_sites
 
 LABELS = ("site",)
 """Keywords that tell calls apart and must differ between copies."""
@@ -115,7 +116,6 @@ class _Expander:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.by_name: dict[str, fx.Node] = {}
-        self.sites = 1 + max((int(n.kwargs["site"]) for n in captured.graph.nodes if "site" in n.kwargs), default=-1)
 
     def run(self) -> CapturedModel:
         old = {node.name: node for node in self.captured.graph.nodes}
@@ -148,7 +148,7 @@ class _Expander:
         for source in self.captured.graph.nodes:
             if not _is_call(source):
                 continue
-            self.env[source] = copies[source.name, 0] = self._copy(source, self.env, {})
+            self.env[source] = copies[source.name, 0] = self._copy(source, self.env)
             if source in last:
                 self._repeat(last[source], copies)
         new_buffers = [
@@ -167,6 +167,7 @@ class _Expander:
                 loss=loss.name,
             )
         )
+        whole = number_sites(whole)
         verify(whole)
         return whole
 
@@ -183,19 +184,12 @@ class _Expander:
                         env[operand] = self.by_name[self._real(self.named[operand.name], number)]
             fresh: dict[fx.Node, fx.Node] = {}
             for node in unit.nodes:
-                labels = {}
-                for label in LABELS:
-                    if label in node.kwargs:
-                        labels[label], self.sites = self.sites, self.sites + 1
-                fresh[node] = env[node] = copies[node.name, number] = self._copy(node, env, labels, number)
+                fresh[node] = env[node] = copies[node.name, number] = self._copy(node, env, number)
             current = fresh
         self.env.update(current)
 
-    def _copy(
-        self, node: fx.Node, env: Mapping[fx.Node, fx.Node], labels: Mapping[str, Any], number: int = 0
-    ) -> fx.Node:
+    def _copy(self, node: fx.Node, env: Mapping[fx.Node, fx.Node], number: int = 0) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: env[n])
-        new.kwargs = {**new.kwargs, **labels}
         new.meta = {**node.meta, "module": self._real(node.meta["module"], number)}
         return new
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.ops.dropout import keep_mask
 from autopar.ops.groups import Axis, active_groups
-from autopar.ops.random import Draws, Shards, active_draws, keep_mask, seeded_default_generator, shard_index
+from autopar.ops.random import Draws, Shards, active_draws, seeded_default_generator, shard_index
 from autopar.ops.shards import own_range
 
 

@@ -6,18 +6,15 @@ which costs the whole tensor's draws on each rank. Unbound, ops draw from torch'
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from autopar.ops.bound import BOUND, KNOWN
-from autopar.ops.groups import Groups, active_groups
-from autopar.ops.shards import own_slice
+from autopar.ops.bound import BOUND
+from autopar.ops.groups import active_groups
 
 COPY = 2**32
 """Sites of a woven step's further micro-batches are so far apart: each draws as a step of its own."""
@@ -28,7 +25,7 @@ Shards = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """The random numbers of one step (one micro-batch counts as one step)."""
+    """The random numbers of one step (one micro-batch counts as one step; steps of evaluation are below zero)."""
 
     seed: int
     step: int
@@ -64,64 +61,6 @@ def use_draws(draws: Draws) -> Iterator[None]:
 def shard_index(shards: Shards) -> int:
     """Number of this rank's shard, equal on ranks that hold the same one."""
     return active_groups().index(tuple(axis for axis, _ in shards)) if shards else 0
-
-
-def keep_mask(draws: Draws, x: Tensor, p: float, site: int, shape: tuple[int, ...] | None, shards: Shards) -> Tensor:
-    """Bool like `x` (its shard), False with probability `p`; `shape` is that of the whole tensor."""
-    if torch.compiler.is_compiling():
-        assert BOUND.draw is not None
-        split = " ".join(f"{axis} {dim}" for axis, dim in shards)
-        mask: Tensor = _drawn(
-            BOUND.draw, x.shape, shape or x.shape, p, site, split, BOUND.exact, BOUND.number, x.device
-        )
-        return mask
-    return _mask(draws, tuple(x.shape), shape or tuple(x.shape), p, site, shards, active_groups, x.device)
-
-
-def _mask(
-    draws: Draws,
-    shard: Sequence[int],
-    shape: Sequence[int],
-    p: float,
-    site: int,
-    shards: Shards,
-    groups: Callable[[], Groups],
-    device: torch.device,
-) -> Tensor:
-    generator = torch.Generator(device=device)
-    if not draws.exact:
-        index = groups().index(tuple(axis for axis, _ in shards)) if shards else 0
-        generator.manual_seed(draws.seed_of(site, index))
-        return torch.rand(shard, generator=generator, device=device) >= p
-    generator.manual_seed(draws.seed_of(site))
-    whole = torch.rand(shape, generator=generator, device=device) >= p
-    return own_slice(whole, shards, groups()) if shards else whole
-
-
-@torch.library.custom_op("autopar::keep_mask", mutates_args=())
-def _drawn(
-    draw: Tensor,
-    shard: Sequence[int],
-    shape: Sequence[int],
-    p: float,
-    site: int,
-    shards: str,
-    exact: bool,
-    number: int,
-    device: torch.device,
-) -> Tensor:
-    """`_mask` of traced code, the same numbers. `draw`: seed, step, and pairs of a site and what it is called here."""
-    seed, step, *pairs = draw.tolist()
-    site = dict(zip(pairs[::2], pairs[1::2], strict=True)).get(site, site)
-    words = shards.split()
-    split = tuple(zip(words[::2], map(int, words[1::2]), strict=True))
-    draws = Draws(seed=seed, step=step, exact=exact)
-    return _mask(draws, shard, shape, p, site, split, lambda: KNOWN[number], device)
-
-
-@_drawn.register_fake
-def _(draw: Tensor, shard: Sequence[int], shape: Sequence[int], p: float, site: int, *_: Any) -> Tensor:
-    return torch.empty(shard, dtype=torch.bool, device=_[-1])
 
 
 @contextmanager

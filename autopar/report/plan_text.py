@@ -138,6 +138,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         )
     if plan.ways:
         lines.append(_ways_text(plan))
+    if checked := getattr(plan, "checked", ""):
+        lines.append(f"graph: {checked}")
     lines.append(
         f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
         "whole (gradients of R are summands)"

@@ -44,6 +44,8 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         lines.append(f"of which {', '.join(kinds)}")
     if ranked := estimate.solver.get("timeline"):
         lines.append(timeline_text(ranked))
+    if checked := getattr(plan, "checked", ""):
+        lines.append(f"graph: {checked}")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):
         table.add_column(name, justify="left" if name in ("blocks", "devices") else "right")

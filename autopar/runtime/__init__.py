@@ -15,10 +15,12 @@ from autopar.ops.collectives import (
     reduce_scatter,
 )
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from autopar.ops.dropout import dropout
+from autopar.ops.drawn import drawn
+from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 from autopar.ops.embedding import embedding
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.ops.mean import mean
+from autopar.ops.noise import noise
 from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
 from autopar.runtime.data import DistributedBatchSampler
@@ -40,6 +42,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_gradient",
     "all_to_all",
+    "alpha_dropout",
     "attention",
     "batch_norm",
     "block",
@@ -49,6 +52,7 @@ __all__ = [
     "cross_entropy",
     "divide",
     "divide_gradient",
+    "drawn",
     "dropout",
     "embedding",
     "grouped_linear",
@@ -58,9 +62,11 @@ __all__ = [
     "load_exported_stages",
     "local_slice",
     "mean",
+    "noise",
     "pad_dim",
     "place_slice",
     "reduce_scatter",
     "reset_parameters",
+    "rrelu",
     "save",
 ]

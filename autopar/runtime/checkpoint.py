@@ -19,14 +19,20 @@ from autopar.runtime.trainable import Trainable
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
+STREAM = ("seed", "num_calls", "num_evaluated")
+"""What says which random numbers come next."""
+
 
 def save(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Write parameters, buffers, optimizer state and the count of calls to the folder `path`; all ranks call this."""
+    """Write parameters, buffers, optimizer state and where random numbers stand to the folder `path`; all ranks call
+    this."""
     state_dict_saver.save(_state(module, optimizer), checkpoint_id=str(path))
 
 
 def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
     """Restore what `save` wrote, in place; plan, mesh and number of ranks may be others. All ranks call this.
+
+    Random numbers go on where they were, whatever the new process was seeded with.
 
     Raises:
         PlanMismatchError: if the folder holds no checkpoint of such a model and optimizer.
@@ -42,10 +48,10 @@ def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) 
     set_state_dict(
         module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
     )
-    module.num_calls = state["num_calls"]
+    module.seed, module.num_calls, module.num_evaluated = (state[name] for name in STREAM)
 
 
 def _state(module: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     check_optimizer(optimizer)
     model, optim = get_state_dict(module, optimizer, options=_OPTIONS)
-    return {"model": model, "optimizer": optim, "num_calls": module.num_calls}
+    return {"model": model, "optimizer": optim, **{name: getattr(module, name) for name in STREAM}}

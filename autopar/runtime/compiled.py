@@ -17,6 +17,7 @@ from autopar.errors import ArgumentError
 from autopar.graph import LocalModel, operands
 from autopar.ops import attention
 from autopar.ops.bound import bound
+from autopar.ops.drawn import drawn
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
 from autopar.ops.regather import regathering
@@ -106,8 +107,13 @@ def _read(item: Piece | fx.Node) -> Sequence[fx.Node]:
 
 
 def _check(graph: fx.Graph, exact_random: bool) -> None:
-    """Raises ArgumentError for dropout inside an attention kernel, which draws from a generator of its own."""
+    """Raises ArgumentError for what draws inside a kernel, from a generator of its own."""
     for node in graph.nodes:
+        if node.target is drawn:
+            raise ArgumentError(
+                f"{node.name} draws random numbers inside a kernel ({node.args[0]}), which no tracer can seed; train "
+                "this model eagerly: leave compile() out"
+            )
         if node.target is attention.attention and node.kwargs["dropout_p"] and not exact_random:
             raise ArgumentError(
                 f"{node.name} drops attention weights inside a kernel, which no tracer can seed; train this model "

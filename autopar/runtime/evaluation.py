@@ -1,4 +1,7 @@
-"""What does a module compute in eval mode? The training graph without dropout and without statistics of the batch."""
+"""What does a module compute in eval mode? The training graph without dropout and without statistics of the batch.
+
+Noise that is no dropout stays: a model that adds some draws it in both modes.
+"""
 
 import inspect
 from typing import Any
@@ -8,7 +11,8 @@ from torch.nn import functional as F
 
 from autopar.ops import attention
 from autopar.ops.batch_norm import batch_norm
-from autopar.ops.dropout import dropout
+from autopar.ops.drawn import drawn, overload
+from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 
 
 def evaluation_graph(graph: fx.Graph) -> fx.Graph:
@@ -21,9 +25,13 @@ def evaluation_graph(graph: fx.Graph) -> fx.Graph:
     for node in list(copy.nodes):
         if node.op != "call_function":
             continue
-        if node.target is dropout:
+        if node.target in (dropout, alpha_dropout):
             node.replace_all_uses_with(node.args[0])
             copy.erase_node(node)
+        elif node.target is rrelu:
+            node.target = evaluated_rrelu
+        elif node.target is drawn:
+            _switch_off(node)
         elif node.target is batch_norm:
             node.target = evaluated_batch_norm
             node.kwargs = {"eps": node.kwargs["eps"]}
@@ -33,6 +41,21 @@ def evaluation_graph(graph: fx.Graph) -> fx.Graph:
                 bound.arguments["dropout_p"] = 0.0
             node.args, node.kwargs = bound.args, bound.kwargs
     return copy
+
+
+def evaluated_rrelu(x: Tensor, lower: float, upper: float, **_: Any) -> Tensor:
+    """rrelu with the mean slope."""
+    return F.leaky_relu(x, (lower + upper) / 2)
+
+
+def _switch_off(node: fx.Node) -> None:
+    """A recurrent layer drops nothing in eval mode."""
+    op: Any = node.args[0]
+    names = [argument.name for argument in overload(op)._schema.arguments]
+    if "dropout" in names:
+        args = list(node.args)
+        args[1 + names.index("dropout")] = 0.0
+        node.args = tuple(args)
 
 
 def evaluated_batch_norm(

@@ -42,7 +42,7 @@ def load_exported(
         folder: where plan.json, specs.json and, if any, state.pt lie.
         forward: of the folder's model.py.
         initial: values to start from; rank 0's count.
-        seed: of dropout; None for that of rank 0's torch generator.
+        seed: of random numbers; None for that of rank 0's torch generator.
 
     Raises:
         PlanMismatchError: if a file is missing or of another library version.

@@ -38,7 +38,7 @@ def load_exported_stages(
         folder: where plan.json, specs.json and, if any, state.pt lie.
         forwards: of the folder's stage files, in order.
         initial: values to start from; rank 0's count.
-        seed: of dropout; None for that of rank 0's torch generator.
+        seed: of random numbers; None for that of rank 0's torch generator.
 
     Raises:
         PlanMismatchError: if a file is missing, of another library version, or not of these stages.

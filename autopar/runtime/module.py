@@ -21,7 +21,7 @@ from autopar.graph import Accumulation, BufferSpec, InputSpec, LocalModel, Param
 from autopar.inputs import bind_inputs
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
-from autopar.ops.random import Draws, use_draws
+from autopar.ops.random import use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.call_natively import call_natively
 from autopar.passes.compute_straight import compute_straight
@@ -76,8 +76,8 @@ class DistributedModule(Trainable):
         `runtime.reset_parameters`, `load_state_dict` or a checkpoint fills them.
     sync: take rank 0's values, as DistributedDataParallel does; False if they are known to be equal.
     bare: a call returns the loss itself instead of an `Output`.
-    seed: of dropout; None for that of rank 0's torch generator.
-    exact_random: every rank draws dropout masks for whole tensors, so that a run equals one process exactly.
+    seed: of random numbers; None for that of rank 0's torch generator.
+    exact_random: every rank draws for whole tensors, so that a run equals one process exactly.
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
@@ -232,7 +232,7 @@ class DistributedModule(Trainable):
     ) -> tuple[Tensor, Tensor | None]:
         """One (micro-)batch: its loss, and how many labels count if the graph says so."""
         arguments = {**self.state.arguments, **parameters, **inputs}
-        draws = Draws(seed=self.seed, step=self.num_calls, exact=self.exact_random)
+        draws = self.next_draws(self.plan.copies)[0]
         values = [arguments[name] for name in self._placeholders(graph)]
         remakes = self._remakes and torch.is_grad_enabled()
         with ExitStack() as stack:
@@ -246,7 +246,6 @@ class DistributedModule(Trainable):
             else:
                 loss, *results = self._compiler.run(graph, values, self.groups, draws, remakes)
         if self.training:
-            self.num_calls += self.plan.copies
             with torch.no_grad():
                 for buffer, value in zip(self._mutated, results, strict=False):
                     self.get_buffer(buffer.names[0]).copy_(value)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
 from autopar.inputs import bind_inputs
-from autopar.ops.random import Draws
 from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.split_stages import local_stage, owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
@@ -204,11 +203,9 @@ class PipelinedModule(Trainable):
         _check_whole(self.inputs, self.plan.microbatches, inputs)
         count = self.plan.microbatches
         parts = split_batch(self.inputs, count, inputs)
-        draws = [Draws(seed=self.seed, step=self.num_calls + i, exact=self.exact_random) for i in range(count)]
+        draws = self.next_draws(count)
         for stage in self.stages:
             stage.begin(parts, draws)
-        if self.training:
-            self.num_calls += count
 
     def _everyones_loss(self) -> tuple[Tensor, Tensor | None]:
         """The loss of the step and what its gradients are scaled by, from the ranks of the last stage."""

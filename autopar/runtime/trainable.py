@@ -15,24 +15,28 @@ from autopar.errors import ArgumentError
 from autopar.graph import InputSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.groups import Groups
+from autopar.ops.random import Draws
 from autopar.runtime.state import State
 
 
 class Trainable(nn.Module):
     """A module of which this rank holds `states`.
 
-    uninitialized: names without a value yet. num_calls: how many (micro-)batches were trained on, which numbers the
-    draws of dropout.
+    uninitialized: names without a value yet. seed: of all random numbers. num_calls, num_evaluated: how many
+    (micro-)batches were trained on and evaluated, which number what they draw.
     """
 
     uninitialized: set[str]
+    seed: int
     num_calls: int
+    num_evaluated: int
     groups: Groups
+    exact_random: bool
 
     def __init__(self) -> None:
         super().__init__()
         self.uninitialized = set()
-        self.num_calls = 0
+        self.num_calls = self.num_evaluated = 0
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
@@ -78,6 +82,15 @@ class Trainable(nn.Module):
             ArgumentError: if it cannot.
         """
         raise ArgumentError("a module in stages runs eagerly: torch's schedules call its stages; leave out compile()")
+
+    def next_draws(self, count: int) -> list[Draws]:
+        """The random numbers of the next (micro-)batches, which count from now on."""
+        if self.training:
+            first, self.num_calls = self.num_calls, self.num_calls + count
+        else:
+            self.num_evaluated += count
+            first = -self.num_evaluated
+        return [Draws(seed=self.seed, step=first + i, exact=self.exact_random) for i in range(count)]
 
     def check_initialized(self) -> None:
         """Raises ArgumentError if a parameter or buffer has no value."""

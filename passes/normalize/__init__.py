@@ -13,11 +13,11 @@ from autopar.passes.normalize.creation import simplify_creation
 from autopar.passes.normalize.cross_entropy import normalize_cross_entropy
 from autopar.passes.normalize.drop_asserts import drop_asserts
 from autopar.passes.normalize.drop_noops import drop_noops
-from autopar.passes.normalize.dropout import normalize_dropout
 from autopar.passes.normalize.experts import order_by_token
 from autopar.passes.normalize.linear import fold_linear
 from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
+from autopar.passes.normalize.random import normalize_random, number_sites
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
 from autopar.passes.normalize.views import normalize_views
@@ -29,7 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     drop_asserts,
     canonicalize_arguments,
     drop_noops,
-    normalize_dropout,
+    normalize_random,
     normalize_batch_norm,
     simplify_creation,
     normalize_slices,
@@ -45,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     sink_expands,
     normalize_attention,
     drop_noops,
+    number_sites,
     lay_out,
 )
 

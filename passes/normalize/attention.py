@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autopar.graph import CapturedModel, shape_of
 from autopar.ops.attention import attention
 from autopar.passes.graph_tools import aten, calls, rewrite
-from autopar.passes.normalize.dropout import next_site
+from autopar.passes.normalize.random import UNNUMBERED
 
 SDPA = aten.scaled_dot_product_attention.default
 
@@ -20,7 +20,6 @@ SDPA = aten.scaled_dot_product_attention.default
 def normalize_attention(captured: CapturedModel) -> CapturedModel:
     """An all-true mask becomes none, a lower triangle `is_causal`, repeated key and value heads `enable_gqa`."""
     kinds: dict[str, str] = {}
-    site = next_site(captured)
     for node in calls(captured.graph, SDPA):
         given: list[Any] = [*node.args, *(None, 0.0, False)[len(node.args) - 3 :]]
         query, key, value, mask, dropout_p, is_causal = given
@@ -38,11 +37,11 @@ def normalize_attention(captured: CapturedModel) -> CapturedModel:
                 options["is_causal"] = kind == "causal"
                 mask = None
         grouped = ungrouped(key), ungrouped(value)
-        if grouped[0] is not None and grouped[1] is not None and not options["enable_gqa"]:
+        repeated = grouped[0] is not None and grouped[1] is not None and shape_of(query)[1:2] == shape_of(key)[1:2]
+        if repeated and not options["enable_gqa"]:
             (key, value), options["enable_gqa"] = grouped, True
         if dropout_p:
-            options = {"dropout_p": float(dropout_p), **options, "site": site}
-            site += 1
+            options = {"dropout_p": float(dropout_p), **options, "site": UNNUMBERED}
             rewrite(node, attention, (query, key, value, mask), options)
         else:
             rewrite(node, SDPA, (query, key, value, mask), {"dropout_p": 0.0, **options})
@@ -60,6 +59,8 @@ def mask_kind(mask: Tensor) -> str:
             return "other"
     if bool(keep.all()):
         return "all"
+    if keep.dim() < 2:
+        return "other"
     *leading, rows, columns = keep.shape
     if rows != columns or any(size != 1 for size in leading):
         return "other"

@@ -5,13 +5,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, operands
 from autopar.passes.graph_tools import is_aten
 
 DIM_ARGUMENTS = {"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"}
 # Where a result lives follows from its operands; creation calls become constants or take the device they run on.
 DROPPED = {"device", "layout", "pin_memory", "non_blocking", "memory_format"}
-ADDS_A_DIM = {"unsqueeze", "stack"}
+ADDS_A_DIM = {"unsqueeze", "unsqueeze_copy", "stack", "diag_embed"}
+BROADCASTS = {"cosine_similarity", "cross", "linalg_cross", "linalg_vecdot", "cat", "concat", "concatenate"}
+"""Dims of these count in the operands broadcast together; `cat` also takes empty operands of rank 1."""
+OTHERWISE = {"_weight_norm", "norm_except_dim"}
+"""A `dim` of -1 has a meaning of its own: all dims."""
 
 
 def canonicalize_arguments(captured: CapturedModel) -> CapturedModel:
@@ -55,14 +59,12 @@ def canonicalize(node: fx.Node) -> None:
 
 
 def operand_rank(node: fx.Node) -> int | None:
-    """Rank that the dims of a call count in: of its first operand, one more where the call adds a dim."""
-    if not node.args:
+    """Rank that the dims of a call count in: of its first operand, one more where the call adds a dim; None if other."""
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    ranks = [node.meta["val"].dim() for node in operands(node) if isinstance(node.meta["val"], torch.Tensor)]
+    if not ranks or name in OTHERWISE:
         return None
-    first = node.args[0][0] if isinstance(node.args[0], list | tuple) and node.args[0] else node.args[0]
-    if not isinstance(first, fx.Node) or not isinstance(first.meta["val"], torch.Tensor):
-        return None
-    adds = node.target._schema.name.split("::")[1] in ADDS_A_DIM  # type: ignore[union-attr]
-    return int(first.meta["val"].dim()) + adds
+    return int(max(ranks) if name in BROADCASTS else ranks[0]) + (name in ADDS_A_DIM)
 
 
 def from_zero(value: Any, rank: int) -> Any:

@@ -17,6 +17,10 @@ from autopar.passes.normalize.elementwise import is_elementwise
 
 ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
 """Calls that do the same along one dim whatever the others hold."""
+MASKS = (torch.bool, torch.uint8)
+"""dtypes by which `index` selects, where others say the place."""
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+"""Copies that they rest on are not kept (`drop_noops`), nor are the strides of a compressed value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +63,14 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
                 if pending[operand] == 0 and operand not in frontier:
                     values.pop(operand.name, None)
     constants = {name: values[name].tensor for name in captured.constants}
-    anchor = _first_after_constants(captured)
+    last = _last_of_constants(captured)
     for node in frontier:
         value = values[node.name]
         name = next((n for n, t in constants.items() if _equal(t, value.tensor)), None)
         if name is None:
             name = _fresh(f"c_{node.name}", graph)
             constants[name] = value.tensor.clone(memory_format=torch.contiguous_format)
-            placeholder = _placeholder(anchor, name, constants[name])
+            last = placeholder = _placeholder(last, name, constants[name])
         else:
             placeholder = next(n for n in graph.nodes if n.op == "placeholder" and n.name == name)
         if shape_of(placeholder) != value.shape:
@@ -80,13 +84,13 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
 def evaluate(node: fx.Node, values: Mapping[str, Compressed]) -> Compressed:
     """Run a call on the CPU: elementwise calls on compressed operands, calls that work along one dim or look up on what
     varies along it or is looked up, others on stride-0 views of the whole."""
-    target: Any = node.target
+    target: Any = aten.reshape.default if node.target in VIEWS else node.target
 
     def value(operand: fx.Node) -> Tensor:
         known = values[operand.name]
         return known.tensor if is_elementwise(target) else known.whole
 
-    if target in ALONG:
+    if target in ALONG and shape_of(node):
         args, kwargs = _along(node, values)
     elif target is aten.index.Tensor:
         args, kwargs = _looked_up(node, values)
@@ -118,7 +122,7 @@ def _looked_up(node: fx.Node, values: Mapping[str, Compressed]) -> tuple[Any, An
     operand, indices, *_ = cast(tuple[Any, ...], node.args)
     known = values[operand.name]
     places = [None if index is None else values[index.name] for index in indices]
-    if any(place is not None and place.tensor.dtype == torch.bool for place in places):  # a mask, of one or more dims
+    if any(place is not None and place.tensor.dtype in MASKS for place in places):  # a mask, of one or more dims
         return (known.whole, [None if place is None else place.whole for place in places]), {}
     found: list[Tensor | None] = []
     for dim, place in enumerate(places):
@@ -160,15 +164,16 @@ def _expand_lifted(graph: fx.Graph, name: str, value: Compressed) -> None:
         user.replace_input_with(node, expanded)
 
 
-def _first_after_constants(captured: CapturedModel) -> fx.Node:
+def _last_of_constants(captured: CapturedModel) -> fx.Node:
+    """The node behind which a new constant's placeholder goes: the last one that is no input, or the graph's root."""
     first_input = captured.inputs[0].placeholder if captured.inputs else None
     nodes: list[fx.Node] = list(captured.graph.nodes)
-    return next(n for n in nodes if n.op != "placeholder" or n.name == first_input)
+    return next(n for n in nodes if n.op != "placeholder" or n.name == first_input).prev
 
 
-def _placeholder(anchor: fx.Node, name: str, value: Tensor) -> fx.Node:
-    with anchor.graph.inserting_before(anchor):
-        node = anchor.graph.create_node("placeholder", name, name=name)
+def _placeholder(last: fx.Node, name: str, value: Tensor) -> fx.Node:
+    with last.graph.inserting_after(last):
+        node = last.graph.create_node("placeholder", name, name=name)
     val: Any = torch.empty(value.shape, dtype=value.dtype, device="meta")
     node.meta = {"val": val, "requires_grad": False, "module": ""}
     return node

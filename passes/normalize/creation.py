@@ -23,8 +23,6 @@ FILL: dict[Any, Any] = {
     aten.empty_strided.default: 0,
     aten.empty_permuted.default: 0,
 }
-# Random numbers are drawn where their operand lives; a creation call alone would always draw them on the CPU.
-RANDOM: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
 FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
 
 
@@ -35,8 +33,6 @@ def simplify_creation(captured: CapturedModel) -> CapturedModel:
         substitute(node, _full(node, FILL[node.target]))
     for node in calls(captured.graph, *FILL_ARGUMENT):
         substitute(node, _full(node, node.args[FILL_ARGUMENT[node.target]]))
-    for node in calls(captured.graph, *RANDOM):
-        substitute(node, insert(node, RANDOM[node.target], (_full(node, 0),)))
     for node in calls(captured.graph, aten.copy.default):
         substitute(node, _like(node, node.args[1]))
     for node in calls(captured.graph, aten.type_as.default, aten.to.other):
@@ -45,13 +41,20 @@ def simplify_creation(captured: CapturedModel) -> CapturedModel:
         mode = node.args[2] if len(node.args) > 2 else "constant"
         value: Any = node.args[3] if len(node.args) > 3 else None
         if mode == "constant":
-            filled = float(value or 0) if dtype_of(node).is_floating_point else int(value or 0)
+            filled = 0 if value is None else value
             substitute(node, insert(node, aten.constant_pad_nd.default, (node.args[0], node.args[1], filled)))
     for node in calls(captured.graph, aten.index.Tensor):
         indices: Any = node.args[1]
         if len(indices) == 1 and _is_row_lookup(node.args[0], indices[0]):
-            substitute(node, insert(node, aten.embedding.default, (node.args[0], indices[0])))
+            rows = _from_first(node, indices[0], shape_of(node.args[0])[0])  # type: ignore[arg-type]
+            substitute(node, insert(node, aten.embedding.default, (node.args[0], rows)))
     return captured
+
+
+def _from_first(anchor: fx.Node, index: fx.Node, rows: int) -> fx.Node:
+    """An index whose negative elements count from the end, which `embedding` does not know, counted from the first."""
+    negative = insert(anchor, aten.lt.Scalar, (index, 0))
+    return insert(anchor, aten.where.self, (negative, insert(anchor, aten.add.Tensor, (index, rows)), index))
 
 
 def _full(node: fx.Node, value: Any) -> fx.Node:
@@ -72,7 +75,7 @@ def _like(node: fx.Node, source: Any) -> fx.Node:
 
 def _is_row_lookup(table: Any, index: Any) -> bool:
     """Is `table[index]` an embedding: rows of a trainable matrix by integer?"""
-    if not isinstance(index, fx.Node):
+    if not isinstance(index, fx.Node) or not dtype_of(table).is_floating_point:
         return False
     integer = not dtype_of(index).is_floating_point and dtype_of(index).itemsize > 1
     return table.op == "placeholder" and bool(table.meta["requires_grad"]) and len(shape_of(table)) == 2 and integer

@@ -35,7 +35,6 @@ SAME_IF_SHAPE_AND_DTYPE = {
     aten.squeeze.dims,
     aten.slice.Tensor,
     aten.repeat.default,
-    aten.constant_pad_nd.default,
 }
 NEUTRAL = {
     aten.add.Tensor: 0,
@@ -72,6 +71,8 @@ def returns_operand(node: fx.Node) -> bool:
         return not source.meta["requires_grad"]
     if target is aten.permute.default:
         return list(node.args[1]) == list(range(source.meta["val"].dim()))  # type: ignore[arg-type]
+    if target is aten.constant_pad_nd.default:  # by -1 and 1 the shape stays and the values move
+        return not any(node.args[1])  # type: ignore[arg-type]
     if not same_shape_and_dtype(node, source):
         return False
     if target in SAME_IF_SHAPE_AND_DTYPE:

@@ -15,7 +15,7 @@ def fold_linear(captured: CapturedModel) -> CapturedModel:
     graph = captured.graph
     for node in calls(graph, aten.addmm.default):
         bias, x, weight = node.args
-        if not node.kwargs and len(shape_of(bias)) == 1:  # type: ignore[arg-type]
+        if not node.kwargs and shape_of(bias) == shape_of(node)[1:]:  # type: ignore[arg-type]
             _as_linear(node, x, weight, bias)
     for node in calls(graph, aten.mm.default, aten.matmul.default):
         x, weight = node.args

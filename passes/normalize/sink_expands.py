@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel, shape_of
+from autopar.graph import CapturedModel, dtype_of, operands, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
 
@@ -30,7 +30,13 @@ def sink_expands(captured: CapturedModel) -> CapturedModel:
 
 
 def _sink(node: fx.Node) -> None:
-    """Rewrite a call on expanded operands as the expand of the call on the operands themselves."""
+    """Rewrite a call on expanded operands as the expand of the call on the operands themselves.
+
+    Not where that changes what dtype is computed in: a tensor without dims does not take part in that.
+    """
+    several = len({dtype_of(operand) for operand in operands(node)}) > 1
+    if several and any(_is_expand(operand) and not shape_of(_unexpanded(operand)) for operand in operands(node)):
+        return
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _unexpanded)
     if args == node.args and kwargs == node.kwargs:
         return
@@ -42,7 +48,8 @@ def _sink(node: fx.Node) -> None:
 
 def _sink_lookup(node: fx.Node) -> None:
     weight, index, *rest = node.args
-    if not _is_expand(index):
+    counts_rows = len(rest) > 1 and bool(rest[1])  # scale_grad_by_freq: how often the whole batch reads a row
+    if not _is_expand(index) or counts_rows:
         return
     small = insert(node, aten.embedding.default, (weight, _unexpanded(index), *rest))
     substitute(node, insert(node, aten.expand.default, (small, list(shape_of(node)))))

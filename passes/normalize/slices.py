@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, shape_of
+from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, results, substitute
 
 SPLITS = (
@@ -30,6 +30,7 @@ def normalize_slices(captured: CapturedModel) -> CapturedModel:
             _slice(node)
         elif node.target is aten.narrow.default:
             x, dim, start, length = node.args
+            start = start + shape_of(x)[dim] if start < 0 else start
             substitute(node, take(node, x, dim, start, start + length))
         elif node.target is aten.select.int:
             x, dim, index = node.args
@@ -91,12 +92,14 @@ def _slice_scatter(node: fx.Node) -> None:
     x, source, dim = args[0], args[1], args[2] or 0
     start, end, _ = slice(args[3], args[4]).indices(shape_of(x)[dim])
     if (args[5] or 1) == 1:
-        substitute(node, _written(node, x, source, dim, start, end))
+        substitute(node, _written(node, x, source, dim, start, max(start, end)))
 
 
 def _written(node: fx.Node, x: Any, source: Any, dim: int, start: int, end: int) -> fx.Node:
     """`x` with `source` in place of its part from `start` to `end`."""
     size = shape_of(x)[dim]
+    if dtype_of(source) != dtype_of(x):
+        source = insert(node, aten._to_copy.default, (source,), {"dtype": dtype_of(x)})
     before = [take(node, x, dim, 0, start)] if start > 0 else []
     after = [take(node, x, dim, end, size)] if end < size else []
     parts = [*before, source, *after]
@@ -110,9 +113,9 @@ def _piece_of_cat(node: fx.Node) -> fx.Node | None:
     x, dim, start, end, step = bounds(node)
     if x.target is not aten.cat.default or step != 1 or (x.args[1] if len(x.args) > 1 else 0) != dim:
         return None
-    parts: Any = x.args[0]
+    parts: Any = [part for part in x.args[0] if len(shape_of(part)) == len(shape_of(x))]  # type: ignore[union-attr]
     ends = list(accumulate((shape_of(part)[dim] for part in parts), initial=0))
     for part, span in zip(parts, pairwise(ends), strict=True):
-        if span == (start, end):
+        if span == (start, end) and dtype_of(part) == dtype_of(x):
             return part  # type: ignore[no-any-return]
     return None

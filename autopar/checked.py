@@ -1,0 +1,100 @@
+"""Was the graph compared with the module before it was planned? On which numbers, or why not, in one line."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.calls import Call
+from autopar.captures import captured_model
+from autopar.errors import ArgumentError, ModelSpecError
+from autopar.graph import CapturedModel
+from autopar.models import load_model
+from autopar.oracle import Subject, check_module, not_checkable
+from autopar.precision import precision_of
+from autopar.rules.registry import rule_of
+
+FLOPS = 4e11
+"""Most floating-point operations of a compared call's forward pass: some seconds on two cores. With twice as many a
+check takes twice as long; with half, models of 100 M parameters are compared on fewer tokens than a sample has."""
+
+NBYTES = 2e9
+"""Most bytes of parameters for which a model named on a command line is built to be compared."""
+
+FEW, TOKENS = 4, 64
+"""Samples, and tokens a sample where the model says how many, of a model that is built to be compared."""
+
+
+def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> str:
+    """Compare `model` with its graph on `call`, or on as many of its samples as take little time; what was compared.
+
+    Args:
+        model: in its own dtype.
+        call: with values, at a batch that the model takes.
+        loss_fn: as for `capture`.
+
+    Raises:
+        FidelityError: if the graph is not the model.
+        CaptureError, NoLossError: if the model cannot be captured, or itself fails.
+    """
+    if reason := not_checkable(model, call.args, call.kwargs):
+        return f"not compared with the module: {reason}"
+    try:
+        precision = precision_of(model)
+    except ArgumentError:
+        return "not compared with the module: its parameters are of several dtypes"
+    captured, _ = captured_model(model, call, precision, loss_fn)
+    batch, flops = call.batch(), flops_of(captured)
+    samples = batch
+    if flops > FLOPS:
+        samples = int((batch or 1) * FLOPS / flops)
+        if batch is None or samples < 1:
+            return f"not compared with the module: one sample takes {flops / (batch or 1):.0e} operations"
+        call = first_samples(call, samples)
+        captured, _ = captured_model(model, call, precision, loss_fn)
+    subject = Subject(model=model, captured=captured, args=call.args, kwargs=call.kwargs, loss_fn=loss_fn)
+    errors = [found.error for found in check_module(subject).differences]
+    of = "" if samples == batch else f" on {samples} of {batch} samples"
+    return (
+        f"compared with the module{of}, {precision}: loss, gradients and state of two calls differ by at most "
+        f"{max(errors, default=0.0):.0e} (relative)"
+    )
+
+
+def check_spec(
+    spec: str, nbytes: int, *, batch: int | None, seq: int | None, precision: str, overrides: Mapping[str, str]
+) -> str:
+    """The same for a model that a command line names, built once more with values, on few samples, in float32 where the
+    plan computes in less.
+
+    Args:
+        spec, batch, seq, precision, overrides: as for `load_model`.
+        nbytes: of its parameters.
+    """
+    if nbytes > NBYTES:
+        return (
+            f"not compared with the module: its parameters take {nbytes / 1e9:.0f} GB; verify a smaller one of its kind"
+        )
+    is_hf = spec.startswith("hf:")
+    try:
+        loaded = load_model(
+            spec,
+            batch=min(batch or FEW, FEW) if is_hf or batch is not None else None,
+            seq=min(seq or TOKENS, TOKENS) if is_hf else seq,
+            precision="fp64" if precision == "fp64" else "fp32",
+            overrides=overrides,
+            device="cpu",
+        )
+    except (ModelSpecError, ArgumentError) as error:
+        return f"not compared with the module, which cannot be built on the CPU: {error}"
+    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs))
+
+
+def first_samples(call: Call, count: int) -> Call:
+    """The call on the first `count` of its samples."""
+    return call.mapped(lambda t: t[:count] if t.dim() else t)
+
+
+def flops_of(captured: CapturedModel) -> float:
+    """Floating-point operations of a forward pass."""
+    return sum(rule_of(node).flops for node in captured.graph.nodes if node.op == "call_function")

@@ -1,0 +1,17 @@
+"""Does a plan do what it says? Run on processes of this machine, against one process."""
+
+from autopar.verification.check import PEAK_TOLERANCE, TOLERANCES, Check
+from autopar.verification.one_process import draws, reference_gradients
+from autopar.verification.rank_check import DEVICES
+from autopar.verification.run import num_ranks, verify_plans
+
+__all__ = [
+    "DEVICES",
+    "PEAK_TOLERANCE",
+    "TOLERANCES",
+    "Check",
+    "draws",
+    "num_ranks",
+    "reference_gradients",
+    "verify_plans",
+]

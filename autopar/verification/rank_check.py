@@ -1,0 +1,178 @@
+"""What does one rank see of a plan? Its errors over some steps, what it sends, and the most it holds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph import CapturedModel, ParameterSpec
+from autopar.oracle import Step
+from autopar.oracle.compare import FLOOR, relative_error
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.predict import Sent, predicted_messages
+from autopar.passes.predict_stages import predicted_rank_messages
+from autopar.passes.split_stages import split_stages
+from autopar.placement import local_ranges
+from autopar.plan import Plan
+from autopar.staged_plan import StagedPlan
+from autopar.verification.check import PEAK_TOLERANCE, Check
+from autopar.verification.one_process import SEED
+
+DEVICES = {"cpu": "cpu", "cuda": "h100"}
+"""What plans can be run on, and a preset device that holds as much: of GPUs it is the same on every one."""
+
+
+STEPS = 3
+"""In how many steps at most a peak is measured; the least counts, for Gloo's threads hold what they sent a while."""
+
+
+def check_rank(
+    label: str,
+    plan: Plan | StagedPlan,
+    captured: CapturedModel,
+    tensors: Mapping[str, Any],
+    wanted: Sequence[Step],
+) -> Check:
+    """This rank's view of one plan."""
+    from autopar.runtime import count_messages
+    from autopar.runtime.peak_memory import watch
+
+    made = _staged_module if isinstance(plan, StagedPlan) else _module
+    module, predicted, predicted_peak = made(captured, plan, tensors)
+    errors = {"loss": (0.0, ""), "gradient": (0.0, ""), "state": (0.0, "")}
+    first, counted, peak = 0.0, dict[Any, Any](), 0
+    for number, (whole, step) in enumerate(zip(tensors["inputs"], wanted, strict=True)):
+        inputs = own_inputs(module, captured, whole)
+        if number:
+            loss = module.step(inputs)
+        else:
+            with count_messages(module) as sent, watch(module, inputs) as memory:
+                loss = module.step(inputs)
+            first, counted, peak = float(loss.detach()), dict(sent), memory.peak
+        found = {
+            "loss": (relative_error(loss.detach().cpu(), step.loss), ""),
+            "gradient": _gradient_error(module, step.gradients),
+            "state": _state_error(module, step.state),
+        }
+        errors = {kind: _worse(errors[kind], found[kind]) for kind in errors}
+        module.zero_grad(set_to_none=True)
+    peak = _least_peak(module, own_inputs(module, captured, tensors["inputs"][0]), predicted_peak, peak)
+    return Check(
+        plan=label,
+        loss=first,
+        loss_error=errors["loss"][0],
+        gradient_error=errors["gradient"][0],
+        worst_gradient=errors["gradient"][1],
+        state_error=errors["state"][0],
+        worst_state=errors["state"][1],
+        predicted=predicted,
+        counted=counted,
+        predicted_peak=predicted_peak,
+        measured_peak=peak,
+    )
+
+
+Error = tuple[float, str]
+"""How far, and what."""
+
+
+def _worse(one: Error, other: Error) -> Error:
+    """The larger error; what is not a number is the largest."""
+    return one if other[0] <= one[0] else other
+
+
+def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, peak: int) -> int:
+    """The peak of the first step or, where any rank's is not as predicted, the least of some steps."""
+    import torch.distributed as dist
+
+    from autopar.runtime.peak_memory import watch
+
+    for _ in range(STEPS - 1):
+        is_off = torch.tensor(abs(predicted / peak - 1) > PEAK_TOLERANCE, dtype=torch.int32)
+        dist.all_reduce(is_off)
+        if not is_off:
+            break
+        module.zero_grad(set_to_none=True)
+        with watch(module, inputs) as memory:
+            module.step(inputs)
+        peak = min(peak, memory.peak)
+    return peak
+
+
+Prepared = tuple[Any, Sent, float]
+"""A module, what it should send in a step, and its predicted peak."""
+
+
+def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a rank gives its module of a global batch: with stages all of it."""
+    from autopar.runtime import DistributedModule
+    from autopar.runtime.data import local_samples
+
+    if not isinstance(module, DistributedModule):
+        return whole
+    return {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
+
+
+def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
+    """Of a plan without stages."""
+    from autopar.cluster import load_cluster
+    from autopar.runtime import DistributedModule
+    from autopar.search.costs.evaluate import peak_without_optimizer
+
+    local = insert_collectives(captured, plan)
+    module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
+    peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
+    return module, predicted_messages(local, by_processor=module.device.type == "cpu"), peak
+
+
+def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
+    """Of a plan with stages, on this rank's."""
+    from autopar.cluster import load_cluster
+    from autopar.runtime import PipelinedModule
+    from autopar.search.staged.staged_memory import peaks_without_optimizer
+
+    stages = split_stages(captured, plan.cuts)
+    module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)
+    locals_ = {stage.number: stage.local for stage in module.stages}
+    sent = predicted_rank_messages(stages, plan, locals_, module.groups.rank)
+    cluster = load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}")
+    peaks = peaks_without_optimizer(plan, stages, cluster)
+    return module, sent, peaks[module.pipeline_rank]
+
+
+def _gradient_error(module: Any, gradients: Mapping[str, Tensor]) -> Error:
+    floor = FLOOR * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    worst: Error = (0.0, "")
+    for state in module.states:
+        for parameter in state.specs.values():
+            if parameter.trainable:
+                whole = gradients[parameter.names[0]]
+                own = _own_error(state, parameter, state.gradient(parameter.placeholder), whole, floor)
+                worst = _worse(worst, (own, parameter.names[0]))
+    return worst
+
+
+def _state_error(module: Any, wanted: Mapping[str, Tensor]) -> Error:
+    """Of buffers, and of parameters, which only forward can have written."""
+    worst: Error = (0.0, "")
+    for state in module.states:
+        for parameter in state.specs.values():
+            name = parameter.names[0]
+            held = state.stored[parameter.placeholder].detach()
+            worst = _worse(worst, (_own_error(state, parameter, held, wanted[name], 0.0), name))
+        for buffer in state.local.captured.buffers:
+            name = buffer.names[0]
+            worst = _worse(worst, (relative_error(module.get_buffer(name).cpu(), wanted[name]), name))
+    return worst
+
+
+def _own_error(state: Any, parameter: ParameterSpec, held: Tensor | None, whole: Tensor, floor: float) -> float:
+    """The error of a rank's part of what is stored as a parameter is, relative to the whole."""
+    ranges = local_ranges(parameter.shape, state.layout(parameter.placeholder), state.mesh, state.coordinate)
+    part = whole[tuple(slice(start, start + length) for start, length in ranges)]
+    if part.numel() == 0:
+        return 0.0
+    if held is None:
+        return float("inf")
+    return relative_error(held.cpu(), part, max(float(whole.abs().max()), floor))

@@ -1,0 +1,164 @@
+"""Does a plan do what it says? Loss, gradients and state of one process on every rank, the bytes it sends and holds.
+
+The processes are started here, live for many plans, and receive the captured model as bytes. They are the CPU's (Gloo,
+loopback) or this machine's GPUs', by NCCL where every rank has a GPU of its own, else by Gloo, ranks sharing GPUs. They
+run several steps on different inputs. What is right is told by who calls (the module itself, run eagerly: `oracle`), or
+is the captured graph on one process, on the global batch, which rank 0 runs on the same device. Relative error of a
+gradient: largest difference over the largest entry, with a floor of `oracle.compare.FLOOR` times the model's largest
+gradient entry for gradients that are zero in truth (key biases under softmax).
+"""
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from autopar.errors import ArgumentError, MeshError, RankError
+from autopar.graph import CapturedModel
+from autopar.oracle import Step
+from autopar.plan import Plan, plan_from_json
+from autopar.runtime.launch import environment, meeting_place
+from autopar.serialize import dump, load
+from autopar.staged_plan import StagedPlan, is_staged, staged_plan_from_json
+from autopar.verification.check import Check, merge
+from autopar.verification.one_process import draws, reference_steps
+from autopar.verification.rank_check import DEVICES, check_rank
+
+
+def verify_plans(
+    captured: CapturedModel,
+    values: Mapping[str, Tensor],
+    inputs: Sequence[Mapping[str, Tensor]],
+    plans: Mapping[str, Plan | StagedPlan],
+    *,
+    wanted: Sequence[Step] | None = None,
+    reference: CapturedModel | None = None,
+    device: str = "cpu",
+    timeout_seconds: float = 120.0,
+) -> Iterator[Check]:
+    """Checks of `plans` (label -> plan, all for one number of ranks), in order, as they are made.
+
+    Args:
+        captured: the graph that is planned.
+        values: parameters and buffers by placeholder.
+        inputs: of each step the global batch, by placeholder.
+        plans: by label, all for one number of ranks.
+        wanted: what is right, a step each; None for what the graph does on one process.
+        reference: the graph of the global batch, if `captured` is that of a micro-batch.
+        device: one of `DEVICES`.
+        timeout_seconds: of one plan.
+
+    Raises:
+        ArgumentError: if there is no such `device`.
+        MeshError: if it is "cuda" and torch sees no GPU.
+        RankError: if a process dies or a plan takes longer than `timeout_seconds`.
+    """
+    if device not in DEVICES:
+        raise ArgumentError(f"plans are to be verified on {device!r}: choose one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
+    sizes = {num_ranks(plan) for plan in plans.values()}
+    assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
+        folder = Path(name)
+        (folder / "captured").write_bytes(dump(captured))
+        (folder / "reference").write_bytes(dump(captured if reference is None else reference))
+        torch.save({"values": dict(values), "inputs": [dict(step) for step in inputs]}, folder / "tensors.pt")
+        if wanted is not None:
+            torch.save([asdict(step) for step in wanted], folder / "wanted.pt")
+        (folder / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
+        world = sizes.pop()
+        context = mp.get_context("spawn")
+        store = meeting_place()
+        with _quiet_threads():
+            processes = [
+                context.Process(target=_worker, args=(rank, world, str(folder), store.port, device), daemon=True)
+                for rank in range(world)
+            ]
+            for process in processes:
+                process.start()
+        try:
+            yield from _results(folder, plans, processes, timeout_seconds)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+            del store
+
+
+def num_ranks(plan: Plan | StagedPlan) -> int:
+    """Processes that a plan runs on."""
+    return plan.world if isinstance(plan, StagedPlan) else plan.mesh.size
+
+
+class _quiet_threads:
+    """One thread a process: many ranks share few cores."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = self.before
+
+
+def _results(
+    folder: Path, plans: Mapping[str, Plan | StagedPlan], processes: list[Any], timeout_seconds: float
+) -> Iterator[Check]:
+    for number, label in enumerate(plans):
+        deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
+        file = folder / f"result{number}"
+        while not file.exists():
+            dead = [p for p in processes if p.exitcode not in (None, 0)]
+            if dead and not file.exists():
+                raise RankError(f"plan {label}: {len(dead)} of {len(processes)} processes died; see their output above")
+            if time.monotonic() > deadline:
+                raise RankError(f"plan {label} took longer than {timeout_seconds:.0f} s on {len(processes)} processes")
+            time.sleep(0.01)
+        yield pickle.loads(file.read_bytes())
+
+
+def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> None:
+    """One rank: checks plan after plan; rank 0 writes the results."""
+    import torch.distributed as dist
+
+    from autopar.runtime import init
+
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions would be off by more than float32 is
+    os.environ.update(environment(rank, world, port))
+    if device == "cuda" and torch.cuda.device_count() >= world:
+        own = init(backend="nccl", timeout_seconds=100)
+    else:
+        own = init(backend="gloo", share_gpus=device == "cuda", timeout_seconds=100)
+    folder = Path(folder_name)
+    captured = load((folder / "captured").read_bytes())
+    tensors = torch.load(folder / "tensors.pt", weights_only=True, mmap=True)
+    texts = pickle.loads((folder / "plans").read_bytes())
+    if rank == 0 and not (folder / "wanted.pt").exists():
+        whole = captured if draws(captured) else load((folder / "reference").read_bytes())
+        torch.save([asdict(step) for step in reference_steps(whole, tensors, own)], folder / "wanted.pt")
+    dist.barrier()
+    wanted = [Step(**step) for step in torch.load(folder / "wanted.pt", weights_only=True, mmap=True)]
+    for number, (label, text) in enumerate(texts.items()):
+        plan = staged_plan_from_json(text) if is_staged(text) else plan_from_json(text)
+        check = check_rank(label, plan, captured, tensors, wanted)
+        gathered: list[Check] = [check] * world
+        dist.all_gather_object(gathered, check)
+        if rank == 0:
+            part = folder / f"part{number}"
+            part.write_bytes(pickle.dumps(merge(gathered)))
+            part.rename(folder / f"result{number}")
+    dist.destroy_process_group()
