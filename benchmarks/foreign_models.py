@@ -64,14 +64,14 @@ def models_of(package: str) -> dict[str, Make]:
     return found
 
 
-def run(chosen: Sequence[tuple[str, str, Make]], jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
+def run(chosen: Sequence[tuple[str, str, Make]], jobs: int, seconds: float, plans: int) -> Iterator[dict[str, Any]]:
     """A row for each model as it is done, `jobs` processes at a time, each ended after `seconds` of a processor."""
     waiting, running = list(reversed(chosen)), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             package, name, make = waiting.pop()
             ours, theirs = mp.Pipe(duplex=False)
-            process = mp.get_context("fork").Process(target=_work, args=(make, theirs, seconds), daemon=True)
+            process = mp.get_context("fork").Process(target=_work, args=(make, theirs, seconds, plans), daemon=True)
             process.start()
             theirs.close()
             running[ours] = package, name, process, time.monotonic()
@@ -101,7 +101,7 @@ def _received(pipe: Any, process: Any, late: bool, seconds: float) -> Outcome:
     return Outcome(verdict="crashed", said=f"the process died with exit code {process.exitcode}")
 
 
-def _work(make: Make, pipe: Any, seconds: float) -> None:
+def _work(make: Make, pipe: Any, seconds: float, plans: int) -> None:
     """In a process of its own: one thread, bounded memory and time."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
@@ -113,7 +113,7 @@ def _work(make: Make, pipe: Any, seconds: float) -> None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
     try:
-        outcome = check(make)
+        outcome = check(make, plans)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/autopar/" in f.filename or "/passes/" in f.filename] or frames
@@ -181,6 +181,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="a pattern of package/model")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0, help="of a processor, for one model")
+    parser.add_argument("--plans", type=int, default=2, help="random plans for each model")
     parser.add_argument("--again", default="", help="verdicts whose models are run again, or `all`")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", type=Path, default=TABLE)
@@ -196,7 +197,7 @@ def main() -> int:
                 before = known.get((package, name))
                 if before is None or "all" in again or before["verdict"] in again:
                     chosen.append((package, name, make))
-    for row in run(chosen, arguments.jobs, arguments.seconds):
+    for row in run(chosen, arguments.jobs, arguments.seconds, arguments.plans):
         known[row["package"], row["model"]] = row
         with arguments.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
