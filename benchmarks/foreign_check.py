@@ -1,6 +1,6 @@
-"""Is the graph that is planned a foreign model? Its captured graph against the module, then random plans against that.
+"""Is the graph that is planned a foreign model? The captured graph against the module, then random plans against that.
 
-Three training steps with different inputs and no optimizer: loss, every gradient (missing = zero), every buffer and every
+Three training steps with different inputs and no optimizer: loss, every gradient (missing = zero), every buffer and
 parameter after each step, in float64 (in float32 where the model does not run in float64, for instance grouped products
 of experts), the default generator seeded alike before each step on both sides. Then random plans on four ranks,
 threads of this process (`tests.plans_in_threads`), against the graph run whole.

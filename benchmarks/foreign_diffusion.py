@@ -1,4 +1,4 @@
-"""diffusers: its noise predictors and autoencoders at widths of 16 to 64, noised inputs and times as in its examples."""
+"""diffusers: its noise predictors and autoencoders at widths of 16 to 64."""
 
 from collections.abc import Callable
 from functools import partial

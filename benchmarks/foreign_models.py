@@ -3,11 +3,11 @@
     python -m benchmarks.foreign_models [--packages timm,diffusers] [--only 'timm/res*'] [--jobs 2] [--seconds 120]
                                         [--again wrong,crashed] [--results FILE] [--table FILE]
 
-Each model in a process of its own (`benchmarks.foreign_check`: against the unmodified module over three steps, then two
-random plans on four ranks). Packages are the extras of this benchmark (benchmarks/foreign_requirements.txt); no model is
-loaded from a network. Verdicts are appended to a file outside the repository, one JSON object a line; a model that is in
-it is not run again unless its verdict is named with --again. The table goes to docs/results/foreign-models.md. Exit code
-1 if any model is wrong or crashes.
+Each model in a process of its own (`benchmarks.foreign_check`: against the unmodified module over three steps, then
+random plans on four ranks). Packages are the extras of this benchmark (benchmarks/foreign_requirements.txt); nothing
+is loaded from a network. Verdicts are appended to a file outside the repository, one JSON object a line; a model that
+is in it is not run again unless its verdict is named with --again. The table goes to docs/results/foreign-models.md.
+Exit code 1 if any model is wrong or crashes.
 """
 
 import argparse
@@ -53,6 +53,9 @@ RESULTS = Path("/tmp/autopar-foreign-models.jsonl")
 TABLE = Path(__file__).parent.parent / "docs" / "results" / "foreign-models.md"
 SHARED = 5
 """How much longer than its own time a process may take on a machine that it shares."""
+SAID = """Each model against its unmodified module over three training steps with different inputs (loss, every gradient,
+every buffer), then random plans on four ranks against the graph. Left out: what its own package cannot build or run at
+the size tried, in float64 or float32, and what gives no finite loss. Slow: not done in the time that a model has."""
 MEMORY_NBYTES = 8 * 2**30
 ADDRESSES_NBYTES = 24 * 2**30
 
@@ -141,17 +144,9 @@ def table(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The results as Markdown."""
     packages = list(dict.fromkeys(row["package"] for row in rows))
     distributions = ", ".join(f"{name} {version(name)}" for name in packages if name != MANY)
-    lines = [
-        "# Foreign models: is the graph the module?",
-        "",
-        f"`{command}`, torch {torch.__version__}, {distributions}.",
-        "",
-    ]
+    lines = ["# Foreign models: is the graph the module?", ""]
+    lines += [f"`{command}`, torch {torch.__version__}, {distributions}.", "", SAID, ""]
     lines += [
-        "Each model against its unmodified module over three training steps with different inputs (loss, every gradient,",
-        "every buffer), then two random plans on four ranks against the graph. Left out: what its own package cannot build",
-        "or run at the size tried, in float64 or float32, and what gives no finite loss.",
-        "",
         f"| package | models | {' | '.join(VERDICTS)} |",
         f"|---|{'---:|' * (1 + len(VERDICTS))}",
     ]

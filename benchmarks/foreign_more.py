@@ -113,7 +113,8 @@ DIRECT: dict[str, Entry] = {
     "ncps, CfC": ("ncps.torch:CfC", {"input_size": 8, "units": 12}, images(6, 8)),
     "ncps, LTC": ("ncps.torch:LTC", {"input_size": 8, "units": 12, "ode_unfolds": 2}, images(4, 8)),
     "egnn-pytorch": ("egnn_pytorch:EGNN_Network", {
-        "num_tokens": 21, "num_positions": 8, "dim": 16, "depth": 2, "num_nearest_neighbors": 3, "coor_weights_clamp_value": 2.0,
+        "num_tokens": 21, "num_positions": 8, "dim": 16, "depth": 2, "num_nearest_neighbors": 3,
+        "coor_weights_clamp_value": 2.0,
     }, lambda: (torch.randint(21, (BATCH, 8)), torch.randn(BATCH, 8, 3))),
     "egnn-pytorch, all pairs": ("egnn_pytorch:EGNN", {"dim": 16}, lambda: (
         torch.randn(BATCH, 8, 16), torch.randn(BATCH, 8, 3),
