@@ -53,8 +53,8 @@ RESULTS = Path("/tmp/autopar-foreign-models.jsonl")
 TABLE = Path(__file__).parent.parent / "docs" / "results" / "foreign-models.md"
 SHARED = 5
 """How much longer than its own time a process may take on a machine that it shares."""
-SAID = """Each model against its unmodified module over three training steps with different inputs (loss, every gradient,
-every buffer), then random plans on four ranks against the graph. Left out: what its own package cannot build or run at
+SAID = """Each model against its unmodified module over three training steps with different inputs: loss, gradients and
+buffers; then random plans on four ranks against the graph. Left out: what its own package cannot build or run at
 the size tried, in float64 or float32, and what gives no finite loss. Slow: not done in the time that a model has."""
 MEMORY_NBYTES = 8 * 2**30
 ADDRESSES_NBYTES = 24 * 2**30
