@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.errors import ArgumentError, BatchError
 from autopar.inputs import flatten_inputs
+from autopar.precision import in_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,8 @@ class Call:
         return self if count == 1 or batch is None else self.with_batch(batch // count)
 
     def in_dtype(self, dtype: torch.dtype) -> "Call":
-        """The same call with floating tensors in `dtype`."""
-        return self.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        """The same call with floating tensors in `dtype`, complex ones in the complex dtype that goes with it."""
+        return self.mapped(lambda t: in_dtype(t, dtype))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
         leaves, rebuild = flatten_inputs(self.args, self.kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.calls import Call
 from autopar.capture import alike_layers, capture
 from autopar.capture.repeats import Repeat
+from autopar.capture.shared_memory import check_shared_memory
 from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
@@ -62,8 +63,8 @@ def captured_model(
     dtypes = PRECISIONS[precision]
     computed, whole = _computed(model, call, dtypes)
     part = whole.microbatch(microbatches)
-    bare = [loss_fn is not None]
-    watch = computed.register_forward_hook(lambda _, __, output: bare.append(bare[0] or isinstance(output, Tensor)))
+    seen = _Seen(bare=loss_fn is not None)
+    watch = computed.register_forward_hook(seen)
     try:
         captured = capture(computed, part.args, part.kwargs, loss_fn=loss_fn, repeats=layers)
     finally:
@@ -71,11 +72,22 @@ def captured_model(
     captured = accumulate_gradients(
         captured, microbatches, lambda: capture(computed, whole.args, whole.kwargs, loss_fn=loss_fn)
     )
-    return with_storage(captured, dtypes), replace(call, bare=bare[-1])
+    return with_storage(captured, dtypes), replace(call, bare=seen.bare)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A forward hook that sees whether a model returns a tensor."""
+
+    bare: bool
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.bare = self.bare or isinstance(output, Tensor)
 
 
 def _computed(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Module, Call]:
     """Model and call in the dtype that is computed in."""
     if has_dtype(model, dtypes.compute):
         return model, call
+    check_shared_memory(model)  # a twin shares none
     return computed_twin(model, dtypes), call.in_dtype(dtypes.compute)

@@ -13,6 +13,10 @@ class FidelityError(CaptureError):
     """The captured graph computes something else than the module does; names the first line that differs."""
 
 
+class DataCheckError(AutoparError, AssertionError):
+    """A check of values in the model's own code failed; names the user's file and line, and what the model says."""
+
+
 class NoLossError(AutoparError):
     """The model returns no scalar loss and no `loss_fn` was given."""
 

@@ -1,7 +1,7 @@
 """What was captured: a normalised forward graph, and what each of its placeholders is.
 
 The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
-this order), its output is `(loss, *mutated_buffers)` and, in a micro-batch's graph, perhaps the
+this order), its output is `(loss, *mutated_buffers, *mutated_parameters)` and, in a micro-batch's graph, perhaps the
 count of labels (`Accumulation`). The last inputs of a pipeline's stage (`passes.split_stages`) are what the stage
 before sends, and all stages but the last return what they send on in place of the loss. Every node carries
 
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from autopar.guards import BufferGuard
+
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
@@ -29,6 +31,7 @@ class ParameterSpec:
     """A parameter; `names` holds every qualified name under which a tied weight is known.
 
     dtype: of what is computed on; stored: of what is stored and trained, where that is another (`precision`).
+    mutated_by: the node whose value forward writes into it.
     """
 
     placeholder: str
@@ -37,6 +40,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
     stored: torch.dtype | None = None
+    mutated_by: str | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -103,6 +107,7 @@ class CapturedModel:
     copies: how many micro-batches run at once, each with inputs of its own (`passes.weave_copies`).
     received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
     receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
+    guards: buffers whose values the graph takes for granted.
     """
 
     name: str
@@ -116,6 +121,7 @@ class CapturedModel:
     copies: int = 1
     received: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
+    guards: tuple[BufferGuard, ...] = ()
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -139,10 +145,16 @@ class CapturedModel:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of the output's values after `ends`: new values of buffers, the count of labels."""
-        mutated = tuple(b.mutated_by for b in self.buffers if b.mutated_by is not None)
+        """Names of the output's values after `ends`: new values of buffers and parameters, the count of labels."""
+        mutated = tuple(spec.mutated_by for spec in self.written if spec.mutated_by is not None)
         count = self.accumulation.count if self.accumulation is not None else None
         return mutated if count is None else (*mutated, count)
+
+    @property
+    def written(self) -> "tuple[BufferSpec | ParameterSpec, ...]":
+        """What forward writes, in the order of new values among `results`: buffers, then parameters."""
+        specs: list[BufferSpec | ParameterSpec] = [*self.buffers, *self.parameters]
+        return tuple(spec for spec in specs if spec.mutated_by is not None)
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -155,7 +167,10 @@ class CapturedModel:
         for node in self.graph.nodes:
             value = node.meta.get("val")
             shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
-            line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {sorted(node.kwargs.items())} {shape}"
+            kwargs = sorted(
+                item for item in node.kwargs.items() if item[0] != "message"
+            )  # names a file of this machine
+            line = f"{node.op} {node.name} {target_name(node.target)} {node.args} {kwargs} {shape}"
             digest.update(f"{line}\n".encode())
         for parameter in self.parameters:
             line = f"{parameter.names} {parameter.shape} {parameter.dtype} {parameter.trainable}"
@@ -189,6 +204,12 @@ def target_name(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return str(getattr(target, "__name__", target))
+
+
+def called_name(node: fx.Node) -> str:
+    """As `target_name`; of an op of ATen that `ops.drawn` runs, the op's."""
+    name = target_name(node.target)
+    return f"aten.{node.args[0]}" if name == "drawn" else name
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -226,3 +247,30 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 def requires_grad(node: fx.Node) -> bool:
     return bool(node.meta.get("requires_grad", False))
+
+
+def is_same_graph(one: CapturedModel, other: CapturedModel) -> bool:
+    """Whether two graphs of a model compute the same: calls alike, in order, on the same values."""
+    return _words(one) == _words(other)
+
+
+def _words(captured: CapturedModel) -> list[object]:
+    """A graph's calls in words, constants by their values, other placeholders by name."""
+    known: dict[fx.Node, str] = {}
+    words: list[object] = []
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.constants:
+            value = captured.constants[node.name].contiguous()
+            data = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            known[node] = f"{tuple(value.shape)} {value.dtype} {data}"
+        elif node.op == "placeholder":
+            known[node] = node.name
+        else:
+            given = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Word(known[n]))
+            words.append((target_name(node.target), str(given)))
+            known[node] = f"call {len(words)}"
+    return words
+
+
+class _Word(str):
+    __slots__ = ()

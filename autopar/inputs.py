@@ -32,6 +32,11 @@ def leaves_of(value: Any) -> list[Any]:
     return list(pytree.tree_leaves(value))
 
 
+def mapped_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Nested lists, tuples and mappings with every tensor in them exchanged."""
+    return pytree.tree_map_only(Tensor, function, value)
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """`(args, 0)` -> `0`, `(kwargs, batch, x)` -> `batch.x`."""
     parts = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path[1:]]

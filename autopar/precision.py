@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel
@@ -29,6 +29,8 @@ class Precision:
         return self.compute != self.storage
 
 
+SMALL = 1 << 16
+"""Elements of a buffer that is copied with its values; flags, counters and schedules are smaller."""
 PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.bfloat16),
@@ -38,9 +40,30 @@ PRECISIONS = {
 }
 
 
+COMPLEX = {torch.float64: torch.complex128}
+"""The complex dtype that goes with a floating one; complex64 with all others (bfloat16 has none)."""
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating tensor in `dtype`, a complex one in the complex dtype that goes with it, any other as it is."""
+    return tensor.to(dtype_in(tensor.dtype, dtype))
+
+
+def dtype_in(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What `own` is where floating tensors are in `dtype`."""
+    if own.is_complex:
+        return COMPLEX.get(dtype, torch.complex64)
+    return dtype if own.is_floating_point else own
+
+
+def model_in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself with all its tensors in `dtype`. (`model.to` would drop imaginary parts.)"""
+    return model._apply(lambda tensor: in_dtype(tensor, dtype))  # type: ignore[no-untyped-call, no-any-return]
+
+
 def has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether all floating parameters have `dtype` already (buffers then stay as the model wants them)."""
-    return all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
+    """Whether all floating and complex parameters have `dtype` already (buffers then stay as the model wants them)."""
+    return all(p.dtype == dtype_in(p.dtype, dtype) for p in model.parameters())
 
 
 def precision_of(model: nn.Module) -> str:
@@ -49,7 +72,10 @@ def precision_of(model: nn.Module) -> str:
     Raises:
         ArgumentError: if its parameters are of several dtypes or of one that is no precision.
     """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.get_default_dtype()}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if not dtypes:
+        wide = any(p.dtype == torch.complex128 for p in model.parameters())
+        dtypes = {torch.float64 if wide else torch.get_default_dtype()}
     for name, precision in PRECISIONS.items():
         if dtypes == {precision.storage} and not precision.is_mixed:
             return name
@@ -58,21 +84,23 @@ def precision_of(model: nn.Module) -> str:
 
 
 def computed_twin(model: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of the model, shapes only and ties kept, in the dtype of compute.
+    """A copy of the model, shapes only and ties kept, in the dtype of compute. Small buffers, on which forward may
+    branch, keep their values.
 
     Mixed precision casts parameters alone, as FSDP2 does: buffers stay as the model has them, but for statistics of
     batch norm, which kernels want in the dtype of its weights.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
+        twin_of = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        twin_of._backward_hooks = parameter._backward_hooks
+        memo[id(parameter)] = twin_of
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        is_small = buffer.numel() <= SMALL
+        memo[id(buffer)] = buffer.clone() if is_small else torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
     if not precision.is_mixed:
-        return twin.to(precision.compute)
+        return model_in_dtype(twin, precision.compute)
     for parameter in twin.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.compute)
@@ -94,6 +122,11 @@ def with_storage(captured: CapturedModel, precision: Precision) -> CapturedModel
     """The model, captured in the dtype of compute, with trained parameters stored as the precision says."""
     if not precision.is_mixed:
         return captured
+    if written := [p.names[0] for p in captured.parameters if p.mutated_by and p.trainable]:
+        raise ArgumentError(
+            f"forward writes the parameter {written[0]}, whose wider stored value mixed precision would lose; use "
+            "precision fp32 or bf16"
+        )
     parameters = tuple(
         replace(p, stored=precision.storage) if p.trainable and p.dtype == precision.compute else p
         for p in captured.parameters

@@ -14,7 +14,7 @@ def run_captured(
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the new value of every mutated buffer; all mappings are by placeholder.
+    """The loss, and the new value of every buffer and parameter that is written; all mappings are by placeholder.
 
     Parameters are cast to what the graph computes on.
 
@@ -30,7 +30,7 @@ def run_captured(
     placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
     module = fx.GraphModule(nn.Module(), captured.graph)
     outputs: tuple[Any, ...] = module(*(values[name] for name in placeholders))
-    mutated = [buffer.placeholder for buffer in captured.buffers if buffer.mutated_by]
+    mutated = [spec.placeholder for spec in captured.written]
     accumulation = captured.accumulation
     counted = [accumulation.count] if accumulation is not None and accumulation.count is not None else []
     return outputs[0], dict(zip((*mutated, *counted), outputs[1:], strict=True))

@@ -66,6 +66,7 @@ def dump(captured: CapturedModel) -> bytes:
         "accumulation": captured.accumulation,
         "received": captured.received,
         "sends": captured.sends,
+        "guards": captured.guards,
     }
     buffer = io.BytesIO()
     torch.save(dict(captured.constants), buffer)

@@ -28,7 +28,7 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.staged_plan import StagedPlan, check_microbatches, parse_pipeline
 from autopar.verification import TOLERANCES, Check, verify_plans
-from tests.zoo import FAMILIES, zoo
+from tests.zoo import SPLIT_FAMILIES, zoo
 
 ROWS = 4
 SHAPES = {
@@ -83,7 +83,7 @@ def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--families", default=",".join(SPLIT_FAMILIES))
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,7 +1,6 @@
 """Of what is the loss a mean? The graph of a micro-batch, so that losses and gradients of micro-batches add up.
 
-Walking back from the loss through what is linear in it (scaling by numbers, adding, casts) one meets the reductions
-that made it. With M micro-batches of equal size, the loss of the global batch is
+With M micro-batches of equal size, the loss of the global batch is
 
     mean over elements              sum of losses / M
     sum over elements               sum of losses
@@ -9,12 +8,9 @@ that made it. With M micro-batches of equal size, the loss of the global batch i
                                     (finite even if a micro-batch ignores every label) and its count C_m becomes an
                                     output, so the step's is (sum of losses / M) · M N / sum of C_m
 
-What comes before the reduction is taken to treat every sample alone; statistics of a batch (batch norm) are those of a
-micro-batch, as everywhere in PyTorch. A loss that adds up terms of several kinds has no common weight and is refused.
+Which of them it is, or that it is none, `joined_samples` says: a loss that joins samples has no micro-batches.
 """
 
-import math
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,32 +20,17 @@ from torch import fx
 
 from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands, target_name
-from autopar.ops.batch_norm import batch_norm
+from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
+from autopar.ops.own_gradient import is_own
 from autopar.passes.graph_tools import output_node, outputs, verify
+from autopar.passes.joined_samples import loss_over_samples
+from autopar.passes.sample_states import Joined
+from autopar.rules.registry import rule_of
 
-MEAN, SUM = 1, 2  # of ATen's `reduction` arguments
-
-_SAME = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
-_SCALED = {"mul", "div"}
-_ADDED = {"add", "sub"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Term:
-    """A reduction that the loss is linear in. power: how it grows with the number of samples (0 mean, 1 sum).
-
-    factors: the numbers that scale it on the way to the loss.
-    """
-
-    node: fx.Node
-    power: int
-    counted: bool
-    factors: tuple[float, ...]
-
-    @property
-    def scale(self) -> float:
-        return math.prod(self.factors)
+_LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
+_LINEAR |= {"mul", "div", "add", "sub"}
+ONE = "use one micro-batch, or a loss that is a sum or a mean of terms of single samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +49,7 @@ def accumulate_gradients(
 ) -> CapturedModel:
     """`captured` (at the shapes of a micro-batch) as one of `microbatches` of a step.
 
-    probe: captures the global batch; called only where a number in the graph may stem from the size of the batch.
+    probe: captures the global batch.
     in_place: the graph is nobody else's, so that it may be changed.
 
     Raises:
@@ -76,58 +57,50 @@ def accumulate_gradients(
     """
     if microbatches == 1:
         return captured
-    parts = parts_of(captured, microbatches, probe)
+    if several := [node.name for node in captured.graph.nodes if node.op == "call_function" and _needs_whole(node)]:
+        raise BatchError(
+            f"{microbatches} micro-batches were asked, but the backward of {several[0]} is not linear in the gradient "
+            "that arrives, of which a micro-batch has a part; use one micro-batch"
+        )
+    parts = parts_of(captured, microbatches, probe())
     if not parts.losses:
         return replace(captured, accumulation=Accumulation(microbatches=microbatches, weight=parts.weight))
     return _counted(captured if in_place else _copied(captured), microbatches, parts)
 
 
-def parts_of(captured: CapturedModel, microbatches: int, probe: Callable[[], CapturedModel]) -> Parts:
-    """What `accumulate_gradients` makes of the loss.
+def _needs_whole(node: fx.Node) -> bool:
+    """Whether a call's backward makes other gradients of summands than their sum."""
+    return is_own(node.target) and rule_of(node).whole_gradient
+
+
+def parts_of(captured: CapturedModel, microbatches: int, whole: CapturedModel) -> Parts:
+    """What `accumulate_gradients` makes of the loss; whole: the graph of the global batch.
 
     Raises:
         BatchError: as it does.
     """
-    terms = _terms_of(captured)
-    powers = _powers(captured, terms, microbatches, probe)
-    counts = {(_target(t.node), t.node.kwargs.get("ignore_index", -100)) for t in terms if t.counted}
-    if len(powers) > 1 or len(counts) > 1 or (counts and not all(term.counted for term in terms)):
-        found = ", ".join(f"{term.node.name} ({_kind(term)})" for term in terms)
-        raise BatchError(
-            f"{microbatches} micro-batches were asked, but the loss adds up means of several kinds: {found}; their "
-            "sums over micro-batches have no common weight; use one micro-batch, or reduce all terms alike (all means "
-            "over every element, or all sums)"
-        )
-    power = powers.pop()
-    if power not in (0, 1):
-        raise BatchError(f"{microbatches} micro-batches were asked, but the loss grows with the batch to power {power}")
-    weight = 1.0 if power else 1.0 / microbatches
-    if not counts:
+    found = loss_over_samples(whole, captured)
+    if isinstance(found, Joined):
+        raise BatchError(f"{microbatches} micro-batches were asked, but {found.why}; {ONE}")
+    weight = 1.0 if found.power else 1.0 / microbatches
+    if found.labels is None:
         return Parts(weight=weight)
-    ((target, ignored),) = counts
-    losses = tuple(term.node.name for term in terms)
-    return Parts(weight=weight, losses=losses, target=target.name, ignored=ignored)
-
-
-def is_unscaled(captured: CapturedModel) -> bool:
-    """Whether no number scales a part of the loss, so that none can stem from the size of the batch.
-
-    Raises:
-        BatchError: if the loss is not linear in what reduces samples.
-    """
-    return all(abs(x) == 1 for term in _terms_of(captured) for x in term.factors)
+    means = [[n for n in model.graph.nodes if is_mean_over_labels(n)] for model in (whole, captured)]
+    if len(means[0]) != len(means[1]):
+        raise BatchError(
+            f"{microbatches} micro-batches were asked, but a micro-batch has {len(means[1])} means over labels and the "
+            f"global batch {len(means[0])}; {ONE}"
+        )
+    own = [here for there, here in zip(*means, strict=True) if there.name in found.losses]
+    ignored = found.labels[1]
+    return Parts(weight=weight, losses=tuple(n.name for n in own), target=_target(own[0]).name, ignored=ignored)
 
 
 def rows_of_mean(captured: CapturedModel) -> float | None:
-    """Over how many labels the loss is a mean, or a multiple of several over the same labels; None if of others too.
-
-    Raises:
-        BatchError: if the loss is not linear in what reduces samples.
-    """
-    terms = _terms_of(captured)
+    """Over how many labels the loss is a mean, or a multiple of several over the same labels; None if of others too."""
     means = {node for node in captured.graph.nodes if is_mean_over_labels(node)}
     labels = {(_target(node), node.kwargs.get("ignore_index", -100)) for node in means}
-    if {term.node for term in terms} != means or len(labels) != 1:
+    if set(_terms(captured.nodes[captured.loss])) != means or len(labels) != 1:
         return None
     ((target, _),) = labels
     return float(target.meta["val"].numel())
@@ -138,111 +111,19 @@ def is_mean_over_labels(node: fx.Node) -> bool:
     return node.target is cross_entropy and node.kwargs.get("reduction", "mean") == "mean"
 
 
-def has_batch_statistics(captured: CapturedModel) -> bool:
-    """Whether samples of a batch influence each other by its statistics, so that micro-batches are another model."""
-    return any(
-        node.target is batch_norm or "batch_norm" in target_name(node.target)
-        for node in captured.graph.nodes
-        if node.op == "call_function"
-    )
-
-
-def _kind(term: _Term) -> str:
-    return "mean over labels that are not ignored" if term.counted else "sum" if term.power else "mean"
-
-
-def _of_inputs(captured: CapturedModel) -> set[fx.Node]:
-    """Nodes whose values depend on the batch."""
-    found = {captured.nodes[spec.placeholder] for spec in captured.inputs}
-    for node in captured.graph.nodes:
-        if node.op == "call_function" and any(source in found for source in operands(node)):
-            found.add(node)
-    return found
-
-
-def _terms_of(captured: CapturedModel) -> tuple[_Term, ...]:
-    return tuple(_terms(captured.nodes[captured.loss], _of_inputs(captured), ()))
-
-
-def _terms(node: fx.Node, batch: set[fx.Node], factors: tuple[float, ...]) -> Iterator[_Term]:
-    def term(power: int, counted: bool = False) -> _Term:
-        return _Term(node=node, power=power, counted=counted, factors=factors)
-
-    name = target_name(node.target).removeprefix("aten.").split(".")[0]
+def _terms(node: fx.Node) -> Iterator[fx.Node]:
+    """What a value is a multiple or a sum of."""
     sources = operands(node)
-    dependent = [source for source in sources if source in batch]
-    if node not in batch:
-        yield term(0)  # weight decay and the like: the same in every micro-batch
-    elif name in _SAME or node.target is operator.getitem:
-        yield from _terms(sources[0], batch, factors)
-    elif name in _ADDED:
-        if any(not isinstance(a, fx.Node) and a for a in node.args[:2]):
-            yield term(0)
-        for source in sources:
-            yield from _terms(source, batch, factors)
-    elif name in _SCALED and len(dependent) == 1 and (name == "mul" or dependent[0] is node.args[0]):
-        numbers = [float(a) for a in node.args[:2] if isinstance(a, (int, float))]
-        scales = [x if name == "mul" or x == 0 else 1 / x for x in numbers]
-        yield from _terms(dependent[0], batch, (*factors, *scales))
-    elif is_mean_over_labels(node):
-        yield term(0, counted=True)
-    elif node.target is cross_entropy and node.kwargs["reduction"] == "sum":
-        yield term(1)
-    elif name in ("mean", "sum") and sources[0].meta["val"].dim():
-        yield term(int(name == "sum"))
-    elif (reduction := _reduction(node)) is not None:
-        yield term(int(reduction == SUM))
-    else:
-        raise BatchError(
-            f"the loss depends on the batch by {node.name} = {target_name(node.target)}, of which no part over "
-            "micro-batches makes the whole; use one micro-batch, or end the loss in a mean or sum over elements or "
-            "F.cross_entropy over class indices"
-        )
-
-
-def _reduction(node: fx.Node) -> int | None:
-    """The reduction of ATen's own losses, None for what is none or weighs samples by their labels."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    arguments = {a.name: (i, a.default_value) for i, a in enumerate(node.target._schema.arguments)}
-    if "reduction" not in arguments:
-        return None
-    position, default = arguments["reduction"]
-    value: Any = node.args[position] if position < len(node.args) else node.kwargs.get("reduction", default)
-    labelled = "ignore_index" in arguments and not operands(node)[1].meta["val"].is_floating_point()
-    return int(value) if value in (MEAN, SUM) and not (labelled and value == MEAN) else None
-
-
-def _powers(
-    captured: CapturedModel, terms: tuple[_Term, ...], microbatches: int, probe: Callable[[], CapturedModel]
-) -> set[int]:
-    """By which powers of the batch the terms grow, the numbers that scale them included.
-
-    A number may be the size of the batch; that of one sample leaves no trace in a graph at all. Then the global batch
-    is captured too, and the numbers are compared.
-    """
-    batch = min((spec.shape[0] for spec in captured.inputs if spec.shape), default=1)
-    sizes = (abs(x) != 1 and (t.power or _may_be_size(x, batch)) for t in terms for x in t.factors)
-    if not any(sizes) and (batch > 1 or all(term.counted for term in terms)):
-        return {term.power for term in terms}
-    whole = _terms_of(probe())
-    powers = set()
-    for here, there in zip(terms, whole, strict=False):
-        ratio = there.scale / here.scale if here.scale else 1.0
-        growth = round(math.log(ratio, microbatches)) if ratio > 0 else 2
-        if len(terms) != len(whole) or abs(ratio - microbatches**growth) > 1e-9 * ratio:
-            raise BatchError(
-                f"the loss scales {here.node.name} by {here.scale:g} for a micro-batch and by {there.scale:g} for the "
-                f"global batch of {microbatches} micro-batches; use one micro-batch, or scale by a number or the size "
-                "of the batch"
-            )
-        powers.add(there.power + growth)
-    return powers
-
-
-def _may_be_size(number: float, batch: int) -> bool:
-    sizes = [x / batch for x in (abs(number), 1 / abs(number) if number else 0.0)]
-    return any(x >= 1 - 1e-9 and abs(x - round(x)) <= 1e-9 * x for x in sizes)
+    if node.target is checked:
+        yield from _terms(sources[0])
+        return
+    name = target_name(node.target).removeprefix("aten.").split(".")[0]
+    numbers = [a for a in node.args[:2] if not isinstance(a, fx.Node) and a] if name in ("add", "sub") else []
+    if name not in _LINEAR or numbers or (name in ("mul", "div") and len(sources) != 1):
+        yield node
+        return
+    for source in sources:
+        yield from _terms(source)
 
 
 def _target(node: fx.Node) -> fx.Node:

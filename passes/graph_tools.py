@@ -11,8 +11,11 @@ from torch import Tensor, fx
 from autopar.errors import PassError
 from autopar.graph import CapturedModel, is_random, operands
 from autopar.ops.batch_norm import batch_norm
+from autopar.ops.own_gradient import is_own as is_own_call
 
 aten = torch.ops.aten
+ASSERTIONS = (aten._assert_async.msg, aten._functional_assert_async.msg)
+"""Calls that say what they assert, of which `normalize.keep_checks` makes checks."""
 _OVERLOAD = type(aten.add.Tensor)
 
 
@@ -72,7 +75,8 @@ def run_without_values(target: Any, args: Any, kwargs: Any, *, known: Any = None
 
 
 def _lies_as_query(target: Any, args: Any, value: Any) -> bool:
-    return "attention" in str(target) and isinstance(value, Tensor) and value.shape == args[0].shape
+    is_attention = "attention" in str(target) and not is_own_call(target)
+    return is_attention and isinstance(value, Tensor) and value.shape == args[0].shape
 
 
 def needs_grad(node: fx.Node, value: Any) -> bool:
@@ -130,9 +134,10 @@ def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drop calls that nothing reads: in a functional graph they have no effect, but for what others draw after them."""
+    """Drop calls that nothing reads: in a functional graph they have no effect, but for assertions, and for what others
+    draw after them."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_random(node):
+        if node.op == "call_function" and not node.users and node.target not in ASSERTIONS and not is_random(node):
             graph.erase_node(node)
 
 
@@ -150,10 +155,18 @@ def tidy(captured: CapturedModel) -> CapturedModel:
     output_node(graph).meta = {"val": values, "requires_grad": True, "module": ""}
     names = iter(node.name for node in mutated)
     buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
+    parameters = tuple(replace(p, mutated_by=next(names)) if p.mutated_by else p for p in captured.parameters)
     accumulation = captured.accumulation
     if accumulation is not None and accumulation.count is not None:
         accumulation = replace(accumulation, count=next(names))
-    return replace(captured, constants=constants, buffers=buffers, loss=loss.name, accumulation=accumulation)
+    return replace(
+        captured,
+        constants=constants,
+        parameters=parameters,
+        buffers=buffers,
+        loss=loss.name,
+        accumulation=accumulation,
+    )
 
 
 def verify(captured: CapturedModel) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.graph import CapturedModel
+from autopar.ops.own_gradient import Applied, Hooked
 from autopar.passes.graph_tools import infer_meta, tidy, verify
 from autopar.passes.normalize.drop_noops import drop_noops
 
@@ -29,6 +30,7 @@ def promote_casts(captured: CapturedModel) -> CapturedModel:
         env[node] = copy
         if node.op == "call_function":
             copy.args, copy.kwargs = _promoted(copy.args), _promoted(copy.kwargs)
+            copy.target = _promoted_target(copy.target)
             infer_meta(copy)
         elif node.op == "placeholder":
             copy.meta["val"] = copy.meta["val"].to(_promoted(copy.meta["val"].dtype))
@@ -59,10 +61,17 @@ class _Promote(TorchFunctionMode):
         return func(*_promoted(tuple(args)), **_promoted(kwargs or {}))
 
 
+def _promoted_target(target: Any) -> Any:
+    """A call of the user's own with the dtypes among its arguments replaced."""
+    if isinstance(target, Applied):
+        return replace(target, args=_promoted(target.args), kwargs=_promoted(target.kwargs))
+    return replace(target, steps=_promoted(target.steps)) if isinstance(target, Hooked) else target
+
+
 def _promoted(value: Any) -> Any:
     """The value with every lower floating dtype in it replaced, lists and mappings included."""
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in LOWER else value
+        return torch.float64 if value in LOWER else torch.complex128 if value == torch.complex64 else value
     if type(value) in (list, tuple, fx.immutable_collections.immutable_list):
         return type(value)(_promoted(item) for item in value)
     if isinstance(value, dict):

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from autopar.errors import BatchError
 from autopar.graph import CapturedModel, LocalModel, Rider, dtype_of, operands
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket, all_reduce_riding
 from autopar.ops.collectives import all_gather, all_reduce_gradient
@@ -82,10 +81,7 @@ def _rows(local: LocalModel, axes: Set[str]) -> float | None:
 
 def countable_rows(captured: CapturedModel) -> float | None:
     """Over how many labels the loss is a mean, None if gradients of another mean cannot be scaled to be of that."""
-    try:
-        rows = rows_of_mean(captured)
-    except BatchError:
-        return None
+    rows = rows_of_mean(captured)
     if any(spec.dtype == torch.float16 for spec in captured.parameters):  # they may be too small for it
         return None
     is_exact = dtype_of(captured.nodes[captured.loss]) == torch.float64

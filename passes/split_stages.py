@@ -87,6 +87,11 @@ class _Split:
 
     def run(self) -> tuple[CapturedModel, ...]:
         loss = self.captured.loss
+        if written := [p.names[0] for p in self.captured.parameters if p.mutated_by]:
+            raise PlanMismatchError(
+                f"forward of {self.captured.name} writes the parameter {written[0]}, which stages do not do; plan "
+                "without pipeline stages"
+            )
         if (found := self.stage.get(self.captured.nodes[loss], 0)) != self.num_stages - 1:
             raise PlanMismatchError(
                 f"the loss {loss} of {self.captured.name} is made in stage {found} of {self.num_stages}; "

@@ -144,7 +144,7 @@ def errors_of(
             with use_draws(Draws(seed=1, step=0, exact=True)), regathering(), use_sink(Late(add) if late else None):
                 loss, *mutated = graph(*({**arguments, **calls[0]}[n] for n in placeholders))
             loss.backward()
-            for spec, value in zip((b for b in reference.captured.buffers if b.mutated_by), mutated, strict=True):
+            for spec, value in zip(reference.captured.written, mutated, strict=True):
                 torch.testing.assert_close(value, reference.new_buffers[spec.placeholder])
         else:
 

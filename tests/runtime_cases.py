@@ -63,11 +63,14 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-def words(dropout: float = 0.0) -> Words:
-    """The model in float64, the same in every process."""
+def words(dropout: float = 0.0, microbatches: int = 1) -> Words:
+    """The model in float64, the same in every process; in micro-batches it is given the statistics of its batch norm,
+    as those of a batch are of no micro-batch."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return Words(dropout).double()
+        model = Words(dropout).double()
+    model.batch_norm.train(microbatches == 1)
+    return model
 
 
 def batch(seed: int, rows: int = BATCH) -> dict[str, Tensor]:
@@ -79,8 +82,9 @@ def batch(seed: int, rows: int = BATCH) -> dict[str, Tensor]:
 @cache
 def captured(dropout: float = 0.0, microbatches: int = 1) -> CapturedModel:
     """The graph of a (micro-)batch of `BATCH` samples."""
-    graph = shared_graph(f"words-{dropout}", lambda: capture(words(dropout), (), batch(0)))
-    return accumulate_gradients(graph, microbatches, lambda: captured(dropout))
+    split = microbatches > 1
+    graph = shared_graph(f"words-{dropout}-{split}", lambda: capture(words(dropout, microbatches), (), batch(0)))
+    return accumulate_gradients(graph, microbatches, lambda: graph)
 
 
 def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0, microbatches: int = 1) -> Plan:
@@ -130,7 +134,7 @@ def batch_choice(name: str, microbatches: int = 1) -> str:
 
 
 def distributed(plan: Plan, dropout: float = 0.0, **keywords: Any) -> DistributedModule:
-    model = words(dropout)
+    model = words(dropout, plan.microbatches)
     graph = captured(dropout, plan.microbatches)
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
     return DistributedModule(insert_collectives(graph, plan), values, **keywords)

@@ -28,7 +28,18 @@ PACKAGES = {"autopar": "autopar", "passes": "autopar.passes", "cost_models": "au
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "version", "precision", "mesh", "placement", "redistribution", "graph", "plan", "staged_plan"),
-        *("device", "link", "link_file", "toml_tables", "cluster", "inputs", "blocks", "custom_ops", "serialize"),
+        *(
+            "device",
+            "link",
+            "link_file",
+            "toml_tables",
+            "cluster",
+            "inputs",
+            "blocks",
+            "custom_ops",
+            "guards",
+            "serialize",
+        ),
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
@@ -94,13 +105,22 @@ FORBIDDEN = {
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
-    "torch._C": ("autopar/runtime/private_torch.py",),
+    "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
+    "torch._assert": ("autopar/capture/real_values.py",),
+    "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
     "torch._ops": ("*",),
     "torch._dynamo": ("autopar/runtime/backends.py",),
     "torch._inductor": ("autopar/runtime/inductor.py", "autopar/capture/decompose.py"),
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
-    "torch.utils._python_dispatch": ("autopar/capture/layer_traces.py", "autopar/runtime/peak_memory.py"),
+    "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.utils._python_dispatch": (
+        "autopar/capture/layer_traces.py",
+        "autopar/capture/real_values.py",
+        "autopar/capture/own_functions.py",
+        "autopar/capture/python_state.py",
+        "autopar/runtime/peak_memory.py",
+    ),
     "torch.utils._pytree": ("autopar/inputs.py",),
     "torch.distributed.tensor.placement_types._StridedShard": ("autopar/runtime/private_torch.py",),
     "torch.distributed.distributed_c10d._get_default_store": ("autopar/runtime/private_torch.py",),

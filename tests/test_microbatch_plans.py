@@ -35,7 +35,7 @@ def captured_of(family: str, count: int, rows: int = 2) -> CapturedModel:
     return accumulate_gradients(zoo_graph(family, rows), count, lambda: zoo_graph(family, rows * count))
 
 
-@pytest.mark.parametrize(("family", "count"), [("gpt2", 2), ("llama", 4), ("t5", 2), ("resnet", 4)])
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 2), ("llama", 4), ("t5", 2), ("frozen_resnet", 4)])
 def test_collectives_cost_what_the_step_sends(family: str, count: int) -> None:
     captured = captured_of(family, count)
     for seed, shape in enumerate([(4,), (2, 2)]):

@@ -31,7 +31,7 @@ def refusals(texts: list[str]) -> list[str]:
         pipelining.ScheduleZBVZeroBubble = None
     messages.append(str(lacking.value))
     with pytest.raises(MeshError) as world:
-        autopar.distribute(cases.words(), plans[3])
+        autopar.distribute(cases.words(microbatches=MICROBATCHES), plans[3])
     messages.append(str(world.value))
     return messages
 

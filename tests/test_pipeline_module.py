@@ -47,7 +47,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @cache
 def one_process(clip: float | None = None) -> tuple[list[float], dict[str, Tensor], float]:
     """Losses, the state, and the norm of the last step's gradients: each micro-batch's mean weighs its labels."""
-    model = cases.words()
+    model = cases.words(microbatches=MICROBATCHES)
     optimizer = adamw(model)
     losses, norm = [], 0.0
     for step in range(STEPS):
@@ -98,7 +98,7 @@ def evaluated(text: str) -> None:
     names = [spec.placeholder for state in module.states for spec in state.specs.values() if spec.trainable]
     once = {n: g.clone() for n in names if (g := module.local_gradient(n)) is not None}
     assert once
-    model = cases.words()
+    model = cases.words(microbatches=MICROBATCHES)
     for ids, labels in zip(batch(0)["ids"].chunk(MICROBATCHES), batch(0)["labels"].chunk(MICROBATCHES), strict=True):
         model(ids, labels)
     model.eval()
@@ -143,11 +143,11 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
 def initialized(text: str) -> None:
     """Values come from rank 0, from a state dict of the original model, or module by module."""
     plan = staged_plan_from_json(text)
-    own = cases.words()
+    own = cases.words(microbatches=MICROBATCHES)
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.add_(int(os.environ["RANK"]))
-    want = cases.words().state_dict()
+    want = cases.words(microbatches=MICROBATCHES).state_dict()
     for name, value in cases.whole_state(pipelined(plan, model=own)).items():
         assert torch.equal(value, want[name]), name
     with torch.device("meta"):
@@ -238,14 +238,14 @@ def test_stages_without_parameters_or_gradients(schedule: str) -> None:
 def distributed(file: str) -> float:
     plan = load_plan(file)
     assert isinstance(plan, StagedModelPlan)
-    module = autopar.distribute(cases.words(), plan)
+    module = autopar.distribute(cases.words(microbatches=MICROBATCHES), plan)
     loss = module.train_step(batch(0))
     assert isinstance(loss, Tensor)
     return float(loss)
 
 
 def test_a_saved_plan_with_stages_distributes_a_model(tmp_path: Path) -> None:
-    model = cases.words()
+    model = cases.words(microbatches=MICROBATCHES)
     data = batch(0)
     captured, call = captured_model(model, Call(kwargs=data), "fp64", microbatches=MICROBATCHES)
     names = [n.name for n in captured.graph.nodes if n.op == "call_function"]
@@ -273,7 +273,7 @@ def exported(folder: str, text: str) -> None:
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         code.append(module.forward)
-    model = cases.words()
+    model = cases.words(microbatches=MICROBATCHES)
     own = load_exported_stages(folder, code, lambda name, shape, dtype: model.get_parameter(name).detach())
     module = pipelined(staged_plan_from_json(text), sync=False)
     with count_messages(own) as sent, count_messages(module) as expected:
@@ -294,7 +294,8 @@ def exported(folder: str, text: str) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
 def test_each_stage_is_exported_as_its_own_file(schedule: str, tmp_path: Path) -> None:
     plan, captured = plan_of(schedule), cases.captured(0.0, MICROBATCHES)
-    values = {**parameters_of(captured, cases.words()), **buffers_of(captured, cases.words())}
+    model = cases.words(microbatches=MICROBATCHES)
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     staged_model_plan(plan, captured=captured, values=values).export(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} >= {f"stage_{n}.py" for n in range(4)} | {"plan.json", "train.py"}
     script = (tmp_path / "train.py").read_text()

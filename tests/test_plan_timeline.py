@@ -79,7 +79,7 @@ def test_without_overlap_it_is_the_estimate_with_it_between_its_bounds(family: s
     check_bounds(plan_timeline(plan, captured, machine(), OVERLAPS[number // 2 % 2]), estimate.step_seconds)
 
 
-@pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gpt2", 3), ("resnet", 4)])
+@pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gpt2", 3), ("frozen_resnet", 4)])
 def test_micro_batches_follow_each_other(family: str, count: int) -> None:
     captured = part_of(family, count, 4)
     plan = drawn(captured, count)

@@ -1,14 +1,15 @@
 """Every random op of torch: unbound it draws what the model draws, bound what its shard of the whole tensor is."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import ArgumentError, CaptureError
 from autopar.graph import CapturedModel, is_random
 from autopar.mesh import make_mesh
 from autopar.ops.drawn import drawn
@@ -16,7 +17,10 @@ from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.noise import noise
 from autopar.ops.random import Draws, use_draws
+from autopar.passes.insert_collectives import insert_collectives
 from autopar.reference import parameters_of, run_captured
+from autopar.runtime.compiled import Compiler
+from autopar.runtime.evaluation import evaluation_graph
 from autopar.search.known.random_plan import random_plan
 from tests.noisy import NAMES, noisy
 from tests.plans_in_threads import errors_of, one_process
@@ -169,3 +173,33 @@ def test_a_generator_of_its_own_is_refused() -> None:
     node.meta = {"module": "head"}
     with pytest.raises(CaptureError, match=r"head: aten.rand.generator draws from a torch.Generator of its own"):
         _rewrite(node, {"generator": torch.Generator()})
+
+
+class Layers(nn.Module):
+    """Every layer that drops or draws in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.RReLU())
+        self.features = nn.Sequential(nn.Dropout2d(0.4), nn.FeatureAlphaDropout(0.3), nn.Dropout(0.2, inplace=True))
+        self.layer = nn.LSTM(4, 4, 2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(self.features(self.first(x).view(2, 4, 2, 2)).view(2, 4, 4))[0]
+        return h.square().mean()
+
+
+def test_evaluation_drops_nothing() -> None:
+    torch.manual_seed(3)
+    model, x = Layers().double(), torch.randn(8, 4, dtype=torch.float64)
+    captured = capture(model, (x,))
+    parts = replace(captured, graph=evaluation_graph(captured.graph))
+    loss, _ = run_captured(parts, parameters_of(captured, model), {}, {"arg_0": x})
+    torch.testing.assert_close(loss, model.eval()(x), rtol=1e-12, atol=0)
+
+
+def test_what_draws_inside_a_kernel_is_not_compiled() -> None:
+    captured = graph_of("sampled")
+    local = insert_collectives(captured, random_plan(captured, make_mesh((1,)), random.Random(0)))
+    with pytest.raises(ArgumentError, match=r"draws random numbers inside a kernel \(\w+.default\).*eagerly"):
+        Compiler(local, "aot_eager", by_block=False, exact_random=False)

@@ -28,7 +28,7 @@ def whole_batch(step: int, count: int) -> dict[str, Tensor]:
 
 def train_whole(count: int) -> tuple[list[float], dict[str, Tensor]]:
     """One process: each micro-batch's mean weighs as many labels as count in it."""
-    model = cases.words()
+    model = cases.words(microbatches=count)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -179,7 +179,7 @@ def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> Non
     made: Plan = PLANS[plan]((2,), 2)
     captured = cases.captured(microbatches=2)
     local = insert_collectives(captured, made)
-    export_folder(tmp_path, local, made.to_json(), buffers_of(captured, cases.words()))
+    export_folder(tmp_path, local, made.to_json(), buffers_of(captured, cases.words(microbatches=2)))
     assert "module.train_step(batch)" in (tmp_path / "train.py").read_text()
     assert f"({2 * cases.BATCH}, {cases.LENGTH})" in (tmp_path / "train.py").read_text()
     for loss, expected, bytes_as_said in ranks(2).run(exported, str(tmp_path)):

@@ -116,7 +116,7 @@ def test_masks_and_tables_are_computed_again_and_tied_weights_are_in_both() -> N
 
 
 def test_labels_are_counted_in_the_last_stage() -> None:
-    captured = accumulate_gradients(exact_of("gpt2"), 2, lambda: pytest.fail("no probe needed"))
+    captured = accumulate_gradients(exact_of("gpt2"), 2, lambda: exact_of("gpt2"))
     first, last = split_stages(captured, random_cuts(captured, 2, random.Random(3)))
     assert (first.microbatches, first.accumulation.count, first.results) == (2, None, ())
     assert last.results == (captured.accumulation.count,)

@@ -104,7 +104,7 @@ def test_more_micro_batches_are_searched_only_where_there_is_something_to_hide()
 
 
 def _at_once(folder: str, count: int) -> list[list[float]]:
-    """On one of two ranks, of steps with dropout and batch norm: losses, and sums of gradients and buffers; one
+    """On one of two ranks, of steps with dropout: losses, and sums of gradients and buffers; one
     micro-batch at a time, two at once, and so exported."""
     import importlib.util
 
@@ -112,7 +112,7 @@ def _at_once(folder: str, count: int) -> list[list[float]]:
     named = {name: value.detach() for name, value in words(0.2).named_parameters()}
     modules = [distributed(replace(local.plan, copies=n), 0.2, seed=5) for n in (1, 2)]
     own = Path(folder) / f"own{os.environ['RANK']}"
-    model = words(0.2)
+    model = words(0.2, count)
     values = {**parameters_of(local.captured, model), **buffers_of(local.captured, model)}
     export_folder(own, local, model_plan(local.plan).to_json(), values)
     spec = importlib.util.spec_from_file_location(f"woven{count}", own / "model.py")

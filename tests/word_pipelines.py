@@ -45,7 +45,7 @@ def plan_of(
 
 def pipelined(plan: StagedPlan, dropout: float = 0.0, model: nn.Module | None = None, **more: Any) -> PipelinedModule:
     captured = cases.captured(dropout, plan.microbatches)
-    model = model or cases.words(dropout)
+    model = model or cases.words(dropout, plan.microbatches)
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     return PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values, **more)
 

@@ -7,6 +7,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 FAMILIES = ("gpt2", "llama", "mixtral", "bert", "vit", "resnet", "t5", "whisper")
+SPLIT_FAMILIES = tuple("frozen_resnet" if family == "resnet" else family for family in FAMILIES)
+"""Those that run in micro-batches: statistics of a batch norm in training are of the whole batch, so here they are
+given."""
 
 
 def zoo(
@@ -27,7 +30,11 @@ def zoo(
         torch.manual_seed(seed)
         model, kwargs = _BUILDERS[name](dropout, batch, seq)
     kwargs = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
-    return model.to(dtype).train(), kwargs
+    model = model.to(dtype).train()
+    if name == "frozen_resnet":
+        for module in model.modules():
+            module.train(not isinstance(module, nn.BatchNorm2d))
+    return model, kwargs
 
 
 def _labels(batch: int, seq: int, vocabulary: int) -> Tensor:
@@ -170,6 +177,7 @@ _BUILDERS = {
     "bert": _bert,
     "vit": _vit,
     "resnet": _resnet,
+    "frozen_resnet": _resnet,
     "t5": _t5,
     "whisper": _whisper,
 }

@@ -2,7 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +15,22 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
-from autopar.capture.import_program import import_program, stop_gradients
-from autopar.capture.loss import LossModule
+from autopar.capture.grad_modes import grad_modes
+from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
+from autopar.capture.import_program import import_program, stop_gradients, written_parameters
+from autopar.capture.loss import LossModule, unwatched
+from autopar.capture.one_process import as_one_process
+from autopar.capture.opaque import opaque_calls
+from autopar.capture.own_functions import own_functions
+from autopar.capture.python_state import Constants, drawn_at, next_begin
+from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
-from autopar.capture.user_frame import user_frame
+from autopar.capture.shared_memory import check_shared_memory
+from autopar.capture.user_frame import files_of, user_frame
+from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, is_same_graph
+from autopar.guards import BufferGuard
 from autopar.inputs import flatten_inputs
 from autopar.passes.normalize import normalize
 
@@ -53,14 +65,76 @@ def capture(
     lazy = [path for path, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise CaptureError(f"{name} has parameters without a shape ({', '.join(lazy[:3])}); run its forward once first")
+    check_hooks(model)
+    check_shared_memory(model)
     module, tensors = _call(model, args, kwargs, loss_fn)
+    captured = _captured(model, module, tensors, name, repeats)
+    _check_state(model, module, tensors, captured, repeats)
+    return keep_parameter_hooks(captured, model)
+
+
+def _check_state(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    captured: CapturedModel,
+    repeats: tuple[Repeat, ...] | None,
+) -> None:
+    """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
+    name, state = captured.name, module.python
+    if state.moved:
+        where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or name
+        raise CaptureError(
+            f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
+            "call; draw from torch's, as a tensor"
+        )
+    if not state.changes:
+        return
+    constants = Constants()
+    with suppress(Exception):
+        _run_on_fakes(model, module, tensors, constants)
+    changes = state.changes
+    state.begin = next_begin(changes, constants)
+    try:
+        again = _captured(model, module, tensors, name, repeats)
+    finally:
+        state.begin = []
+    if not is_same_graph(captured, again):
+        first = changes[0]
+        raise CaptureError(
+            f"{first.where()} changes from call to call ({first.was!r}, then {first.value!r}), and forward computes "
+            "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+        )
+
+
+def _run_on_fakes(
+    model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], watched: Any = None
+) -> None:
+    """A run outside torch.export."""
+    with _setting(model, module) as setting:
+        inputs = new_inputs(setting.mode, tensors)
+        with setting.mode, watched or nullcontext():
+            module(*inputs)
+
+
+def _captured(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    name: str,
+    repeats: tuple[Repeat, ...] | None,
+) -> CapturedModel:
     if repeats is None:
         repeats = _repeats(model, module, tensors)
     with few_layers(model, repeats):
         captured = _trace(model, module, tensors, name)
     if not repeats:
         return captured
+    if captured.guards:  # the buffers of layers that are left out have values of their own
+        return _trace(model, module, tensors, name)
     try:
+        if any(parameter.mutated_by for parameter in captured.parameters):
+            raise NotAlikeError("forward writes parameters")
         return expand(captured, repeats, model)
     except NotAlikeError as error:
         logger.info("%s: every layer is traced, for %s", name, error)
@@ -91,9 +165,9 @@ def _call(
 def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
     """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
-        with fake_twin(model) as mode, torch.enable_grad():
-            inputs = new_inputs(mode, tensors)
-            with mode:
+        with _setting(model, module) as setting:
+            inputs = new_inputs(setting.mode, tensors)
+            with setting.mode:
                 return find_repeats(model, lambda: module(*inputs))
     except Exception as error:
         logger.info("%s: every layer is traced, for a run on fake tensors failed: %s", type(model).__name__, error)
@@ -101,14 +175,86 @@ def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, 
 
 
 def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
+    """The graph; traced again where parameters were found written that had no shadow from the beginning."""
+    written = module.written = Written()
+    while True:
+        error: CaptureError | None = None
+        try:
+            captured = _traced_once(model, module, tensors, name)
+        except CaptureError as found:
+            error = found
+        if written.found <= written.names:
+            break
+        written.names |= written.found
+    if error is not None:
+        raise error
+    return captured
+
+
+def _traced_once(
+    model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str
+) -> CapturedModel:
+    questions = Questions(dict(model.named_buffers(remove_duplicate=False)))
     try:
-        with fake_twin(model) as mode, torch.enable_grad():
-            program = _export(module, new_inputs(mode, tensors))
+        with _setting(model, module, questions) as setting:
+            program = _export(module, new_inputs(setting.mode, tensors))
+            module.written.found |= written_parameters(program)
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(error, name)) from error
-    return normalize(import_program(program, name=name, model=model, inputs=tensors))
+        raise questions.refused or CaptureError(_explain(error, name)) from error
+    if questions.refused is not None:  # the model caught it
+        raise questions.refused
+    captured = normalize(
+        import_program(program, name=name, model=model, inputs=tensors, opaques=setting.opaques, written=module.written)
+    )
+    return _guarded(captured, model, questions.guards) if questions.guards else captured
+
+
+def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str]) -> CapturedModel:
+    """With the values that the model's answers depend on, none of which a step changes.
+
+    Raises:
+        CaptureError: if one does.
+    """
+    changed = sorted(name for b in captured.buffers if b.mutated_by is not None for name in b.names if name in places)
+    if changed:
+        raise CaptureError(
+            f"{places[changed[0]]}: forward decides on buffer {changed[0]}, which the step itself changes, so that one "
+            "graph cannot stand for the model; if it is a flag that turns at the first batch, call the model on one "
+            "before planning (`model(**batch)` in one process); if it changes at every step, compute with the tensor"
+        )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return replace(captured, guards=tuple(BufferGuard.of(name, buffers[name]) for name in sorted(places)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What a run of the model for tracing takes place in."""
+
+    mode: Any
+    opaques: Any
+
+
+@contextmanager
+def _setting(model: nn.Module, module: LossModule, questions: Questions | None = None) -> Iterator[_Setting]:
+    """Inside, the model runs on fake tensors as one process would, what export drops is kept, and what Python asks
+    about values is answered."""
+    questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
+    module.watch = questions.asked
+    try:
+        with (
+            as_one_process(),
+            opaque_calls() as opaques,
+            fake_twin(model) as mode,
+            torch.enable_grad(),
+            own_functions(),
+            module_hooks(),
+            grad_modes(),
+        ):
+            yield _Setting(mode=mode, opaques=opaques)
+    finally:
+        module.watch = unwatched
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
@@ -124,6 +270,11 @@ def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
 def _explain(error: Exception, name: str) -> str:
     where = user_frame(error) or name
     first = str(error).strip().split("\n")[0] or type(error).__name__
+    if any("eager_transforms" in frame for frame in files_of(error)):
+        return (
+            f"{where}: forward differentiates inside itself (torch.func), which is not captured; compute it "
+            "by a formula of its own, or give the loss that needs it to a step outside"
+        )
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"{where}: Python control flow depends on the values of a tensor ({first}), so one graph cannot stand for "

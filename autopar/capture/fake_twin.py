@@ -54,9 +54,24 @@ def new_inputs(mode: FakeTensorMode, tensors: Sequence[tuple[str, Tensor]]) -> t
         return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in tensors)
 
 
+def is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def fake_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Fake tensors of a mode of their own."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+
 def has_value(tensor: Tensor) -> bool:
     """Is there data behind a tensor, neither fake nor meta?"""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def has_constant(tensor: Tensor) -> bool:
+    """Does a tensor answer questions about its value itself?"""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 def device_of(tensor: Tensor) -> torch.device | None:

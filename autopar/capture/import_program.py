@@ -1,5 +1,6 @@
 """How does an exported program become a CapturedModel? Placeholders are sorted and named, meta is completed."""
 
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,33 +12,70 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture.fake_twin import has_value
+from autopar.capture.opaque import OPAQUE, Opaques
 from autopar.capture.user_frame import frame_of_stack
+from autopar.capture.written import Written
 from autopar.errors import CaptureError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
+from autopar.ops.own_gradient import renewed
 from autopar.passes.graph_tools import needs_grad, tidy
 
 PREFIX = "model."
+_READS_NO_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 def stop_gradients(program: ExportedProgram) -> None:
-    """Write `torch.no_grad()` blocks as `detach` of their results: inlining the block would forget it."""
-    graph = program.graph
+    """Write `torch.no_grad()` blocks as `detach` of what they read: inlining a block would forget that it has no
+    gradients, and what it writes in place is not among its results."""
+    _stop_gradients(program.graph_module, enabled=True)
+
+
+def _stop_gradients(module: fx.GraphModule, *, enabled: bool) -> None:
+    graph = module.graph
     for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+        is_block = node.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+        if is_block:
+            _stop_gradients(module.get_submodule(str(node.args[1].target)), enabled=bool(node.args[0]))  # type: ignore[arg-type]
+        if enabled or not (node.op == "placeholder" or (is_block and node.args[0])):
             continue
-        for result in list(node.users):
-            value = result.meta.get("val")
-            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        for made in [node] if node.op == "placeholder" else list(node.users):
+            if not _is_differentiable(made.meta.get("val")):
                 continue
-            with graph.inserting_after(result):
-                stopped = graph.call_function(torch.ops.aten.detach.default, (result,))
-            stopped.meta = dict(result.meta)
-            result.replace_all_uses_with(stopped, delete_user_cb=lambda user, keep=stopped: user is not keep)
-    program.graph_module.recompile()
+            with graph.inserting_after(made):
+                stopped = graph.call_function(torch.ops.aten.detach.default, (made,))
+            stopped.meta = dict(made.meta)
+            made.replace_all_uses_with(stopped, delete_user_cb=lambda user, keep=stopped: _stops(user, keep))
+    module.recompile()
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _stops(user: fx.Node, stopped: fx.Node) -> bool:
+    """Whether a reader inside a block without gradients reads what is stopped: all but blocks that have gradients."""
+    if user is stopped or user.op == "output":
+        return False
+    return not (user.target is torch.ops.higher_order.wrap_with_set_grad_enabled and bool(user.args[0]))
+
+
+def written_parameters(program: ExportedProgram) -> set[str]:
+    """Names of the parameters that the program itself writes, which a trace with shadows does not."""
+    return {
+        str(spec.target).removeprefix(PREFIX)
+        for spec in program.graph_signature.output_specs
+        if spec.kind is OutputKind.PARAMETER_MUTATION
+    }
 
 
 def import_program(
-    program: ExportedProgram, *, name: str, model: nn.Module, inputs: Sequence[tuple[str, Tensor]]
+    program: ExportedProgram,
+    *,
+    name: str,
+    model: nn.Module,
+    inputs: Sequence[tuple[str, Tensor]],
+    opaques: Opaques,
+    written: Written,
 ) -> CapturedModel:
     """The program's graph with placeholders in the order parameters, buffers, constants, inputs.
 
@@ -45,25 +83,29 @@ def import_program(
         program: a functional export of a `LossModule` around `model`.
         model: the user's module, from which names, ties and trainability are read.
         inputs: path and tensor of each tensor input, in the program's order.
+        opaques: what its opaque calls stand for.
+        written: the parameters that forward writes, whose new values follow the loss in its output.
 
     Raises:
         CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
     """
-    importer = _Importer(program, model)
+    importer = _Importer(program, model, opaques)
     importer.placeholders(inputs)
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "output"):
             importer.call(node)
-    return importer.finish(name)
+    return importer.finish(name, written)
 
 
 class _Importer:
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module, opaques: Opaques) -> None:
         self.program = program
         self.model = model
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
         self.taken: set[str] = set()
+        self.opaques = opaques
+        self.observers: list[fx.Node] = []
         self.constants: dict[str, Tensor] = {}
         self.parameter_specs: list[ParameterSpec] = []
         self.buffer_specs: list[BufferSpec] = []
@@ -95,8 +137,11 @@ class _Importer:
                     persistent=any(name in persistent for name in names),
                 )
             )
+        unread = {node.name for node in self.program.graph.find_nodes(op="placeholder") if not node.users}
         for spec in specs:
             if spec.kind is InputKind.CONSTANT_TENSOR:
+                if spec.arg.name in unread:
+                    continue
                 value = self.program.constants[str(spec.target)]
                 node = self._placeholder("c_" + str(spec.target).removeprefix(PREFIX), value)
                 self.constants[node.name] = _plain_constant(value, str(spec.target))
@@ -120,24 +165,107 @@ class _Importer:
                 f"{where}: the graph holds {old.target}, a control-flow operator; write it without torch.cond "
                 "or while_loop"
             )
+        if old.target is OPAQUE:
+            self._opaque(old)
+            return
+        if old.name in self.env:  # the one result of an opaque call
+            return
         node = self.graph.node_copy(old, lambda n: self.env[n.name])
         node.meta = {"val": _meta(old.meta.get("val"), old), "module": _module(old)}
         node.meta["requires_grad"] = needs_grad(node, node.meta["val"])
         self.env[old.name] = node
 
-    def finish(self, name: str) -> CapturedModel:
+    def _opaque(self, old: fx.Node) -> None:
+        """A call of the user's own in place of what stood for it; results without gradient are detached."""
+        given_args: Any = old.args
+        tensors, number = given_args
+        own = self.opaques.calls[int(number)]
+        values = _meta(old.meta["val"], old)
+        target, constants = own.target()
+        given = [self.env[n.name] for n in tensors]
+        given += [self._constant(f"c_{old.name}", value) for value in constants]
+        node = self.graph.call_function(target, tuple(given))
+        node.meta = {"val": values if len(values) > 1 else values[0], "module": _module(old)}
+        node.meta["requires_grad"] = needs_grad(node, node.meta["val"])
+        if own.observes:
+            self.observers.append(node)
+        for user in old.users:
+            index = int(user.args[1])  # type: ignore[arg-type]
+            made = node
+            if len(values) > 1:
+                made = self.graph.call_function(operator.getitem, (node, index))
+                needs = node.meta["requires_grad"] and values[index].is_floating_point()
+                made.meta = {**node.meta, "val": values[index], "requires_grad": needs}
+            if index in own.constant:
+                with self.graph.inserting_after(made):
+                    stopped = self.graph.call_function(torch.ops.aten.detach.default, (made,))
+                stopped.meta = {**made.meta, "requires_grad": False}
+                made = stopped
+            self.env[user.name] = made
+
+    def _constant(self, name: str, value: Tensor) -> fx.Node:
+        """The placeholder of a tensor: of a parameter or buffer of the model, or a new constant."""
+        state = (*self.model.named_parameters(), *self.model.named_buffers())
+        owner = next((own for own, tensor in state if tensor is value), None)
+        specs: list[ParameterSpec | BufferSpec] = [*self.parameter_specs, *self.buffer_specs]
+        for spec in specs:
+            if owner in spec.names:
+                return self._named(spec.placeholder)
+        inputs = {spec.placeholder for spec in self.input_specs}
+        anchor = next(n for n in self.graph.nodes if n.op != "placeholder" or n.name in inputs)
+        with self.graph.inserting_before(anchor):
+            node = self._placeholder(name, value)
+        self.constants[node.name] = _plain_constant(value, name)
+        return node
+
+    def _named(self, name: str) -> fx.Node:
+        found: fx.Node = next(node for node in self.graph.nodes if node.name == name)
+        return found
+
+    def _observe(self) -> None:
+        """Let the readers of a value whose gradient is hooked read the hook's node, the first hook nearest to them."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        for node in reversed(self.observers):
+            source: Any = node.args[0]
+            (last if source.op == "placeholder" else source).append(node)
+            for user in list(source.users):
+                if user is not node:
+                    user.replace_input_with(source, node)
+
+    def _check_order(self, parameter: ParameterSpec, written: Written) -> None:
+        """Raises CaptureError if a parameter is read before it is written through `.data`: eager's backward of what
+        read it sees the new value, as no graph does."""
+        where = next((written.by_data[name] for name in parameter.names if name in written.by_data), None)
+        users = self._named(parameter.placeholder).users
+        if where and parameter.trainable and any(user.target not in (renewed, *_READS_NO_VALUE) for user in users):
+            raise CaptureError(
+                f"{where}: forward reads the parameter {parameter.names[0]} before it writes it through .data, so that "
+                "backward sees another value than forward did; write it first, or after the optimizer's step"
+            )
+
+    def finish(self, name: str, written: Written) -> CapturedModel:
         mutated: dict[str, fx.Node] = {}
+        results: list[fx.Node] = []
+        self._observe()
         for spec in self.program.graph_signature.output_specs:
             if spec.kind is OutputKind.USER_OUTPUT:
-                loss = self.env[spec.arg.name]
+                results.append(self.env[spec.arg.name])
             elif spec.kind is OutputKind.BUFFER_MUTATION:
                 mutated[str(spec.target).removeprefix(PREFIX)] = self.env[spec.arg.name]
+        loss, *new = results
+        new_values = dict(zip(written.values, new, strict=True))
         outputs = [loss]
         for index, buffer in enumerate(self.buffer_specs):
             value = next((mutated[n] for n in buffer.names if n in mutated), None)
             if value is not None:
                 outputs.append(value)
                 self.buffer_specs[index] = replace(buffer, mutated_by=value.name)
+        for index, parameter in enumerate(self.parameter_specs):
+            value = next((new_values[n] for n in parameter.names if n in new_values), None)
+            if value is not None:
+                self._check_order(parameter, written)
+                outputs.append(value)
+                self.parameter_specs[index] = replace(parameter, mutated_by=value.name)
         self.graph.output(tuple(outputs))
         return tidy(
             CapturedModel(

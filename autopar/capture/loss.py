@@ -2,11 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.capture.python_state import PythonState
+from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
 from autopar.inputs import Rebuild, leaves_of
 
@@ -17,7 +20,8 @@ class LossModule(nn.Module):
     Inputs that are not tensors (`use_cache=False`) are constants of the trace. `loss_fn` is called as
     `loss_fn(output, batch)`, batch being the call's keywords (or its positional arguments, if there are no keywords),
     or as `loss_fn(output)` if it takes one argument. Inputs that the model's forward does not accept are for
-    `loss_fn` alone: keywords it does not name, positions beyond its last.
+    `loss_fn` alone: keywords it does not name, positions beyond its last. The scalar is followed by new values of the
+    parameters that forward writes, which `written` names.
     """
 
     def __init__(
@@ -29,21 +33,40 @@ class LossModule(nn.Module):
         self._slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self._rebuild = rebuild
         self._loss_fn = loss_fn
+        self.written, self.python = Written(), PythonState()
+        self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
+        """Entered around every run, with the model."""
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with self.python.kept(self.model), self.watch(self.model):
+            watch = Watch(self.model, self.written)
+            try:
+                with watch:
+                    loss = self._loss(*tensors)
+            except Exception:
+                watch.check()
+                raise
+            return (loss, *watch.finish())
+
+    def _loss(self, *tensors: Tensor) -> Tensor:
         leaves = list(self._leaves)
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
         args, kwargs = self._rebuild(leaves)
         if self._loss_fn is None:
-            return (find_loss(self.model(*args, **kwargs)),)
+            return find_loss(self.model(*args, **kwargs))
         own_args, own_kwargs = accepted_inputs(self.model, args, kwargs)
         output = self.model(*own_args, **own_kwargs)
         batch = kwargs if kwargs else args
         loss = self._loss_fn(output) if num_positional(self._loss_fn) == 1 else self._loss_fn(output, batch)
         if not is_loss(loss):
             raise NoLossError(f"loss_fn returned {describe(loss)}; return one scalar that depends on a parameter")
-        return (loss,)
+        return cast(Tensor, loss)
+
+
+def unwatched(_: nn.Module) -> AbstractContextManager[None]:
+    """Nothing around a run."""
+    return nullcontext()
 
 
 def accepted_inputs(

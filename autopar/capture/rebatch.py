@@ -19,6 +19,8 @@ from torch import fx
 from autopar.capture.forked import Forked
 from autopar.graph import CapturedModel, target_name
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.passes.joined_samples import loss_over_samples
+from autopar.passes.sample_states import Joined
 from autopar.serialize import dump, load
 
 PATIENCE, LEAST_SECONDS = 3.0, 10.0
@@ -115,6 +117,18 @@ class Batches:
         graph = self.at(self.batch // count)
         is_kept = any(graph is one for one in (*self._captured.values(), *self._ends.values()))
         return accumulate_gradients(graph, count, lambda: self.at(self.batch), in_place=not is_kept)
+
+    def why_whole(self) -> str | None:
+        """What joins the samples of a batch, so that a step is one micro-batch; None if nothing does.
+
+        Of a line where there is one, else of as many samples as the fewest micro-batches have.
+        """
+        if self.batch == 1:
+            return None
+        whole, line = self.captured(self.batch), self.find_line()
+        few = next(n for n in range(self.batch // 2, 0, -1) if self.batch % n == 0)
+        found = loss_over_samples(whole, self.captured(few) if line is None else line.small)
+        return found.why if isinstance(found, Joined) else None
 
     def captured_microbatch(self, count: int) -> CapturedModel:
         """The same as it is captured, not moved along a line."""

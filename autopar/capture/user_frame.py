@@ -1,15 +1,18 @@
 """Which line of the user's own code does an error come from?"""
 
+import linecache
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
 _TORCH = Path(torch.__file__).parent
-_OURS = Path(__file__).parents[1]
+_OURS, _HERE = Path(__file__).parents[1], Path(__file__).parent
+_WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/functional.py", "torch/__init__.py")
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -20,6 +23,11 @@ def user_frame(error: BaseException) -> str | None:
     return innermost(frames)
 
 
+def files_of(error: BaseException) -> list[str]:
+    """The files of all frames that an error passed."""
+    return [name for link in _chain(error) for name, _ in _frames(link.__traceback__)]
+
+
 def frame_of_stack(text: str) -> str | None:
     """The same for a stack trace printed as text, as fx nodes carry it."""
     return innermost([(name, int(line)) for name, line in _FRAME.findall(text)])
@@ -28,13 +36,35 @@ def frame_of_stack(text: str) -> str | None:
 def innermost(frames: list[tuple[str, int]]) -> str | None:
     """Of frames listed outermost first, the last one that is the user's own, or else any library's but torch."""
     known = [(Path(name), line) for name, line in frames if not name.startswith("<")]
-    foreign = [(path, line) for path, line in known if not _is_machinery(path)]
+    foreign = [(path, line) for path, line in known if not is_machinery(path)]
     own = [(path, line) for path, line in foreign if "site-packages" not in path.parts]
     chosen = own or foreign
     return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else None
 
 
-def _is_machinery(path: Path) -> bool:
+def asker() -> FrameType:
+    """The frame that called something which is answered here; torch's own wrappers are left out."""
+    frame = sys._getframe(1)
+    while Path(frame.f_code.co_filename).parent == _HERE or frame.f_code.co_filename.endswith(_WRAPPERS):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+def place_of(frame: FrameType | None) -> tuple[str, str]:
+    """`file:line` of the user's innermost frame from here outwards, and that line in brackets."""
+    frames: list[tuple[str, int]] = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    place = innermost(frames[::-1]) or "the model"
+    name, _, line = place.rpartition(":")
+    text = linecache.getline(name, int(line)).strip() if line.isdigit() else ""
+    return place, f" ({text[:77] + '...' if len(text) > 80 else text})" if text else ""
+
+
+def is_machinery(path: Path) -> bool:
+    """Whether a file is torch's, ours, or of Python's library."""
     if path.is_relative_to(_TORCH) or path.is_relative_to(_OURS):
         return True
     return path.is_relative_to(_STDLIB) and "site-packages" not in path.parts
@@ -54,3 +84,13 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
     while traceback is not None:
         yield traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
+
+
+def own_frame() -> str | None:
+    """`file:line` of the user's code that runs now."""
+    frames: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return innermost(frames[::-1])

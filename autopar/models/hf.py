@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ArgumentError, ModelSpecError
 from autopar.models.overrides import apply_override, near
+from autopar.precision import model_in_dtype
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
@@ -51,7 +52,7 @@ def load_hf(
     finally:
         torch.set_default_dtype(default)
     if dtype is torch.float64:
-        model = model.to(dtype)
+        model = model_in_dtype(model, dtype)
     return model.train(), example_inputs(model, config, batch, seq, dtype, device), cls.__name__
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.capture.user_frame import user_frame
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
 from autopar.models.overrides import near, parse_literal
-from autopar.precision import PRECISIONS, Precision, stored_as
+from autopar.precision import PRECISIONS, Precision, in_dtype, model_in_dtype, stored_as
 
 FORMS = "name a model as file.py:function, module:function or hf:config.json"
 
@@ -108,7 +108,7 @@ def _load_function(
         ) from error
     model, args, kwargs = _unpack(result, spec)
     args, kwargs = _cast(args, dtypes.compute), _cast(kwargs, dtypes.compute)
-    model = stored_as(model.to(dtypes.compute), dtypes)
+    model = stored_as(model_in_dtype(model, dtypes.compute), dtypes)
     return LoadedModel(name=type(model).__name__, model=model, args=args, kwargs=kwargs)
 
 
@@ -173,7 +173,7 @@ def _unpack(result: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[st
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return in_dtype(value, dtype)
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}
     if type(value) in (list, tuple):

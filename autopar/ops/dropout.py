@@ -57,7 +57,8 @@ def alpha_dropout(
         return (torch.alpha_dropout if along is None else torch.feature_alpha_dropout)(x, p, True)
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     keep = keep_mask(draws, x, p, site, shape, shards, along).to(x.dtype)
-    return x * (keep * scale) + ((keep - 1) * (ALPHA * scale) + ALPHA * scale * p)
+    scaled = keep * scale
+    return (x * scaled).add_(keep.sub_(1).mul_(ALPHA * scale).add_(ALPHA * scale * p))
 
 
 def rrelu(

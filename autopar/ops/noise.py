@@ -4,7 +4,6 @@ All of rand, randn, randint, randperm, bernoulli, and what fills a new tensor in
 is one op. No gradient passes it.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,9 @@ from autopar.ops.shards import own_slice
 
 PERMUTATION = "randperm"
 """The one distribution whose elements depend on one another; the others are methods of a tensor."""
+
+INTEGERS = "random_"
+"""The one distribution whose arguments are integers."""
 
 Order = tuple[int, ...] | None
 """Dims from the outermost in memory on, None for a contiguous tensor: torch draws in the order of memory."""
@@ -71,7 +73,7 @@ def bound(
         made: Tensor = _traced(
             BOUND.draw,
             fill,
-            json.dumps(numbers),
+            " ".join(f"{number}" for number in numbers),
             size,
             whole,
             order,
@@ -151,10 +153,9 @@ def _traced(
     site = dict(zip(pairs[::2], pairs[1::2], strict=True)).get(site, site)
     words = shards.split()
     split = tuple(zip(words[::2], map(int, words[1::2]), strict=True))
+    values = [int(word) if fill == INTEGERS else float(word) for word in numbers.split()]
     draws = Draws(seed=seed, step=step, exact=exact)
-    return _drawn(
-        draws, fill, json.loads(numbers), size, shape, order, site, split, lambda: KNOWN[number], dtype, device
-    )
+    return _drawn(draws, fill, values, size, shape, order, site, split, lambda: KNOWN[number], dtype, device)
 
 
 @_traced.register_fake

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.report.search_text import one_microbatch_text
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.search.costs.ledger import Item
 from autopar.search.explanation.alternatives import Alternative
@@ -80,6 +81,8 @@ def _heading(explanation: Explanation) -> list[str]:
     if others := estimate.solver.get("microbatches"):
         said = (f"{n}: {seconds_text(v) if isinstance(v, float) else v}" for n, v in others.items())
         lines.append("micro-batches: " + "; ".join(said))
+    if why := estimate.solver.get("one_microbatch"):
+        lines.append(one_microbatch_text(why))
     return lines
 
 

@@ -22,7 +22,7 @@ from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections, unruled
-from autopar.report.search_text import search_text, timeline_text
+from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
 
@@ -98,6 +98,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     if others := estimate.solver.get("microbatches"):
         prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())
         lines.append("micro-batches: " + "; ".join(f"{n}: {said}" for n, said in zip(others, prices, strict=True)))
+    if why := estimate.solver.get("one_microbatch"):
+        lines.append(one_microbatch_text(why))
     if searched := estimate.solver.get("search"):
         lines.append(search_text(searched))
     if estimate.seconds:

@@ -13,7 +13,7 @@ from autopar.blocks import relative, title
 from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
 from autopar.export.regions import Region, sections
-from autopar.graph import LocalModel, operands
+from autopar.graph import LocalModel, called_name, operands
 from autopar.placement import Shard
 from autopar.redistribution import Message
 
@@ -233,5 +233,6 @@ def unruled(nodes: Iterable[fx.Node]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for node in nodes:
         if node.op == "call_function" and not rule_of(node).known:
-            counts[str(node.target)] = counts.get(str(node.target), 0) + 1
+            name = called_name(node)
+            counts[name] = counts.get(name, 0) + 1
     return counts

@@ -28,6 +28,11 @@ def search_text(facts: Mapping[str, Any]) -> str:
     return text
 
 
+def one_microbatch_text(why: str) -> str:
+    """`why`: what `search.microbatches` notes in `estimate.solver["one_microbatch"]`."""
+    return f"one micro-batch: the batch cannot be split, for {why}"
+
+
 def timeline_text(facts: Mapping[str, Any]) -> str:
     """`facts`: what `search.overlapped` notes in `estimate.solver["timeline"]`."""
     plans, chosen = facts["plans"], facts["chosen"]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autopar.blocks import blocks_text
 from autopar.graph import CapturedModel, requires_grad
-from autopar.report.search_text import search_text, timeline_text
+from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.staged_plan import StagedPlan
 
@@ -22,6 +22,8 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         f"{plan.mesh}; {plan.schedule}, {plan.microbatches} micro-batches, {plan.config.optimizer}, "
         f"{plan.config.precision} [{plan.origin}]"
     ]
+    if why := estimate.solver.get("one_microbatch"):
+        lines.append(one_microbatch_text(why))
     if searched := estimate.solver.get("search"):
         lines.append(search_text(searched))
     if estimate.seconds:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx
 
 from autopar.graph import operands, requires_grad
+from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from autopar.placement import INVARIANT, REPLICATE, Shard
+from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Shard
 from autopar.redistribution import Message
 from autopar.rules.describe import dim_name, numel, statistics_size
 from autopar.rules.rule import Call, Choice, Dims, Factor, Local, Rule
@@ -95,4 +96,25 @@ def _count_labels(node: fx.Node) -> Rule:
     )
 
 
-RULES: dict[Any, Callable[[fx.Node], Rule]] = {cross_entropy: _cross_entropy, count_labels: _count_labels}
+def _checked(node: fx.Node) -> Rule:
+    """The loss passes as it is; of failures each rank looks at its own summand."""
+    whole = [
+        Choice(name=f"{name}_counted", operands=(placement, PARTIAL), results=(placement,))
+        for name, placement in (("replicate", REPLICATE), ("invariant", INVARIANT))
+    ]
+    summands = Choice(name="replicate_summands", operands=(PARTIAL, PARTIAL), results=(PARTIAL,))
+    return Rule(
+        factors={},
+        operands=((), ()),
+        results=((),),
+        linear=(frozenset({0}),),
+        extra=(*whole, summands),
+        alias=0,
+    )
+
+
+RULES: dict[Any, Callable[[fx.Node], Rule]] = {
+    checked: _checked,
+    cross_entropy: _cross_entropy,
+    count_labels: _count_labels,
+}

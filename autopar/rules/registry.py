@@ -13,10 +13,12 @@ import torch
 from torch import fx
 
 from autopar.graph import operands
+from autopar.ops.own_gradient import is_own
 from autopar.rules import (
     attention,
     convolution,
     creation,
+    discovered,
     elementwise,
     embedding,
     grouped_linear,
@@ -37,6 +39,7 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
         attention,
         convolution,
         creation,
+        discovered,
         elementwise,
         embedding,
         grouped_linear,
@@ -62,6 +65,8 @@ def rule_of(node: fx.Node) -> Rule:
     maker = RULES.get(str(target) if isinstance(target, torch._ops.OpOverload) else target)
     if maker is not None:
         return maker(node)
+    if is_own(target):
+        return discovered.discovered_rule(node)
     if elementwise.is_pointwise(node):
         return elementwise.pointwise_rule(node)
     ranks = tuple(source.meta["val"].dim() for source in operands(node))

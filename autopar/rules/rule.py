@@ -6,8 +6,8 @@ is made: one factor is split, or none. From the factors alone follow (design sec
     factor in an operand or result     Shard(that dim)
     factor missing from an operand     Replicate, or Partial if that operand is added to a summed result (a bias)
     factor missing from the result     Partial; only a summed factor may be missing
-    no factor                          all Replicate, or all Invariant: valid for every op, since a gradient function
-                                       is linear in the gradient that arrives
+    no factor                          all Replicate, or all Invariant: valid for every op whose gradient function is
+                                       linear in the gradient that arrives; only all Invariant for others
     no factor, op linear in operands   those operands Partial, the others Replicate, the results Partial
 
 Choices that need a local body of their own (vocabulary-split embedding, ...) are listed in `extra`.
@@ -130,6 +130,8 @@ class Rule:
     spare: elements of a result that forward and backward allocate beside, of a rank's shapes; None for what
         `rules.spare` says of its name.
     known: False for ops without a rule of their own.
+    whole_gradient: backward is not linear in the gradient that arrives, so that no result may be Replicate, whose
+        gradient is a summand.
     """
 
     factors: Mapping[str, Factor]
@@ -155,6 +157,7 @@ class Rule:
     looked_up: frozenset[int] = frozenset()
     spare: Callable[[Shapes, Shapes], tuple[int, int]] | None = None
     known: bool = True
+    whole_gradient: bool = False
 
 
 def replicated_rule(operand_ranks: tuple[int, ...], result_ranks: tuple[int, ...]) -> Rule:
@@ -180,6 +183,8 @@ def choices(rule: Rule) -> tuple[Choice, ...]:
         name: Choice(name=name, operands=(whole,) * num_operands, results=(whole,) * num_results)
         for name, whole in (("replicate", REPLICATE), ("invariant", INVARIANT))
     }
+    if rule.whole_gradient:
+        del out["replicate"]
     for name, factor in rule.factors.items():
         missing = {i: PARTIAL if factor.summed and i in rule.added else REPLICATE for i in range(num_operands)}
         operands = tuple(_place(dims, name) or missing[i] for i, dims in enumerate(rule.operands))

@@ -42,7 +42,7 @@ BACKWARD: dict[str, float] = {
 AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear"})
 """Ops that make all gradients in one call, which is not told those asked for."""
 
-FORWARD: dict[str, float] = {"dropout": 1.0}
+FORWARD: dict[str, float] = {"dropout": 1.0, "alpha_dropout": 1.0, "rrelu": 1.0}
 
 
 def short_name(node: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from autopar.ops.attention import attention
 from autopar.ops.batch_norm import batch_norm
+from autopar.ops.checked import checked
 from autopar.ops.collectives import (
     all_gather,
     all_reduce,
@@ -47,6 +48,7 @@ __all__ = [
     "batch_norm",
     "block",
     "check_optimizer",
+    "checked",
     "count_labels",
     "count_messages",
     "cross_entropy",

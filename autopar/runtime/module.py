@@ -116,7 +116,7 @@ class DistributedModule(Trainable):
         self._graphs: dict[tuple[bool, str, bool], fx.GraphModule] = {}
         self._rides = False
         self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
-        self._mutated = [b for b in captured.buffers if b.mutated_by]
+        self._mutated = captured.written
         whole = all_whole(plan.layouts[spec.placeholder] for spec in captured.parameters)
         self.state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
         self._late = Late(self.state.add_gradient)
@@ -247,8 +247,11 @@ class DistributedModule(Trainable):
                 loss, *results = self._compiler.run(graph, values, self.groups, draws, remakes)
         if self.training:
             with torch.no_grad():
-                for buffer, value in zip(self._mutated, results, strict=False):
-                    self.get_buffer(buffer.names[0]).copy_(value)
+                for spec, value in zip(self._mutated, results, strict=False):
+                    if isinstance(spec, ParameterSpec):
+                        self.state.write(spec, value)
+                    else:
+                        self.get_buffer(spec.names[0]).copy_(value)
         return loss, (results[-1] if len(results) > len(self._mutated) else None)
 
     def local_batch(self, batch: Any) -> Any:

@@ -45,6 +45,7 @@ class State:
         self.stored: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
+        self._guarded: dict[str, tuple[int, int]] = {}
         self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
             name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
@@ -98,6 +99,11 @@ class State:
         """This rank's part of a whole tensor, as the parameter is stored."""
         part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
         return self.as_stored(spec, own_copy(part, self.device))
+
+    def write(self, spec: ParameterSpec, whole: Tensor) -> None:
+        """Write this rank's part of a new value of a parameter, which backward need not know."""
+        part = local_part(whole.detach(), self.layout(spec.placeholder), self.mesh, self.coordinate)
+        local_tensor(self.parameters[spec.placeholder].data).data.copy_(part)
 
     def fill(self, root: nn.Module, name: str, value: Tensor) -> bool:
         """Write this rank's part of a whole parameter or buffer; whether there is one of that name."""
@@ -170,9 +176,31 @@ class State:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """What the graph's placeholders read, parameters and inputs excepted."""
+        """What the graph's placeholders read, parameters and inputs excepted.
+
+        Raises:
+            PlanMismatchError: if a buffer that forward branches on has another value than when it was captured.
+        """
+        if self.local.captured.guards:
+            self._check_guards()
         buffers = {spec.placeholder: self._buffer(spec) for spec in self.local.captured.buffers}
         return {**self.constants, **buffers}
+
+    def _check_guards(self) -> None:
+        """Look at guarded buffers, at each only where it was written or exchanged."""
+        values = {
+            name: owned
+            for spec in self.local.captured.buffers
+            for name in spec.names
+            if (owned := self._buffers[spec.placeholder])
+        }
+        for guard in self.local.captured.guards:
+            if guard.name in values:  # in a pipeline it may be another stage's
+                owner, name = values[guard.name]
+                held: Tensor = getattr(owner, name)
+                if self._guarded.get(guard.name) != (id(held), held._version):
+                    guard.check(held)
+                    self._guarded[guard.name] = id(held), held._version
 
     def _buffer(self, spec: BufferSpec) -> Tensor:
         owner, name = self._buffers[spec.placeholder]

@@ -26,6 +26,8 @@ from autopar.staged_plan import StagedPlan
 Answer = Plan | StagedPlan
 Found = tuple[Answer, CapturedModel]
 
+ONE_MICROBATCH = "one_microbatch"
+"""Where an estimate says why a step is one micro-batch."""
 TOLERANCE = 1e-6
 """Bounds of a solver are no closer to the truth than this, relatively."""
 
@@ -118,14 +120,25 @@ def search_microbatches(
     batches = Batches(capture=capture, batch=batch, shared=shared)
     try:
         batches.begin_line()
+        why = batches.why_whole()
+        counts = divisors(batch) if why is None else (1,)
         while True:
-            found, graph = choose_microbatches(divisors(batch), batches.microbatch, plan, bound, relative_gap, tell)
+            found, graph = choose_microbatches(counts, batches.microbatch, plan, bound, relative_gap, tell)
+            found = with_reason(found, why)
             count = found.microbatches
             if not batches.lines or batches.captured_microbatch(count).fingerprint == graph.fingerprint:
                 return found
             batches.distrust()
     finally:
         batches.close()
+
+
+def with_reason(answer: Answer, why: str | None) -> Answer:
+    """The answer, which says why a step is one micro-batch, if it has to be."""
+    if why is None:
+        return answer
+    estimate = answer.estimate
+    return answer.with_estimate(replace(estimate, solver={**estimate.solver, ONE_MICROBATCH: why}))
 
 
 def unlimited_bound(

@@ -17,7 +17,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
-from autopar.graph import CapturedModel, target_name
+from autopar.graph import CapturedModel, called_name
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
@@ -307,4 +307,4 @@ def _baseline(name: str, program: Program, pricer: Pricer, limit: float, buckets
 
 def _without_rule(program: Program) -> dict[str, int]:
     """Ops that run whole on every rank because no rule knows them: target -> count."""
-    return dict(Counter(target_name(op.node.target) for op in program.ops if not op.rule.known))
+    return dict(Counter(called_name(op.node) for op in program.ops if not op.rule.known))

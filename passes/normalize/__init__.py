@@ -14,6 +14,7 @@ from autopar.passes.normalize.cross_entropy import normalize_cross_entropy
 from autopar.passes.normalize.drop_asserts import drop_asserts
 from autopar.passes.normalize.drop_noops import drop_noops
 from autopar.passes.normalize.experts import order_by_token
+from autopar.passes.normalize.keep_checks import keep_checks
 from autopar.passes.normalize.linear import fold_linear
 from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
@@ -26,6 +27,7 @@ from autopar.passes.normalize.where import simplify_where
 Pass = Callable[[CapturedModel], CapturedModel]
 
 PIPELINE: tuple[Pass, ...] = (
+    keep_checks,
     drop_asserts,
     canonicalize_arguments,
     drop_noops,

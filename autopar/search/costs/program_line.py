@@ -16,7 +16,7 @@ from autopar.capture.rebatch import Between, Deferred, Line, NotLinearError
 from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands
 from autopar.ops.cross_entropy import count_labels
-from autopar.passes.accumulate_gradients import Parts, count_call, is_unscaled, parts_of
+from autopar.passes.accumulate_gradients import Parts, count_call, parts_of
 from autopar.rules.elementwise import LOOKED_BACK, is_positive
 from autopar.search.costs.program import Op, OpMaker, Program, Tensor, make_program
 
@@ -55,12 +55,11 @@ class ProgramLine:
             self._kind_of.append(kind)
 
     def _found_parts(self) -> Parts | None:
-        """How any micro-batches of more than one sample make a step. None where they do not, and where a number in the
-        graph may be the size of the batch, so that it has to be seen of each size."""
+        """How any micro-batches of more than one sample make a step. None where they do not."""
         small, large = self.line.small, self.line.large
         try:
-            if is_unscaled(small) and is_unscaled(large) and COUNT not in large.nodes:
-                return parts_of(large, 2, lambda: large)
+            if COUNT not in large.nodes:
+                return parts_of(small, 2, large)
         except BatchError:  # which says so in words when the graph is made
             pass
         return None

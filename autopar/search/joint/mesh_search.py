@@ -30,6 +30,7 @@ from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Answer, Setup
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
+from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts
 from autopar.staged_plan import check_microbatches
@@ -134,6 +135,9 @@ def search_meshes(
         while True:
             left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
             whole = graph(min(counts))
+            why = batches.why_whole() if batch is not None and microbatches is None else None
+            if why is not None:
+                counts, setup = (1,), replace(setup, counts=(1,))
             asked = keys(len(block_starts(whole)) + 1)
             if helpers is None and len(asked) >= MANY:
                 helpers = _entered(held)
@@ -150,14 +154,14 @@ def search_meshes(
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
             outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
             if outcome.answer is None or outcome.key is None:
-                raise _nothing_fits(joint, outcome)
+                raise _nothing_fits(joint, outcome, why)
             best = _worth_finishing(outcome)
             begin(best[-1][0].microbatches)
             finished: list[Answer] = []
             for key, answer in best:
                 taken = time.monotonic() - began
                 plan = _certified(key, answer, outcome, joint, len(asked), with_baselines, taken, mesh)
-                finished.append(finish(plan, joint.program(key.microbatches)))
+                finished.append(with_reason(finish(plan, joint.program(key.microbatches)), why))
             found = min(finished, key=lambda plan: plan.estimate.step_seconds)
             count = found.microbatches
             begin(count)
@@ -231,8 +235,11 @@ def _certified(
     return plan
 
 
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> InfeasibleError:
-    """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest."""
+def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer], why: str | None) -> InfeasibleError:
+    """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
+
+    why: a step is one micro-batch.
+    """
     given_up = ", ".join(str(key) for key, bound in outcome.excluded.items() if bound < math.inf)
     if not outcome.failures:
         return InfeasibleError(
@@ -256,4 +263,5 @@ def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer]) -> Infeasib
         except InfeasibleError as error:
             failure = error
     least = None if key.schedule else failure.least_nbytes
-    return InfeasibleError(f"{said}; on {key}: {failure}", least_nbytes=least)
+    whole = f"; the batch is not split into micro-batches, for {why}" if why is not None else ""
+    return InfeasibleError(f"{said}; on {key}: {failure}{whole}", least_nbytes=least)

@@ -1,0 +1,412 @@
+"""Is a question about a tensor's value a check? It is where the value decides no more than whether the model complains.
+
+`if not torch.isfinite(x).all(): raise ValueError(...)`, an assertion, a warning: of the two branches one only raises
+(or only tells), so the other is the model, and the question becomes a condition that runs with it. Which expression is
+tested stands in the positions of the caller's code and in the syntax tree of its source.
+
+`not`, `and`, `or` and `bool()` between the tested expression and the statement are followed, `return` to the caller,
+and a variable to the only tests that read it.
+"""
+
+import ast
+import dis
+import linecache
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autopar.capture.user_frame import is_machinery
+
+CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented", "_assert"}
+"""Functions of torch that raise where their first argument is false."""
+TELLERS = {"print", "warn", "warning", "warn_once", "warning_once", "info", "debug", "error", "log", "rank_zero_warn"}
+"""Functions and methods whose calls are read by people only."""
+TESTED = (ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A tested value as part of a statement that only raises or tells.
+
+    wanted: the value without a complaint. others: tests that must all be answered wrongly too before there is one, each
+    with its wanted value, in the order in which Python asks. frame: where names in them are looked up. raises: whether
+    it is an error or only something to read. message: of the complaint.
+    """
+
+    wanted: bool
+    others: tuple[tuple[ast.expr, bool], ...]
+    frame: FrameType
+    raises: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    tree: ast.Module
+    parents: dict[ast.AST, ast.AST]
+    at: dict[tuple[int, int, int, int], list[ast.expr]]
+    guarded: tuple[tuple[int, int], ...]
+    """Lines whose errors are caught."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A statement that complains where a test is not `wanted`."""
+
+    wanted: bool
+    statement: ast.stmt | ast.expr
+    complaint: str
+    raises: bool
+
+
+def find_check(frame: FrameType, stop: CodeType) -> Check | None:
+    """The check whose test asks a question in `frame`; None for what is no check, or one whose error is caught.
+
+    stop: the code of the function that calls the model, beyond which nobody looks.
+    """
+    found = _climb(frame, stop)
+    if found is None or (found.raises and _is_caught(frame, stop)):
+        return None
+    return found
+
+
+def is_inside_check(frame: FrameType, stop: CodeType) -> bool:
+    """Whether a number asked for in `frame` is only compared, and the comparison is the test of a check."""
+    source = _source_of(frame.f_code.co_filename)
+    node = None if source is None else _asked(frame, source)
+    if source is None or node is None:
+        return False
+    return _root(_compared(node, source), source, frame, True) is not None and not _is_caught(frame, stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A number is asked for and compared with `other`, which is the test of a check. compare: of the two in this order."""
+
+    check: Check
+    compare: Callable[[Any, Any], Any]
+    other: float
+
+    @property
+    def answer(self) -> float:
+        """A number of which the comparison is as wanted."""
+        near = (self.other, self.other + 1, self.other - 1)
+        return next(number for number in near if self.compare(number, self.other) == self.check.wanted)
+
+
+def find_comparison(frame: FrameType, stop: CodeType) -> Comparison | None:
+    """What `float()` or `int()` of a tensor is compared with in `frame`; None where it is used otherwise."""
+    source = _source_of(frame.f_code.co_filename)
+    node = None if source is None else _asked(frame, source)
+    parent = None if source is None or node is None else source.parents.get(node)
+    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1 or type(parent.ops[0]) not in _COMPARED:
+        return None
+    check = _climb(frame, stop, parent)
+    if check is None or (check.raises and _is_caught(frame, stop)):
+        return None
+    compare = _COMPARED[type(parent.ops[0])]
+    is_left = parent.left is node
+    other = _evaluate(parent.comparators[0] if is_left else parent.left, frame)
+    if isinstance(other, bool) or not isinstance(other, int | float) or not math.isfinite(other):
+        return None
+    return Comparison(check=check, compare=compare if is_left else lambda a, b: compare(b, a), other=other)
+
+
+def _evaluate(expression: ast.expr, frame: FrameType) -> Any:
+    return eval(compile(ast.Expression(expression), "<check>", "eval"), frame.f_globals, frame.f_locals)
+
+
+def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool:
+    """Whether a test has another value than is wanted, evaluated anew; a tensor where it follows from tensors."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return is_violated(test.operand, not wanted, frame)
+    if isinstance(test, ast.BoolOp):
+        return violated_of([(value, wanted) for value in test.values], isinstance(test.op, ast.And) != wanted, frame)
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "bool" and test.args:
+        return is_violated(test.args[0], wanted, frame)
+    value = _evaluate(test, frame)
+    if isinstance(value, Tensor):
+        return torch.logical_not(value) if wanted else value != 0
+    return bool(value) != wanted
+
+
+def violated_of(tests: Sequence[tuple[ast.expr, bool]], all_of_them: bool, frame: FrameType) -> Tensor | bool:
+    """Whether all tests, or any, have other values than wanted; what Python would not evaluate is not."""
+    found: Tensor | bool = all_of_them
+    for test, wanted in tests:
+        own = is_violated(test, wanted, frame)
+        if not isinstance(own, Tensor):
+            if own != all_of_them:
+                return own
+            continue
+        if not isinstance(found, Tensor):
+            found = own
+        else:
+            found = torch.logical_and(found, own) if all_of_them else torch.logical_or(found, own)
+    return found
+
+
+def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> Check | None:
+    """From the tested expression to the statement; through `return` to the caller."""
+    asker: FrameType | None = frame
+    flipped, others = False, list[tuple[ast.expr, bool]]()
+    while asker is not None and asker.f_code is not stop:
+        source = _source_of(asker.f_code.co_filename)
+        node = None if source is None else tested or _asked(asker, source)
+        if source is None or node is None:
+            return None
+        tested = None
+        top = _top(node, source)
+        parent = source.parents.get(top)
+        if isinstance(parent, ast.Return):
+            if any(isinstance(step, ast.BoolOp) for step in (*_path(node, top, source), top)):
+                return None
+            flipped ^= _is_flipped(node, top, source)
+            asker = asker.f_back
+            continue
+        root = _root(top, source, asker)
+        if root is None:
+            return None
+        wanted = root.wanted
+        below = list(_path(node, top, source))
+        child, wants = cast(ast.AST, top), wanted
+        for step in reversed(below):
+            if isinstance(child, ast.UnaryOp):
+                wants = not wants
+            elif isinstance(child, ast.BoolOp) and isinstance(child.op, ast.And) != wants:
+                position = next(i for i, value in enumerate(child.values) if value is step)
+                others += [(value, wants) for value in child.values[position + 1 :]]
+            child = step
+        return Check(
+            wanted=wants != flipped,
+            others=tuple(others),
+            frame=asker,
+            raises=root.raises,
+            message=" ".join(root.complaint.split()),
+        )
+    return None
+
+
+def _path(node: ast.AST, top: ast.AST, source: _Source) -> Iterator[ast.AST]:
+    """`node` and what is around it, below `top`."""
+    while node is not top:
+        yield node
+        node = source.parents[node]
+
+
+def _top(node: ast.expr, source: _Source) -> ast.expr:
+    """The largest expression whose truth follows from that of `node` and of tests beside it."""
+    while True:
+        parent = source.parents.get(node)
+        is_not = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+        if is_not or isinstance(parent, ast.BoolOp) or _is_bool(parent, node):
+            assert isinstance(parent, ast.expr)
+            node = parent
+        else:
+            return node
+
+
+def _compared(node: ast.expr, source: _Source) -> ast.expr:
+    """The largest expression around a number that is made of arithmetic, comparisons and tests."""
+    while isinstance(parent := source.parents.get(node), ast.Compare | ast.BinOp | ast.UnaryOp | ast.BoolOp):
+        node = parent
+    return node
+
+
+def _is_bool(call: ast.AST | None, argument: ast.AST) -> bool:
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "bool"
+        and call.args == [argument]
+    )
+
+
+def _is_flipped(node: ast.AST, top: ast.AST, source: _Source) -> bool:
+    above = [source.parents[step] for step in _path(node, top, source)]
+    return sum(isinstance(step, ast.UnaryOp) for step in above) % 2 == 1
+
+
+def _root(top: ast.expr, source: _Source, frame: FrameType, is_number: bool = False) -> _Root | None:
+    """What complains where the test `top` is not as wanted, None where anything else depends on it.
+
+    is_number: a tensor stands for it, which may be compared before it is tested.
+    """
+    parent = source.parents.get(top)
+    if isinstance(parent, ast.Assert) and parent.test is top:
+        said = "" if parent.msg is None else f": {_text(parent.msg)}"
+        return _Root(True, parent, f"AssertionError{said or f': {ast.unparse(top)}'}", True)
+    if isinstance(parent, ast.If) and parent.test is top:
+        for branch, wanted in ((parent.body, False), (parent.orelse, True)):
+            if branch and _only_raises(branch):
+                return _Root(wanted, parent, _raised(branch), True)
+        if _only_tells(parent.body) and _only_tells(parent.orelse):
+            return _Root(False, parent, ast.unparse(parent.body[0]), False)
+    if isinstance(parent, ast.Call) and parent.args and parent.args[0] is top and _name(parent.func) in CHECKERS:
+        said = f": {_text(parent.args[1])}" if len(parent.args) > 1 else f": {ast.unparse(top)}"
+        return _Root(True, parent, f"{_name(parent.func)}{said}", True)
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
+        return _root_of_variable(parent, parent.targets[0].id, source, frame, is_number)
+    return None
+
+
+def _root_of_variable(
+    assignment: ast.Assign, name: str, source: _Source, frame: FrameType, is_number: bool
+) -> _Root | None:
+    """The check that is the only reader of a variable, which is assigned once."""
+    function: ast.AST | None = assignment
+    while function is not None and not isinstance(function, _FUNCTIONS):
+        function = source.parents.get(function)
+    if function is None:
+        return None
+    inside = [node for statement in function.body for node in ast.walk(statement)]
+    uses = [node for node in inside if isinstance(node, ast.Name) and node.id == name]
+    loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
+    if len(uses) != len(loads) + 1 or len(loads) != 1:
+        return None
+    if isinstance(source.parents.get(loads[0]), ast.Compare) and not is_number:
+        return None
+    top = _top(_compared(loads[0], source) if is_number else loads[0], source)
+    if any(isinstance(step, ast.BoolOp) for step in (*_path(loads[0], top, source), top)):
+        return None
+    if isinstance(source.parents.get(top), ast.Assign):
+        return None
+    root = _root(top, source, frame)
+    if root is None:
+        return None
+    return _Root(root.wanted != _is_flipped(loads[0], top, source), root.statement, root.complaint, root.raises)
+
+
+def _asked(frame: FrameType, source: _Source) -> ast.expr | None:
+    """The expression whose value the current instruction tests, or that it calls.
+
+    Jumps carry the position of the statement in some versions of Python, so that what was computed just before says it.
+    """
+    positions = list(frame.f_code.co_positions())
+    index = frame.f_lasti // 2
+    opname = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    is_call = opname.startswith(("CALL", "PRECALL"))
+    for place in (index,) if is_call else range(index, max(index - 3, -1), -1):
+        line, end_line, column, end_column = positions[place]
+        if line is None or end_line is None or column is None or end_column is None:
+            continue
+        for node in source.at.get((line, column, end_line, end_column), ()):
+            is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+            if not is_not and not isinstance(node, TESTED):
+                return node
+    return None
+
+
+def _only_raises(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements end in an error on every path."""
+    last = statements[-1]
+    if any(
+        isinstance(node, ast.Return | ast.Break | ast.Continue | ast.Yield) for s in statements for node in ast.walk(s)
+    ):
+        return False
+    if isinstance(last, ast.Raise):
+        return True
+    if isinstance(last, ast.Assert):
+        return isinstance(last.test, ast.Constant) and not last.test.value
+    return isinstance(last, ast.If) and bool(last.orelse) and _only_raises(last.body) and _only_raises(last.orelse)
+
+
+def _only_tells(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements do no more than print, log and warn."""
+    return all(
+        isinstance(s, ast.Pass)
+        or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and _name(s.value.func) in TELLERS)
+        for s in statements
+    )
+
+
+def _raised(statements: Sequence[ast.stmt]) -> str:
+    last = statements[-1]
+    while isinstance(last, ast.If):
+        last = last.body[-1]
+    if isinstance(last, ast.Assert):
+        return "AssertionError" if last.msg is None else f"AssertionError: {_text(last.msg)}"
+    assert isinstance(last, ast.Raise)
+    if last.exc is None:
+        return "an error is raised again"
+    if isinstance(last.exc, ast.Call):
+        return ": ".join([_name(last.exc.func), *(_text(argument) for argument in last.exc.args[:1])])
+    return ast.unparse(last.exc)
+
+
+def _text(message: ast.expr) -> str:
+    """A message as written, its constant parts joined."""
+    if isinstance(message, ast.Constant):
+        return str(message.value)
+    if isinstance(message, ast.Lambda):
+        return _text(message.body)
+    if isinstance(message, ast.JoinedStr):
+        parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in message.values]
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else f"{{{ast.unparse(p)}}}" for p in parts)
+    return ast.unparse(message)
+
+
+def _name(function: ast.expr) -> str:
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+def _is_caught(frame: FrameType | None, stop: CodeType) -> bool:
+    """Whether somebody between a frame and `stop` catches errors, so that raising one is a branch of the model.
+
+    What torch catches while it traces, it would not catch in a call.
+    """
+    while frame is not None and frame.f_code is not stop:
+        source = None if is_machinery(Path(frame.f_code.co_filename)) else _source_of(frame.f_code.co_filename)
+        if source is not None and any(first <= frame.f_lineno <= last for first, last in source.guarded):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _source_of(filename: str) -> _Source | None:
+    lines = linecache.getlines(filename)
+    return _parsed("".join(lines)) if lines else None
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> _Source | None:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return None
+    parents, at = dict[ast.AST, ast.AST](), dict[tuple[int, int, int, int], list[ast.expr]]()
+    guarded: list[tuple[int, int]] = []
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            parents[child] = node
+        if isinstance(node, ast.expr) and node.end_lineno is not None and node.end_col_offset is not None:
+            at.setdefault((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), []).append(node)
+        if isinstance(node, ast.Try | ast.With) and _catches(node):
+            guarded.append((node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno))
+    return _Source(tree, parents, at, tuple(guarded))
+
+
+def _catches(node: ast.Try | ast.With) -> bool:
+    if isinstance(node, ast.Try):
+        return any(not _only_raises(handler.body) for handler in node.handlers)
+    calls: list[Any] = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return any(_name(call.func) == "suppress" for call in calls)

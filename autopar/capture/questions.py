@@ -1,0 +1,87 @@
+"""What does Python learn about values while a model is traced? Answers that hold at every step, or an error.
+
+A value that follows from constants alone is answered as it is; one that follows from buffers is answered with a guard,
+the name of the buffer; a test of which one outcome only raises is answered with the other, and the condition is left in
+the trace as an assertion; a result whose shape follows from known values (`x[mask]`) is made of integer indices. What
+is left depends on the data, and is refused with the line that asks.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.answers import ANSWERS, ASK
+from autopar.capture.checks import Check
+from autopar.capture.known_shapes import SHAPES
+from autopar.capture.known_values import KnownValues
+from autopar.capture.user_frame import asker, place_of
+from autopar.errors import AutoparError
+from autopar.ops.checked import ERROR, WARNING
+
+HANDLERS = {**ANSWERS, **SHAPES}
+
+
+class Questions(TorchFunctionMode):
+    """Answers questions about values inside `asked`, for one trace of a model.
+
+    buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
+    refused: the first question that had no answer, whatever the model made of the error.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.known = KnownValues(buffers)
+        self.guards: dict[str, str] = {}
+        self.refused: AutoparError | None = None
+        self.stop: CodeType | None = None
+
+    @contextmanager
+    def asked(self, model: nn.Module) -> Iterator[None]:
+        """Inside, which the caller's frame encloses, `model` asks; its buffers are those being traced."""
+        self.stop = sys._getframe(2).f_code
+        self.known.bind(dict(model.named_buffers(remove_duplicate=False)))
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
+            return answer
+        result = func(*args, **kwargs)
+        if result is None or isinstance(result, Tensor | tuple | list):
+            self.known.note(func, args, kwargs, result)
+        return result
+
+    def value(self, tensor: Any) -> Tensor | None:
+        """What a tensor holds, which an answer will depend on."""
+        found = self.known.value(tensor) if isinstance(tensor, Tensor) else None
+        if found is None:
+            return None
+        value, sources = found
+        self.guard(sources)
+        return value
+
+    def guard(self, sources: Iterable[str]) -> None:
+        """Note that an answer depends on buffers."""
+        for name in sources:
+            if name not in self.guards:
+                self.guards[name], _ = place_of(asker())
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A value of our own as one of the trace."""
+        made = value.clone()
+        self.known.set(made, value, frozenset())
+        return made
+
+    def keep(self, holds: Tensor, check: Check) -> None:
+        """Leave a condition in the trace."""
+        kind = ERROR if check.raises else WARNING
+        place, _ = place_of(check.frame)
+        torch.ops.aten._assert_async.msg(holds.detach().reshape(()), f"{kind}{place}: {check.message}")
