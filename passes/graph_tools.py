@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from autopar.errors import PassError
 from autopar.graph import CapturedModel, is_random, operands
+from autopar.ops.batch_norm import batch_norm
 from autopar.ops.own_gradient import is_own as is_own_call
 
 aten = torch.ops.aten
@@ -79,12 +80,19 @@ def _lies_as_query(target: Any, args: Any, value: Any) -> bool:
 
 
 def needs_grad(node: fx.Node, value: Any) -> bool:
-    """Is a trainable parameter upstream of a call with this value?"""
-    if node.target is aten.detach.default:
+    """Is a trainable parameter upstream of a call with this value, and the call one that autograd goes through?"""
+    if node.target is aten.detach.default or _is_running_statistic(node):
         return False
     tensors = value if isinstance(value, tuple | list) else (value,)
     floating = any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
     return floating and any(bool(operand.meta["requires_grad"]) for operand in operands(node))
+
+
+def _is_running_statistic(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    source, index = node.args
+    return isinstance(source, fx.Node) and source.target is batch_norm and index != 0
 
 
 def copied_name(name: str, copy: int) -> str:

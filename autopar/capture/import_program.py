@@ -138,8 +138,11 @@ class _Importer:
                     persistent=any(name in persistent for name in names),
                 )
             )
+        unread = {node.name for node in self.program.graph.find_nodes(op="placeholder") if not node.users}
         for spec in specs:
             if spec.kind is InputKind.CONSTANT_TENSOR:
+                if spec.arg.name in unread:
+                    continue
                 value = self.program.constants[str(spec.target)]
                 node = self._placeholder("c_" + str(spec.target).removeprefix(PREFIX), value)
                 self.constants[node.name] = _plain_constant(value, str(spec.target))
