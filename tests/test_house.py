@@ -118,6 +118,8 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
     "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),
     "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
+    "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),
     "torch.utils._python_dispatch": (
         "autopar/capture/layer_traces.py",
         "autopar/capture/real_values.py",
