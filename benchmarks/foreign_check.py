@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.calls import Call
-from autopar.capture.loss import LossModule
+from autopar.capture.loss import accepted_inputs, find_loss, num_positional
 from autopar.captures import captured_model
 from autopar.errors import AutoparError
 from autopar.graph import CapturedModel
-from autopar.inputs import flatten_inputs
 from autopar.mesh import make_mesh
 from autopar.passes.promote_casts import promote_casts
 from autopar.reference import buffers_of, parameters_of, run_captured
@@ -95,11 +94,9 @@ class _Eager:
         """Loss, gradients and state after the step, by name."""
         model, call = self.foreign.model, self.calls[number]
         model.zero_grad(set_to_none=True)
-        leaves, rebuild = flatten_inputs(call.args, call.kwargs)
-        module = LossModule(model, [leaf for _, leaf in leaves], rebuild, self.foreign.loss_fn)
         _seed(number, 100 * seed + number)
-        (loss,) = module(*(leaf for _, leaf in leaves if isinstance(leaf, Tensor)))
-        loss.backward()
+        loss = self._loss(call)
+        loss.backward()  # type: ignore[no-untyped-call]
         named = dict(model.named_parameters(remove_duplicate=False))
         gradients = {
             f"gradient of {n}": torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
@@ -107,6 +104,16 @@ class _Eager:
             if p.requires_grad
         }
         return {"loss": loss.detach(), **gradients, **{n: v.clone() for n, v in _state(model).items()}}
+
+    def _loss(self, call: Call) -> Tensor:
+        model, loss_fn = self.foreign.model, self.foreign.loss_fn
+        if loss_fn is None:
+            return find_loss(model(*call.args, **call.kwargs))
+        args, kwargs = accepted_inputs(model, call.args, call.kwargs)
+        output = model(*args, **kwargs)
+        batch = call.kwargs or call.args
+        loss: Tensor = loss_fn(output) if num_positional(loss_fn) == 1 else loss_fn(output, batch)
+        return loss
 
 
 def _graph_error(captured: CapturedModel, model: Foreign, calls: list[Call], seen: list[dict[str, Tensor]]) -> str:
@@ -123,12 +130,15 @@ def _graph_error(captured: CapturedModel, model: Foreign, calls: list[Call], see
         _seed(number, number)
         loss, results = run_captured(captured, parameters, buffers, inputs)
         if loss.requires_grad:
-            loss.backward()
-        buffers.update({name: value.detach() for name, value in results.items() if name in buffers})
+            loss.backward()  # type: ignore[no-untyped-call]
+        written = {name: value.detach() for name, value in results.items()}
+        leaves = parameters
+        parameters = {name: written.get(name, value) for name, value in parameters.items()}
+        buffers = {name: written.get(name, value) for name, value in buffers.items()}
         errors = {"loss": (_error(loss.detach(), want["loss"], 0.0), loss_tolerance)}
         largest = max((_largest(v) for n, v in want.items() if n.startswith("gradient")), default=0.0)
         for spec in captured.parameters:
-            got = parameters[spec.placeholder].grad
+            got = leaves[spec.placeholder].grad
             for name in spec.names if spec.trainable else ():
                 whole = want[f"gradient of {name}"]
                 errors[f"gradient of {name}"] = (
