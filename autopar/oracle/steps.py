@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.loss import LossModule
+from autopar.capture.one_process import as_one_process
 from autopar.capture.user_frame import user_frame
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import BufferSpec, CapturedModel, ParameterSpec
@@ -84,7 +85,7 @@ def module_loss(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     torch.manual_seed(seed)
     try:
-        with torch.enable_grad(), context():
+        with as_one_process(), torch.enable_grad(), context():
             return module.loss(*(leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)))
     except AutoparError:
         raise
