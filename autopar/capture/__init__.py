@@ -246,6 +246,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     module.watch = questions.asked
     try:
         with (
+            torch.random.fork_rng(devices=[]),
             as_one_process(),
             opaque_calls() as opaques,
             fake_twin(model) as mode,

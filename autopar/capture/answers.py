@@ -78,7 +78,8 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
         return ASK
     assert questions.stop is not None
     if func in (Tensor.item, Tensor.tolist):
-        return tensor.detach().clone().reshape(())
+        wide = tensor.dtype if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
+        return tensor.detach().to(wide, copy=True).reshape(())  # Python's numbers do not overflow or round sooner
     found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
     if found is not None and not found.check.others:
         number = tensor.long() if func is Tensor.__int__ else tensor
