@@ -136,7 +136,7 @@ DIRECT: dict[str, Entry] = {
         "uno_scalings": [[1.0, 1.0], [0.5, 0.5], [2.0, 2.0]], "channel_mlp_skip": "linear",
     }, images(2, 8, 8)),
     **{
-        f"vector-quantize-pytorch, {name}": (f"vector_quantize_pytorch:{kind}", own, images(8, 16))
+        f"vector-quantize-pytorch, {name}": ("benchmarks.foreign_stateful:quantized", {"kind": kind, **own}, images(8, 16))
         for name, (kind, own) in {
             "VQ": ("VectorQuantize", {"dim": 16, "codebook_size": 8}),
             "VQ, k-means": ("VectorQuantize", {"dim": 16, "codebook_size": 8, "kmeans_init": True}),

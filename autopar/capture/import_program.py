@@ -145,6 +145,7 @@ class _Importer:
                 value = self.program.constants[str(spec.target)]
                 node = self._placeholder("c_" + str(spec.target).removeprefix(PREFIX), value)
                 self.constants[node.name] = _plain_constant(value, str(spec.target))
+                self._check_no_state(value)
                 self.env[spec.arg.name] = node
             elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
                 raise CaptureError(
@@ -278,6 +279,17 @@ class _Importer:
                 constants=self.constants,
             )
         )
+
+    def _check_no_state(self, constant: Tensor) -> None:
+        """Raises CaptureError if forward reaches a parameter or buffer otherwise than from the model's attributes."""
+        storage = constant.untyped_storage().data_ptr()
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        for name, tensor in named:
+            if storage and tensor.device == constant.device and tensor.untyped_storage().data_ptr() == storage:
+                raise CaptureError(
+                    f"forward reads {name} (or a view of it) through a closure or a global, or a view kept as an "
+                    "attribute, where a graph has a constant; read it as an attribute of its module in forward"
+                )
 
     def _state(self, prefix: str, names: tuple[str, ...], tensor: Tensor, by_target: Mapping[str, str]) -> fx.Node:
         node = self._placeholder(prefix + names[0], tensor)
