@@ -92,6 +92,7 @@ def plan(
     """Decide how to train MODEL on a cluster, and say how good that is."""
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
+        from autopar.plan_command import planned, with_values
         from autopar.search.timeline.weave import Overlap
 
         beside = Overlap() if overlap else None
@@ -102,7 +103,7 @@ def plan(
             "overrides": overrides(set_),
             "precision": precision,
         }
-        made = _planned(
+        made = planned(
             source,
             device="meta",
             cluster=cluster,
@@ -128,7 +129,7 @@ def plan(
         if out is not None and out.suffix == ".json":
             made.save(out)
         elif out is not None:
-            _with_values(made, source).export(out)
+            with_values(made, source).export(out)
         if trace is not None:
             made.timeline(overlap=beside).save(trace)
         if as_json:
@@ -166,6 +167,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
+    from autopar.plan_command import planned
     from autopar.verification import num_ranks
 
     console = _console(as_json)
@@ -178,7 +180,7 @@ def export(
             source = {
                 "spec": model, "batch": global_batch, "seq": seq, "overrides": overrides(set_), "precision": precision,
             }  # fmt: skip
-            made = _planned(
+            made = planned(
                 source,
                 device="cpu",
                 cluster=cluster,
@@ -316,46 +318,6 @@ def _number(text: str | None, option: str = "--microbatches") -> int | Literal["
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(f"{option} {text}: give a number from 1 on, or auto for the best")
     return int(text)
-
-
-def _planned(source: dict[str, Any], *, device: str, check: bool, **arguments: Any) -> Any:
-    """The plan of the model that `source` names, which it carries along. A model without values is built once more,
-    with values and small, to `check` its graph."""
-    from dataclasses import replace
-
-    from autopar.api import check_choice
-    from autopar.api import plan as make_plan
-    from autopar.checked import check_spec
-    from autopar.cluster import load_cluster
-    from autopar.models import load_model
-    from autopar.precision import PRECISIONS
-    from autopar.search.asked_mesh import asked_mesh
-    from autopar.search.joint.helpers import started
-
-    # What is quickly refused is refused before a model is built.
-    check_choice("precision", source["precision"], PRECISIONS)
-    arguments["cluster"] = load_cluster(arguments["cluster"])
-    named = ("mesh", "pipeline", "schedule", "baseline", "solver")
-    asked_mesh(arguments["cluster"], **{name: arguments[name] for name in named if name in arguments})
-    with started(arguments["cluster"].num_devices if arguments.get("mesh") == "auto" else 1):
-        loaded = load_model(**source, device=device)
-        called = {"args": loaded.args, "kwargs": loaded.kwargs, "precision": source["precision"]}
-        nbytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-        arguments["progress"]("comparing the graph with the module")
-        checked = check_spec(nbytes=nbytes, **source) if check and device == "meta" else ""
-        made = make_plan(loaded.model, **called, **arguments, check=check and not checked)
-        return replace(made, source=source, checked=checked or made.checked)
-
-
-def _with_values(made: Any, source: dict[str, Any]) -> Any:
-    """The plan with buffers' values, for an export: the model is built again, with memory this time."""
-    return made if all(not v.is_meta for v in made.values.values()) else made.bind(_built(source).model)
-
-
-def _built(source: dict[str, Any]) -> Any:
-    from autopar.models import load_model
-
-    return load_model(**source, device="cpu")
 
 
 def _console(as_json: bool) -> Console:

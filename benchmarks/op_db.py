@@ -3,9 +3,9 @@
     python -m benchmarks.op_db [--ops add,nn.functional.pad] [--tables op,module] [--samples 6] [--processes 2]
                                [--write docs/results/op-db.md]
 
-torch's own samples (`op_db` and `module_db` of torch.testing._internal; needs `expecttest`) are captured, normalised and
-run, as they are and called natively (`passes.call_natively`). Samples run in processes of their own: one that dies, or
-takes longer than `--seconds`, is a sample that failed. Exit code 1 if any is wrong or failed.
+torch's own samples (`op_db` and `module_db` of torch.testing._internal; needs `expecttest`) are captured, normalised
+and run, as they are and called natively (`passes.call_natively`). Samples run in processes of their own: one that dies,
+or takes longer than `--seconds`, is a sample that failed. Exit code 1 if any is wrong or failed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Row = tuple[Key, Outcome]
 def work(connection: Connection, name: str, most: int, done: int | None) -> None:
     """In a process of its own, an op's samples: all, or one by one without the first `done`, each key sent before."""
     table, op = name.split(":", 1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # ops of torch's tests print
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # ops of torch's tests print
     warnings.simplefilter("ignore")
     try:
         found = samples_of(table, op, most)
@@ -116,9 +116,8 @@ def run_all(names: Sequence[str], most: int, processes: int, seconds: float) -> 
                 running.remove(job)
                 for key, outcome in job.rows:
                     if outcome.kind in ("wrong", "failed"):
-                        print(
-                            f"{outcome.kind} {key}{' random' if outcome.random else ''}: {outcome.reason}", flush=True
-                        )
+                        drawn = " random" if outcome.random else ""
+                        print(f"{outcome.kind} {key}{drawn}: {outcome.reason}", flush=True)
             elif time.monotonic() - job.since > seconds:
                 job.process.kill()
     return [row for job in jobs for row in job.rows]
@@ -129,9 +128,11 @@ def table_of(rows: Sequence[Row], command: str) -> str:
     lines = [
         "# torch's own samples, captured and run",
         "",
-        f"Written by `{command}` with torch {torch.__version__}: samples of `op_db` and `module_db` captured, normalised "
-        "and run on one process, loss, every gradient and every buffer compared with eager in float64 (1e-7), as the "
-        "graph is and called natively. Ops that draw random numbers are counted apart.",
+        f"Written by `{command}` with torch {torch.__version__}.",
+        "",
+        "Samples of `op_db` and `module_db` are captured, normalised and run on one process; loss, every gradient and "
+        "every buffer are compared with eager in float64 (1e-7), as the graph is and called natively. Ops that draw "
+        "random numbers are counted apart.",
         "",
         "| | ops | samples | equal | wrong | failed | refused |",
         "|---|---|---|---|---|---|---|",

@@ -91,8 +91,8 @@ def needs_grad(node: fx.Node, value: Any) -> bool:
 def _is_running_statistic(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
-    source, index = node.args
-    return isinstance(source, fx.Node) and source.target is batch_norm and index != 0
+    source, index = node.args[0], node.args[1]
+    return isinstance(source, fx.Node) and source.target is batch_norm and bool(index)
 
 
 def copied_name(name: str, copy: int) -> str:

@@ -194,7 +194,7 @@ def _by_factors(node: fx.Node, rule: Rule, states: Sequence[State], *, kept: boo
     if is_product:
         power = sum(s.power for _, s, _ in found)
     elif scaled and not (
-        any(scaled <= together for together in rule.linear)
+        any(scaled == together for together in rule.linear)  # what else is added is not scaled
         and all(s.power == power for i, s, _ in found)
         and not (name in ADDED and len(found) < len(node.args))
     ):

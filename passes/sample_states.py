@@ -158,7 +158,8 @@ def constant(value: Tensor, small: Sequence[Tensor], batch: Batch) -> Fixed:
         counted = torch.arange(value.shape[d], device=value.device).view(-1, *(1,) * (value.dim() - d - 1))
         if value.shape[d] == batch.size and bool((value == counted).all()):
             positions = d
-    sized = not any(torch.equal(value[tuple(map(slice, t.shape))], t) for t in small if t.dim() == value.dim())
+    small = [t for t in small if t.dim() == value.dim() and t.dtype == value.dtype]
+    sized = not any(torch.equal(value[tuple(map(slice, t.shape))], t) for t in small)
     return Fixed(varies=varies, alike=alike, positions=positions, sized=sized)
 
 
@@ -180,8 +181,6 @@ def fixed_after(node: fx.Node, states: Sequence[State], batch: Batch) -> Fixed:
         return Fixed(varies=everywhere, positions=0 if counts else None, sized=sized)
     shapes = shapes_of(operands(node))
     fixed = [s for s in states if isinstance(s, Fixed)]
-    if all(not s.varies for s in fixed) and fixed and rule_of(node).known:
-        return Fixed(sized=sized)
     if name in VIEWS:
         source = fixed[0]
         uniform = [(d, 1) for d, size in enumerate(shapes[0]) if d not in source.varies and size == batch.size]
@@ -201,6 +200,8 @@ def fixed_after(node: fx.Node, states: Sequence[State], batch: Batch) -> Fixed:
 
 def moved(source: tuple[int, ...], target: tuple[int, ...], at: tuple[int, int], batch: int) -> tuple[int, int] | None:
     """Where a batch at `at` (a dim, and how many times it is in there) is after a reshape; None where it is cut."""
+    if 0 in target:
+        return None
     dim, outer = at
     before = math.prod(source[:dim]) * outer
     passed = 1

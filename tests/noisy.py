@@ -53,7 +53,8 @@ def dropped(h: Tensor) -> Tensor:
     line = F.dropout1d(image.reshape(2, 4, 4), 0.3)
     h = F.alpha_dropout(line.reshape(ROWS, WIDTH), 0.3, True)
     path = h.new_empty(ROWS, 1).bernoulli_(0.75).div_(0.75)
-    return h * path + F.dropout(h.clone(), 0.4, inplace=True)
+    square = h.new_empty(ROWS, WIDTH).bernoulli_(0.5).div_(0.5)
+    return h * path + square * square + F.dropout(h.clone(), 0.4, inplace=True)
 
 
 def attended(h: Tensor) -> Tensor:

@@ -155,6 +155,9 @@ JOINED: dict[str, Loss] = {
     "the first sample": lambda o, b: (o[:1] * b[1]).mean(),
     "the largest": lambda o, b: (o.amax(0) * b[1].mean(0)).sum(),
     "constants of samples": lambda o, b: (o * torch.linspace(1, 2, o.shape[0])[:, None, None]).mean(),
+    "samples scaled before a bias": lambda o, b: F.linear(
+        o / o.shape[0], torch.eye(WIDTH).double(), torch.linspace(0, 1, WIDTH).double()
+    ).sum(),
     "a number of samples": lambda o, b: (o * o.shape[0]).tanh().mean(),
     "root": lambda o, b: F.mse_loss(o, b[1]).sqrt(),
     "masked mean": lambda o, b: (o * (b[1] > 0)).sum() / (b[1] > 0).sum(),

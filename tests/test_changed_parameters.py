@@ -100,9 +100,10 @@ def buffers(own: Net, h: Tensor) -> Tensor:
     own.mean.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
     own.mean = own.mean + 0.1
     with torch.no_grad():
-        own.queue[0].mul_(0.9)
+        queue: Any = own.queue
+        queue[0].mul_(0.9)
         own.queue[1:3] = h[:2]
-        own.queue[3].copy_(h[0])
+        queue[3].copy_(h[0])
     return h - own.mean + own.queue.sum(0)
 
 

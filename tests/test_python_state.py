@@ -136,8 +136,8 @@ def draws_by_numpy(own: Net, h: Tensor) -> Tensor:
 def test_numbers_drawn_outside_torch_are_refused_by_line(between: Any) -> None:
     random.seed(3)
     np.random.seed(3)
-    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     line = inspect.getsourcelines(between)[1] + 1
     with pytest.raises(CaptureError, match=rf"test_python_state\.py:{line}: forward draws from (Python|NumPy)'s"):
         capture(Net(between).double(), (), inputs())
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[union-attr]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]

@@ -26,9 +26,7 @@ ASK = object()
 def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
     place, text = place_of(asker())
     if missing := questions.known.lacking(tensor):
-        instead = (
-            f"they follow from buffer {missing}, which has no value on the meta device: build the model on the CPU"
-        )
+        instead = f"buffer {missing}, from which they follow, has no value on the meta device; build it on the CPU"
     error = CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
     questions.refused = questions.refused or error
     return error
@@ -166,7 +164,7 @@ def _gaussian_nll(questions: "Questions", func: Any, args: Any, kwargs: Any) -> 
         return ASK
     prediction, target, variance = args
     place, _ = place_of(asker())
-    holds = (variance.detach() >= 0).all()
+    holds = torch.logical_not((variance.detach() < 0).any())
     torch.ops.aten._assert_async.msg(holds, f"{ERROR}{place}: ValueError: var has negative entry/entries")
     variance = variance + (variance.clamp(min=kwargs.get("eps", 1e-6)) - variance).detach()
     loss = 0.5 * (torch.log(variance) + (prediction - target) ** 2 / variance)

@@ -23,12 +23,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from autopar.capture.complaints import name_of, only_raises, only_tells, raised, text_of
 from autopar.capture.user_frame import is_machinery
 
 CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented", "_assert"}
 """Functions of torch that raise where their first argument is false."""
-TELLERS = {"print", "warn", "warning", "warn_once", "warning_once", "info", "debug", "error", "log", "rank_zero_warn"}
-"""Functions and methods whose calls are read by people only."""
 TESTED = (ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -98,7 +97,7 @@ def is_inside_check(frame: FrameType, stop: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A number is asked for and compared with `other`, which is the test of a check. compare: of the two in this order."""
+    """A number is asked for and compared with `other`, which a check tests. compare: of the two in this order."""
 
     check: Check
     compare: Callable[[Any, Any], Any]
@@ -251,17 +250,17 @@ def _root(top: ast.expr, source: _Source, frame: FrameType, is_number: bool = Fa
     """
     parent = source.parents.get(top)
     if isinstance(parent, ast.Assert) and parent.test is top:
-        said = "" if parent.msg is None else f": {_text(parent.msg)}"
+        said = "" if parent.msg is None else f": {text_of(parent.msg)}"
         return _Root(True, parent, f"AssertionError{said or f': {ast.unparse(top)}'}", True)
     if isinstance(parent, ast.If) and parent.test is top:
         for branch, wanted in ((parent.body, False), (parent.orelse, True)):
-            if branch and _only_raises(branch):
-                return _Root(wanted, parent, _raised(branch), True)
-        if _only_tells(parent.body) and _only_tells(parent.orelse):
+            if branch and only_raises(branch):
+                return _Root(wanted, parent, raised(branch), True)
+        if only_tells(parent.body) and only_tells(parent.orelse):
             return _Root(False, parent, ast.unparse(parent.body[0]), False)
-    if isinstance(parent, ast.Call) and parent.args and parent.args[0] is top and _name(parent.func) in CHECKERS:
-        said = f": {_text(parent.args[1])}" if len(parent.args) > 1 else f": {ast.unparse(top)}"
-        return _Root(True, parent, f"{_name(parent.func)}{said}", True)
+    if isinstance(parent, ast.Call) and parent.args and parent.args[0] is top and name_of(parent.func) in CHECKERS:
+        said = f": {text_of(parent.args[1])}" if len(parent.args) > 1 else f": {ast.unparse(top)}"
+        return _Root(True, parent, f"{name_of(parent.func)}{said}", True)
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
         return _root_of_variable(parent, parent.targets[0].id, source, frame, is_number)
     return None
@@ -278,8 +277,9 @@ def _root_of_variable(
         return None
     inside = [node for statement in function.body for node in ast.walk(statement)]
     uses = [node for node in inside if isinstance(node, ast.Name) and node.id == name]
-    loads = [node for node in uses if isinstance(node.ctx, ast.Load)]
-    if len(uses) != len(loads) + 1 or len(loads) != 1:
+    stores = [node for node in uses if not isinstance(node.ctx, ast.Load)]
+    loads = [node for node in uses if isinstance(node.ctx, ast.Load) and not _is_complaint(node, source)]
+    if len(stores) != 1 or len(loads) != 1:
         return None
     if isinstance(source.parents.get(loads[0]), ast.Compare) and not is_number:
         return None
@@ -292,6 +292,18 @@ def _root_of_variable(
     if root is None:
         return None
     return _Root(root.wanted != _is_flipped(loads[0], top, source), root.statement, root.complaint, root.raises)
+
+
+def _is_complaint(node: ast.AST, source: _Source) -> bool:
+    """Whether an expression is evaluated only where an error is raised."""
+    child = node
+    while (parent := source.parents.get(child)) is not None:
+        if isinstance(parent, ast.Assert) and parent.msg is child:
+            return True
+        if isinstance(parent, ast.If) and any(child in b and only_raises(b) for b in (parent.body, parent.orelse)):
+            return True
+        child = parent
+    return False
 
 
 def _asked(frame: FrameType, source: _Source) -> ast.expr | None:
@@ -312,61 +324,6 @@ def _asked(frame: FrameType, source: _Source) -> ast.expr | None:
             if not is_not and not isinstance(node, TESTED):
                 return node
     return None
-
-
-def _only_raises(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements end in an error on every path."""
-    last = statements[-1]
-    if any(
-        isinstance(node, ast.Return | ast.Break | ast.Continue | ast.Yield) for s in statements for node in ast.walk(s)
-    ):
-        return False
-    if isinstance(last, ast.Raise):
-        return True
-    if isinstance(last, ast.Assert):
-        return isinstance(last.test, ast.Constant) and not last.test.value
-    return isinstance(last, ast.If) and bool(last.orelse) and _only_raises(last.body) and _only_raises(last.orelse)
-
-
-def _only_tells(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements do no more than print, log and warn."""
-    return all(
-        isinstance(s, ast.Pass)
-        or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Call) and _name(s.value.func) in TELLERS)
-        for s in statements
-    )
-
-
-def _raised(statements: Sequence[ast.stmt]) -> str:
-    last = statements[-1]
-    while isinstance(last, ast.If):
-        last = last.body[-1]
-    if isinstance(last, ast.Assert):
-        return "AssertionError" if last.msg is None else f"AssertionError: {_text(last.msg)}"
-    assert isinstance(last, ast.Raise)
-    if last.exc is None:
-        return "an error is raised again"
-    if isinstance(last.exc, ast.Call):
-        return ": ".join([_name(last.exc.func), *(_text(argument) for argument in last.exc.args[:1])])
-    return ast.unparse(last.exc)
-
-
-def _text(message: ast.expr) -> str:
-    """A message as written, its constant parts joined."""
-    if isinstance(message, ast.Constant):
-        return str(message.value)
-    if isinstance(message, ast.Lambda):
-        return _text(message.body)
-    if isinstance(message, ast.JoinedStr):
-        parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in message.values]
-        return "".join(str(p.value) if isinstance(p, ast.Constant) else f"{{{ast.unparse(p)}}}" for p in parts)
-    return ast.unparse(message)
-
-
-def _name(function: ast.expr) -> str:
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
 
 
 def _is_caught(frame: FrameType | None, stop: CodeType) -> bool:
@@ -407,6 +364,6 @@ def _parsed(text: str) -> _Source | None:
 
 def _catches(node: ast.Try | ast.With) -> bool:
     if isinstance(node, ast.Try):
-        return any(not _only_raises(handler.body) for handler in node.handlers)
+        return any(not only_raises(handler.body) for handler in node.handlers)
     calls: list[Any] = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-    return any(_name(call.func) == "suppress" for call in calls)
+    return any(name_of(call.func) == "suppress" for call in calls)

@@ -36,7 +36,7 @@ def grad_modes() -> Iterator[None]:
             )
         before[2](own)
 
-    inference_mode.__enter__, inference_mode.__exit__ = enter, leave  # type: ignore[method-assign, assignment]
+    inference_mode.__enter__, inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
     saved_tensors_hooks.__enter__ = hooks  # type: ignore[method-assign]
     try:
         yield

@@ -19,6 +19,7 @@ from autopar.errors import CaptureError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.ops.own_gradient import renewed
 from autopar.passes.graph_tools import needs_grad, tidy
+from autopar.passes.normalize.storage import offset_from_operand
 
 PREFIX = "model."
 _READS_NO_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
@@ -172,6 +173,8 @@ class _Importer:
         if old.name in self.env:  # the one result of an opaque call
             return
         node = self.graph.node_copy(old, lambda n: self.env[n.name])
+        if "as_strided" in str(old.target):
+            offset_from_operand(node, old.args[0].meta["val"].storage_offset())  # type: ignore[union-attr]
         node.meta = {"val": _meta(old.meta.get("val"), old), "module": _module(old)}
         node.meta["requires_grad"] = needs_grad(node, node.meta["val"])
         self.env[old.name] = node
@@ -338,6 +341,9 @@ def _plain_constant(value: Any, target: str) -> Tensor:
 def _meta(value: Any, node: fx.Node) -> Any:
     """A fake value as a plain meta tensor."""
     if isinstance(value, tuple | list):
+        if any(isinstance(item, tuple | list) for item in value):
+            where = frame_of_stack(str(node.meta.get("stack_trace", ""))) or "the model"
+            raise CaptureError(f"{where}: {node.target} returns lists in a tuple; a captured call returns tensors")
         return tuple(_meta(item, node) for item in value)
     if isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

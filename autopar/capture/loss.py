@@ -44,13 +44,14 @@ class LossModule(nn.Module):
             watch = Watch(self.model, self.written)
             try:
                 with watch:
-                    loss = self._loss(*tensors)
+                    loss = self.loss(*tensors)
             except Exception:
                 watch.check()
                 raise
             return (loss, *watch.finish())
 
-    def _loss(self, *tensors: Tensor) -> Tensor:
+    def loss(self, *tensors: Tensor) -> Tensor:
+        """What `forward` gives first, run as the model is."""
         leaves = list(self._leaves)
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor

@@ -20,6 +20,7 @@ from autopar.capture.answers import ANSWERS, ASK
 from autopar.capture.checks import Check
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
+from autopar.capture.real_values import real_values
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError
 from autopar.ops.checked import ERROR, WARNING
@@ -76,8 +77,10 @@ class Questions(TorchFunctionMode):
 
     def constant(self, value: Tensor) -> Tensor:
         """A value of our own as one of the trace."""
+        with real_values():
+            kept = value.clone()  # the trace holds the other, which a write in place must not reach
         made = value.clone()
-        self.known.set(made, value, frozenset())
+        self.known.set(made, kept, frozenset())
         return made
 
     def keep(self, holds: Tensor, check: Check) -> None:

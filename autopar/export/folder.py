@@ -68,7 +68,9 @@ def specs(local: LocalModel) -> dict[str, Any]:
 
 def specs_of(captured: CapturedModel) -> dict[str, Any]:
     """What each tensor of a model is."""
+    guards = {"guards": [asdict(guard) for guard in captured.guards]} if captured.guards else {}
     return {
+        **guards,
         "model": captured.name,
         "loss": captured.loss,
         "parameters": [_plain(asdict(spec)) for spec in captured.parameters],

@@ -14,11 +14,13 @@ from torch import fx
 
 from autopar.blocks import title
 from autopar.custom_ops import defining_module
+from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
 from autopar.export.naming import Names, identifier, parameter_names
 from autopar.export.regions import Region, Sections, sections, state_names
 from autopar.graph import LocalModel, operands
+from autopar.ops.own_gradient import is_own
 
 INDENT = "    "
 
@@ -37,7 +39,15 @@ def generate(local: LocalModel) -> str:
     """The module's source.
 
     It imports torch and `autopar.runtime` alone.
+
+    Raises:
+        CaptureError: if the graph calls a backward of the user's own.
     """
+    if own := [node.name for node in local.graph.nodes if is_own(node.target)]:
+        raise CaptureError(
+            f"{own[0]} runs the user's own backward (an autograd.Function, a hook, a written parameter), which has "
+            "no Python source; run the plan with autopar.distribute"
+        )
     found = sections(local)
     names = Names(_own_functions(local))
     functions = {group[0].key: _function(group, names, _own_functions(local)) for group in found.classes}

@@ -85,7 +85,7 @@ def module_loss(
     torch.manual_seed(seed)
     try:
         with torch.enable_grad(), context():
-            (loss,) = module(*(leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)))
+            return module.loss(*(leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)))
     except AutoparError:
         raise
     except Exception as error:
@@ -94,8 +94,6 @@ def module_loss(
             f"{where}: {type(model).__name__} itself fails on the example inputs: {type(error).__name__}: {error}; "
             "give inputs that one training step runs on"
         ) from error
-    found: Tensor = loss
-    return found
 
 
 def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> Step:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, Rider
+from autopar.guards import BufferGuard
 from autopar.passes.recompute import wrapped
 from autopar.placement import Layout, local_shape
 from autopar.plan import Plan, load_plan
@@ -163,6 +164,7 @@ def captured_from(
         accumulation=Accumulation(**held) if (held := specs.get("accumulation")) is not None else None,
         received=tuple(specs.get("received", ())),
         sends=tuple(specs.get("sends", ())),
+        guards=tuple(BufferGuard(**guard) for guard in specs.get("guards", ())),
     )
 
 

@@ -69,6 +69,8 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, tensor: Tensor, kind: str, made_by: str) -> None:
+        if tensor.layout is not torch.strided:  # has several storages, and none of its own
+            return
         storage = local_tensor(tensor).untyped_storage()
         if (held := self._held.get(id(storage))) is not None:
             held.kind = kind if kind != "working" else held.kind

@@ -188,15 +188,10 @@ class State:
 
     def _check_guards(self) -> None:
         """Look at guarded buffers, at each only where it was written or exchanged."""
-        values = {
-            name: owned
-            for spec in self.local.captured.buffers
-            for name in spec.names
-            if (owned := self._buffers[spec.placeholder])
-        }
+        owners = {n: self._buffers[spec.placeholder] for spec in self.local.captured.buffers for n in spec.names}
         for guard in self.local.captured.guards:
-            if guard.name in values:  # in a pipeline it may be another stage's
-                owner, name = values[guard.name]
+            if guard.name in owners:  # in a pipeline it may be another stage's
+                owner, name = owners[guard.name]
                 held: Tensor = getattr(owner, name)
                 if self._guarded.get(guard.name) != (id(held), held._version):
                     guard.check(held)
@@ -209,7 +204,7 @@ class State:
         value = value.clone() if spec.mutated_by else value
         layout = self.layout(spec.placeholder)
         if all_whole((layout,)):
-            return value.contiguous()
+            return value if value.layout is not torch.strided else value.contiguous()
         return padded_part(value, layout, self.mesh, self.coordinate)
 
     def gradient(self, placeholder: str) -> Tensor | None:
@@ -250,6 +245,8 @@ def all_whole(layouts: Iterable[Layout]) -> bool:
 
 
 def own_copy(part: Tensor, device: torch.device) -> Tensor:
+    if part.layout is not torch.strided:
+        return part.to(device, copy=True)
     return part.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -257,6 +254,10 @@ def first_ranks_value(value: Tensor, device: torch.device) -> Tensor:
     """Rank 0's value on every rank."""
     if dist.get_world_size() == 1:
         return value
+    if value.layout is not torch.strided:
+        held = [value]
+        dist.broadcast_object_list(held, src=0)
+        return held[0].to(device)
     copy = own_copy(value, device)
     dist.broadcast(copy.view(torch.uint8) if copy.dtype == torch.bool else copy, src=0)
     return copy

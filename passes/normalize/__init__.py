@@ -21,6 +21,7 @@ from autopar.passes.normalize.projections import split_projections
 from autopar.passes.normalize.random import normalize_random, number_sites
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
+from autopar.passes.normalize.storage import resolve_storage
 from autopar.passes.normalize.views import normalize_views
 from autopar.passes.normalize.where import simplify_where
 
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     keep_checks,
     drop_asserts,
     canonicalize_arguments,
+    resolve_storage,
     drop_noops,
     normalize_random,
     normalize_batch_norm,

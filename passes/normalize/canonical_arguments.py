@@ -59,7 +59,7 @@ def canonicalize(node: fx.Node) -> None:
 
 
 def operand_rank(node: fx.Node) -> int | None:
-    """Rank that the dims of a call count in: of its first operand, one more where the call adds a dim; None if other."""
+    """Rank that the dims of a call count in: of its first operand, or one more; None if they count in none."""
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     ranks = [node.meta["val"].dim() for node in operands(node) if isinstance(node.meta["val"], torch.Tensor)]
     if not ranks or name in OTHERWISE:

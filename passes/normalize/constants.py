@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from autopar.graph import CapturedModel, shape_of
 from autopar.passes.graph_tools import aten, insert, is_aten, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
+from autopar.passes.normalize.storage import READS_STORAGE
 
 ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
 """Calls that do the same along one dim whatever the others hold."""
@@ -88,7 +89,9 @@ def evaluate(node: fx.Node, values: Mapping[str, Compressed]) -> Compressed:
 
     def value(operand: fx.Node) -> Tensor:
         known = values[operand.name]
-        return known.tensor if is_elementwise(target) else known.whole
+        if is_elementwise(target):
+            return known.tensor
+        return known.whole.contiguous() if target in READS_STORAGE else known.whole
 
     if target in ALONG and shape_of(node):
         args, kwargs = _along(node, values)

@@ -15,6 +15,7 @@ FILL: dict[Any, Any] = {
     aten.ones_like.default: 1,
     aten.new_zeros.default: 0,
     aten.new_ones.default: 1,
+    aten.zero.default: 0,
     # A functional graph writes every element of an empty tensor before reading it, so any value will do.
     aten.empty_like.default: 0,
     aten.new_empty.default: 0,
@@ -23,7 +24,7 @@ FILL: dict[Any, Any] = {
     aten.empty_strided.default: 0,
     aten.empty_permuted.default: 0,
 }
-FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
+FILL_ARGUMENT: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2, aten.fill.Scalar: 1}
 
 
 def simplify_creation(captured: CapturedModel) -> CapturedModel:

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import substitute
+from autopar.passes.normalize.storage import READS_STORAGE
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ ALIASES = {
     aten.lift_fresh_copy.default,
     aten.lift_fresh.default,
     aten.positive.default,
-    aten.resolve_conj.default,
+    aten.resolve_conj.default,  # nothing is pending on a value (`resolve_storage`)
     aten.resolve_neg.default,
 }
 SAME_IF_SHAPE_AND_DTYPE = {
@@ -66,7 +67,7 @@ def returns_operand(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not isinstance(source.meta["val"], Tensor):
         return False
     if target in ALIASES:
-        return True
+        return not any(user.target in READS_STORAGE for user in node.users)
     if target is aten.detach.default:
         return not source.meta["requires_grad"]
     if target is aten.permute.default:

@@ -22,8 +22,17 @@ def fold_linear(captured: CapturedModel) -> CapturedModel:
         if len(shape_of(weight)) == 2 and _is_parameter(weight):  # type: ignore[arg-type]
             _as_linear(node, x, weight, None)
     for node in calls(graph, aten.linear.default):
+        _part_broadcast_bias(node)
+    for node in calls(graph, aten.linear.default):
         _move_flattening_behind(node)
     return captured
+
+
+def _part_broadcast_bias(node: fx.Node) -> None:
+    """A bias that is not one number a feature is added behind: `linear` would broadcast it."""
+    if len(node.args) > 2 and shape_of(node.args[2]) != shape_of(node)[-1:]:  # type: ignore[arg-type]
+        plain = insert(node, aten.linear.default, node.args[:2])
+        substitute(node, insert(node, aten.add.Tensor, (plain, node.args[2])))
 
 
 def _as_linear(node: fx.Node, x: Any, weight: Any, bias: Any) -> None:

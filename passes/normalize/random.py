@@ -246,8 +246,9 @@ def _shifted(scaled: fx.Node, drawn_keep: fx.Node, keep: float) -> list[fx.Node]
         if found is None or not math.isclose(found, number):
             return []
     product, end = _only_user(scaled), _only_user(chain[2][0])
-    is_end = product is not None and end is not None and end.target is aten.add.Tensor and end in product.users
-    return [end] if is_end and end is not None else []
+    if product is None or end is None or end.target is not aten.add.Tensor or end.kwargs:
+        return []
+    return [end] if end in product.users else []
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:
@@ -264,7 +265,7 @@ def _join(mask: fx.Node, drawn_keep: fx.Node, ends: list[fx.Node], op: Any, p: f
     if product is None or product.target is not aten.mul.Tensor or len(ends) != 1:
         return
     (end,) = ends
-    (x,) = (arg for arg in product.args if arg is not mask)
+    x = next((arg for arg in product.args if arg is not mask), None)
     if not isinstance(x, fx.Node) or shape_of(x) != shape_of(end) or dtype_of(x) != dtype_of(end):
         return
     sizes, drawn_sizes = shape_of(x), (1,) * (len(shape_of(x)) - len(shape_of(mask))) + shape_of(mask)

@@ -113,7 +113,7 @@ def _piece_of_cat(node: fx.Node) -> fx.Node | None:
     x, dim, start, end, step = bounds(node)
     if x.target is not aten.cat.default or step != 1 or (x.args[1] if len(x.args) > 1 else 0) != dim:
         return None
-    parts: Any = [part for part in x.args[0] if len(shape_of(part)) == len(shape_of(x))]  # type: ignore[union-attr]
+    parts: Any = [part for part in x.args[0] if len(shape_of(part)) == len(shape_of(x))]
     ends = list(accumulate((shape_of(part)[dim] for part in parts), initial=0))
     for part, span in zip(parts, pairwise(ends), strict=True):
         if span == (start, end) and dtype_of(part) == dtype_of(x):

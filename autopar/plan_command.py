@@ -1,0 +1,38 @@
+"""`autopar plan` and `autopar export`: from what a command line says of a model to its plan."""
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.api import check_choice
+from autopar.api import plan as make_plan
+from autopar.checked import check_spec
+from autopar.cluster import load_cluster
+from autopar.models import load_model
+from autopar.precision import PRECISIONS
+from autopar.search.asked_mesh import asked_mesh
+from autopar.search.joint.helpers import started
+
+
+def planned(source: dict[str, Any], *, device: str, check: bool, **arguments: Any) -> Any:
+    """The plan of the model that `source` names, which it carries along. A model without values is built once more,
+    with values and small, to `check` its graph."""
+    # What is quickly refused is refused before a model is built.
+    check_choice("precision", source["precision"], PRECISIONS)
+    arguments["cluster"] = load_cluster(arguments["cluster"])
+    named = ("mesh", "pipeline", "schedule", "baseline", "solver")
+    asked_mesh(arguments["cluster"], **{name: arguments[name] for name in named if name in arguments})
+    with started(arguments["cluster"].num_devices if arguments.get("mesh") == "auto" else 1):
+        loaded = load_model(**source, device=device)
+        called = {"args": loaded.args, "kwargs": loaded.kwargs, "precision": source["precision"]}
+        nbytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+        arguments["progress"]("comparing the graph with the module")
+        checked = check_spec(nbytes=nbytes, **source) if check and device == "meta" else ""
+        made = make_plan(loaded.model, **called, **arguments, check=check and not checked)
+        return replace(made, source=source, checked=checked or made.checked)
+
+
+def with_values(made: Any, source: dict[str, Any]) -> Any:
+    """The plan with buffers' values, for an export: the model is built again, with memory this time."""
+    if all(not value.is_meta for value in made.values.values()):
+        return made
+    return made.bind(load_model(**source, device="cpu").model)
