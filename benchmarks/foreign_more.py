@@ -195,7 +195,7 @@ def models() -> Models:
 
 FLAGGED = (
     "vector-quantize-pytorch, VQ, k-means", "normflows, real-NVP, ActNorm", "normflows, glow", "nflows, ActNorm",
-    "x-transformers, alibi_pos_bias",
+    "x-transformers, alibi_pos_bias", "snntorch, Leaky", "snntorch, Synaptic", "snntorch, Alpha",
 )  # fmt: skip
 """Models that start themselves at their first call, which a plan asks for."""
 

@@ -60,7 +60,7 @@ def test_second_references_have_the_gradient(kind: str) -> None:
 
 
 def test_a_closure_over_a_parameter_is_refused() -> None:
-    with pytest.raises(CaptureError, match="reads weight .* through a closure or a global"):
+    with pytest.raises(CaptureError, match=r"reads weight .* through a closure or a global"):
         capture(Model("closure"), (torch.randn(3, 4),))
 
 

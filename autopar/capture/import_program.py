@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture.fake_twin import has_value
+from autopar.capture.fixed_sizes import fix_sizes
 from autopar.capture.opaque import OPAQUE, Opaques
 from autopar.capture.user_frame import frame_of_stack
 from autopar.capture.written import Written
@@ -90,6 +91,7 @@ def import_program(
     Raises:
         CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
     """
+    fix_sizes(program.graph)
     importer = _Importer(program, model, opaques)
     importer.placeholders(inputs)
     for node in program.graph.nodes:
