@@ -32,6 +32,8 @@ FLOOR = 1e-6
 """Of the largest gradient: a gradient below it is compared with that."""
 TIGHT, LOOSE = (1e-10, 1e-8), (1e-5, 1e-3)
 """Largest relative error of loss and gradients that rounding explains in float64, and where float32 is in the graph."""
+LARGEST = 50_000_000
+"""Parameters: larger ones do not fit beside their gradients on four ranks in the memory of a process."""
 VERDICTS = ("equal", "refused", "wrong", "crashed", "slow", "left out")
 
 
@@ -65,6 +67,8 @@ def check(make: Callable[[], Foreign], plans: int = 2) -> Outcome:
 def _check(make: Callable[[], Foreign], plans: int, dtype: torch.dtype) -> Outcome:
     try:
         eager = _Eager(_made(make, dtype), _calls(make, dtype))
+        if (size := sum(p.numel() for p in eager.foreign.model.parameters())) > LARGEST:
+            return Outcome(verdict="left out", said=f"{size / 1e6:.0f} million parameters")
         before = {name: value.clone() for name, value in _state(eager.foreign.model).items()}
         seen = [eager.step(number) for number in range(STEPS)]
     except Exception as error:

@@ -273,3 +273,13 @@ def test_constants_that_nothing_reads_are_left_out() -> None:
 
     captured = capture(Empty(), (torch.randn(3, 4),))
     assert all(any(node.name == name and node.users for node in captured.graph.nodes) for name in captured.constants)
+
+
+def test_a_part_that_a_method_hides_is_named() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameters = nn.ParameterList([nn.Parameter(torch.ones(4))])  # type: ignore[assignment]
+
+    with pytest.raises(CaptureError, match="Hidden has a part 'parameters'"):
+        capture(Hidden(), (torch.randn(3, 4),))
