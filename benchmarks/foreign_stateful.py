@@ -242,6 +242,20 @@ def _wavelets() -> Foreign:
     return Foreign(model=Trained(nn.Linear(12, 16), None, function), inputs=images(12))
 
 
+def quantized(kind: str, **own: Any) -> nn.Module:
+    """An autoencoder with a codebook of vector-quantize-pytorch; its forward gives what the quantizer gives."""
+    import vector_quantize_pytorch
+
+    quantizer = getattr(vector_quantize_pytorch, kind)(**own)
+
+    def function(net: Any, quantizer: Any, x: Tensor) -> Any:
+        found = quantizer(net["encode"](x))
+        first, *others = found if isinstance(found, tuple) else (found,)
+        return net["decode"](first), others
+
+    return Trained(nn.ModuleDict({"encode": nn.Linear(16, 16), "decode": nn.Linear(16, 16)}), quantizer, function)
+
+
 def _mined() -> Foreign:
     from pytorch_metric_learning import losses, miners
 

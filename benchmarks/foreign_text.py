@@ -33,10 +33,16 @@ SIZES: dict[str, Any] = {
     **{"image_size": 16, "patch_size": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
     **{"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS, "lru_width": 32},
 }
+LATENT = (
+    "AXK1", "AXK2", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "LongcatFlash", "MiniCPM3",
+    "YoutuV", "KimiLinear",
+)  # fmt: skip
+"""Families whose keys come from one latent vector: as many heads for keys as for queries."""
 OWN: dict[str, dict[str, Any]] = {
     "GptOssConfig": {"layer_types": ["sliding_attention", "full_attention"]},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    **{name: {"num_key_value_heads": 4} for name in ("DeepseekV2Config", "DeepseekV3Config")},
+    **{f"{name}Config": {"num_key_value_heads": 4} for name in LATENT},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
 }
 
 

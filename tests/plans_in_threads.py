@@ -115,7 +115,7 @@ def errors_of(
     whole = {**local.captured.constants, **reference.buffers, **reference.inputs, **reference.parameters}
     trainable = {name: p for name, p in reference.parameters.items() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
-    floor = FLOOR * max(float(g.abs().max()) for g in gradients.values())
+    floor = FLOOR * max(float(g.abs().max()) for g in gradients.values() if g.numel())
 
     def one_rank(rank: int) -> tuple[float, float, str]:
         coordinate = plan.mesh.coordinate(rank)

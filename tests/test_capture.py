@@ -255,3 +255,31 @@ def test_models_without_a_loss_are_told_what_to_give() -> None:
 def test_lazy_parameters_have_no_shape_to_capture() -> None:
     with pytest.raises(CaptureError, match="run its forward once"):
         capture(nn.LazyLinear(3), (torch.randn(2, 4),), loss_fn=lambda output: output.sum())
+
+
+def test_constants_that_nothing_reads_are_left_out() -> None:
+    """`len(torch.tensor([]))` is known while tracing: the tensor is no part of the graph, whatever value it has."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = torch.tensor([], dtype=torch.int64)
+            weights = torch.ones(len(x)) if len(chosen) == 0 else chosen
+            loss: Tensor = (self.linear(x).sum(1) * weights).sum()
+            return loss
+
+    captured = capture(Empty(), (torch.randn(3, 4),))
+    assert all(any(node.name == name and node.users for node in captured.graph.nodes) for name in captured.constants)
+
+
+def test_a_part_that_a_method_hides_is_named() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameters = nn.ParameterList([nn.Parameter(torch.ones(4))])  # type: ignore[assignment]
+
+    with pytest.raises(CaptureError, match="Hidden has a part 'parameters'"):
+        capture(Hidden(), (torch.randn(3, 4),))

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from autopar.capture import capture
 from autopar.mesh import make_mesh
 from autopar.search.known.random_plan import random_plan
 from tests.plans_in_threads import errors_of, one_process
@@ -55,3 +56,25 @@ def test_a_wrong_layout_is_noticed() -> None:
     whole = {name: Layout((REPLICATE,)) for name in plan.layouts}
     _, gradient_error, _ = errors_of(reference, replace(plan, choices=choices, layouts=whole))
     assert gradient_error > 1e-3
+
+
+class Twice(torch.nn.Module):
+    """A batch norm that runs twice a step: what it counts the first time it is given the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.layers(x.roll(1, 1)) - self.layers(x)).square().mean()
+        return loss
+
+
+def test_no_collective_is_predicted_for_gradients_of_running_statistics() -> None:
+    model, x = Twice().double(), torch.randn(8, 4, dtype=torch.float64)
+    captured = capture(model, (x,))
+    reference = one_process(captured, model, {"0": x})
+    rng = random.Random(1)
+    for _ in range(4):
+        loss_error, gradient_error, _ = errors_of(reference, random_plan(captured, make_mesh((2, 2)), rng))
+        assert loss_error <= 1e-10 and gradient_error <= 1e-8

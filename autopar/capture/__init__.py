@@ -17,6 +17,7 @@ from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.grad_modes import grad_modes
 from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
+from autopar.capture.hidden_parts import check_parts
 from autopar.capture.import_program import import_program, stop_gradients, written_parameters
 from autopar.capture.loss import LossModule, unwatched
 from autopar.capture.one_process import as_one_process
@@ -65,6 +66,7 @@ def capture(
     lazy = [path for path, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise CaptureError(f"{name} has parameters without a shape ({', '.join(lazy[:3])}); run its forward once first")
+    check_parts(model)
     check_hooks(model)
     check_shared_memory(model)
     module, tensors = _call(model, args, kwargs, loss_fn)

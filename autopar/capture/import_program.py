@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture.fake_twin import has_value
+from autopar.capture.fixed_sizes import fix_sizes
 from autopar.capture.opaque import OPAQUE, Opaques
 from autopar.capture.user_frame import frame_of_stack
 from autopar.capture.written import Written
@@ -90,6 +91,7 @@ def import_program(
     Raises:
         CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
     """
+    fix_sizes(program.graph)
     importer = _Importer(program, model, opaques)
     importer.placeholders(inputs)
     for node in program.graph.nodes:
@@ -146,6 +148,7 @@ class _Importer:
                 value = self.program.constants[str(spec.target)]
                 node = self._placeholder("c_" + str(spec.target).removeprefix(PREFIX), value)
                 self.constants[node.name] = _plain_constant(value, str(spec.target))
+                self._check_no_state(value)
                 self.env[spec.arg.name] = node
             elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT):
                 raise CaptureError(
@@ -281,6 +284,17 @@ class _Importer:
                 constants=self.constants,
             )
         )
+
+    def _check_no_state(self, constant: Tensor) -> None:
+        """Raises CaptureError if forward reaches a parameter or buffer otherwise than from the model's attributes."""
+        storage = constant.untyped_storage().data_ptr()
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        for name, tensor in named:
+            if storage and tensor.device == constant.device and tensor.untyped_storage().data_ptr() == storage:
+                raise CaptureError(
+                    f"forward reads {name} (or a view of it) through a closure or a global, or a view kept as an "
+                    "attribute, where a graph has a constant; read it as an attribute of its module in forward"
+                )
 
     def _state(self, prefix: str, names: tuple[str, ...], tensor: Tensor, by_target: Mapping[str, str]) -> fx.Node:
         node = self._placeholder(prefix + names[0], tensor)

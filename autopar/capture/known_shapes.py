@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def _shaped(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     """A call whose result has a shape that follows from values: where all are known, it is a constant."""
     if func in (torch.where, Tensor.where) and len(args) + len(kwargs) > 1:
-        return ASK
+        is_byte = len(args) == 3 and func is torch.where and args[0].dtype == torch.uint8
+        return func(args[0] != 0, *args[1:]) if is_byte else ASK  # kernels take it, a fake one does not
     given = [questions.known.value(a) if isinstance(a, Tensor) else (a, frozenset[str]()) for a in args]
     named = {k: questions.known.value(a) if isinstance(a, Tensor) else (a, frozenset[str]()) for k, a in kwargs.items()}
     if any(one is None for one in (*given, *named.values())):

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
@@ -34,11 +35,12 @@ class LossModule(nn.Module):
         self._rebuild = rebuild
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
+        self._held = HeldState(model)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with self.python.kept(self.model), self.watch(self.model):
+        with self._held.followed(), self.python.kept(self.model), self.watch(self.model):
             watch = Watch(self.model, self.written)
             try:
                 with watch:

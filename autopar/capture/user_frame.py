@@ -12,6 +12,8 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _OURS, _HERE = Path(__file__).parents[1], Path(__file__).parent
+_MODEL = str(_HERE / "loss.py")
+"""The file that calls a model."""
 _WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/functional.py", "torch/__init__.py")
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -41,8 +43,13 @@ def user_and_library(frames: list[tuple[str, int]]) -> str | None:
 
 
 def innermost(frames: list[tuple[str, int]]) -> str | None:
-    """Of frames listed outermost first, the last one that is the user's own, or else any library's but torch."""
-    known = [(Path(name), line) for name, line in frames if not name.startswith("<")]
+    """Of frames listed outermost first, the last one that is the user's own, or else any library's but torch.
+
+    While a model runs, only what it runs counts: of a library's model, not the line that asked for its capture.
+    """
+    calls = [number for number, (name, _) in enumerate(frames) if name == _MODEL]
+    inside = frames[calls[-1] + 1 :] if calls else frames
+    known = [(Path(name), line) for name, line in inside if not name.startswith("<")]
     foreign = [(path, line) for path, line in known if not is_machinery(path)]
     own = [(path, line) for path, line in foreign if "site-packages" not in path.parts]
     chosen = own or foreign

@@ -217,8 +217,9 @@ class Watch(TorchFunctionMode):
             return
         if own is None or new is None or new.shape != own.shape or new.dtype != own.dtype:
             raise CaptureError(
-                f"forward of {type(module).__name__} gives its buffer {name!r} another shape or dtype; a captured "
-                "model keeps those it has"
+                f"forward of {type(module).__name__} gives its buffer {name!r} another shape or dtype, where a "
+                "captured model keeps those it has; if only the first call does so, call the model on one batch "
+                "before planning (`model(**batch)` in one process)"
             )
         with torch.no_grad():
             own.copy_(new)
