@@ -60,18 +60,42 @@ def makes_a_table_once(own: Net, h: Tensor) -> Tensor:
     return h * own.table  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("between", [counts, makes_a_table_once])
+def tells_now_and_then(own: Net, h: Tensor) -> Tensor:
+    own.step += 1
+    own.config.calls += 1
+    if own.step % 100 == 0 and own.config.calls > 3:
+        own.notes.append(float(own.step))
+    return h
+
+
+@pytest.mark.parametrize("between", [counts, makes_a_table_once, tells_now_and_then])
 def test_notes_and_constants_made_once_are_harmless_and_the_model_is_left_alone(between: Any) -> None:
     own = Net(between).double()
     before = {name: value for name, value in vars(own).items() if name != "notes"}
+    notes = own.notes
     assert_as_eager(own, inputs())
     assert {name: value for name, value in vars(own).items() if name != "notes"} == before
-    assert own.notes == [] and own.config.calls == 0
+    assert own.notes is notes and notes == [] and own.config.calls == 0
 
 
 def turns_later(own: Net, h: Tensor) -> Tensor:
     own.step += 1
     return h * 2 if own.step > 5_000 else h
+
+
+def turns_now_and_then(own: Net, h: Tensor) -> Tensor:
+    own.step += 1
+    return h * 2 if own.step % 16 == 0 else h
+
+
+def turns_for_a_while(own: Net, h: Tensor) -> Tensor:
+    own.step += 1
+    return h * 2 if 5 < own.step < 100 else h
+
+
+def turns_in_config(own: Net, h: Tensor) -> Tensor:
+    own.config.calls += 1
+    return h * 2 if own.config.calls > 5_000 else h
 
 
 def scales_by_step(own: Net, h: Tensor) -> Tensor:
@@ -104,6 +128,9 @@ def own_dice(own: Net, h: Tensor) -> Tensor:
     [
         (scales_by_step, "Net.step"),
         (turns_later, "Net.step"),
+        (turns_now_and_then, "Net.step"),
+        (turns_for_a_while, "Net.step"),
+        (turns_in_config, "Net.config"),
         (grows, "Net.notes"),
         (averages, "Net.mean"),
         (counts_in_config, "Net.config"),

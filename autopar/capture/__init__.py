@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autopar.capture.counted import Decisions
 from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
@@ -23,7 +24,7 @@ from autopar.capture.loss import LossModule, unwatched
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
-from autopar.capture.python_state import FAR, Constants, drawn_at, next_begin
+from autopar.capture.python_state import Change, Constants, Snapshot, drawn_at, next_begin
 from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
@@ -95,20 +96,36 @@ def _check_state(
     constants = Constants()
     with suppress(Exception):
         _run_on_fakes(model, module, tensors, constants)
-    changes = state.changes
-    counts = any(type(change.value) in (int, float) for change in changes)
-    for calls in (1, FAR) if counts else (1,):
-        state.begin = next_begin(changes, constants, calls)
-        try:
-            again = _captured(model, module, tensors, name, repeats)
-        finally:
-            state.begin = []
-        if not is_same_graph(captured, again):
-            first = changes[0]
-            raise CaptureError(
-                f"{first.where()} changes from call to call ({first.was!r}, then {first.value!r}), and forward "
-                "computes otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
-            )
+    changes, decisions = state.changes, Decisions()
+    if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
+        raise _changing(changes[0])
+    for decisions.flipped in decisions.others:
+        decisions.asked = 0
+        if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
+            raise _changing(changes[0])
+
+
+def _stays(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    captured: CapturedModel,
+    repeats: tuple[Repeat, ...] | None,
+    begin: list[Change],
+) -> bool:
+    """Whether a call that begins with other attributes computes what `captured` does."""
+    module.python.begin = begin
+    try:
+        return is_same_graph(captured, _captured(model, module, tensors, captured.name, repeats))
+    finally:
+        module.python.begin = []
+
+
+def _changing(change: Change) -> CaptureError:
+    return CaptureError(
+        f"{change.where()} changes from call to call ({change.was!r}, then {change.value!r}), and forward computes "
+        "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+    )
 
 
 def _run_on_fakes(
@@ -246,6 +263,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     about values is answered."""
     questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
     module.watch = questions.asked
+    before = Snapshot(model)  # torch.export puts copies of containers in their place
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -259,6 +277,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
         ):
             yield _Setting(mode=mode, opaques=opaques)
     finally:
+        before.restore()
         module.watch = unwatched
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autopar.capture.counted import Decisions, counted
 from autopar.capture.fake_twin import is_fake
 from autopar.capture.gradient_hooks import held_by
 from autopar.capture.user_frame import innermost
@@ -80,12 +81,12 @@ class PythonState:
     @contextmanager
     def kept(self, model: nn.Module) -> Iterator[None]:
         """Inside, forward runs from `begin`; afterwards the model is as it was before."""
-        before = _Snapshot(model)
+        before = Snapshot(model)
         draws = _draws()
         python, numpy = random.getstate(), np.random.get_state()
         for change in self.begin:
             _put(change)
-        started = _Snapshot(model) if self.begin else before
+        started = Snapshot(model) if self.begin else before
         try:
             yield
         finally:
@@ -97,7 +98,7 @@ class PythonState:
             np.random.set_state(numpy)
 
 
-class _Snapshot:
+class Snapshot:
     """Attributes of all modules of a model, and what lists and objects among them hold."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -298,33 +299,30 @@ class Constants(TorchDispatchMode):
         return made
 
 
-FAR = 999_999
-"""Calls after which a counter stands past whatever it is compared with; with half as many a schedule of 600,000 warm-up
-steps is taken for one that never ends."""
+def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Change]:
+    """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown,
+    and counters that tell `decisions` what is decided on them."""
 
-
-def next_begin(changes: Sequence[Change], constants: Constants, calls: int = 1) -> list[Change]:
-    """What the next call begins with, or one after several `calls`, after a run that left `changes`.
-
-    Constants are as they are, counters have counted on, other tensors are unknown.
-    """
-
-    def known(value: Any, change: Change) -> Any:
-        if type(value) in (int, float) and type(change.was) in (int, float):
-            return value + (value - change.was) * (calls - 1)
+    def known(value: Any, change: Change, was: Any) -> Any:
+        if type(value) in (int, float) and type(was) in (int, float) and value != was:
+            return counted(value, decisions)
         if is_fake(value) and type(change.was) in (int, float) and not value.dim():
             return change.was + 1  # of a number that a tensor stands for (`answers`) any other will do
         if is_fake(value):
             return constants.values[id(value)][1] if id(value) in constants.values else _Unknown(change)
         if isinstance(value, _Inside):
-            return _Inside(value.owner, known(value.state, change))
-        if type(value) in (list, tuple, deque):
-            return type(value)(known(part, change) for part in value)
+            return _Inside(value.owner, known(value.state, change, getattr(was, "state", None)))
+        if isinstance(value, deque):
+            return deque((known(part, change, None) for part in value), value.maxlen)
+        if type(value) in (list, tuple):
+            before = was if type(was) is type(value) and len(was) == len(value) else (None,) * len(value)
+            return type(value)(known(part, change, b) for part, b in zip(value, before, strict=True))
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, known(part, change)) for key, part in value.items())
+            before = was if isinstance(was, dict) else {}
+            return type(value)((key, known(part, change, before.get(key))) for key, part in value.items())
         return value
 
-    return [Change(c.module, c.name, c.was, known(c.value, c)) for c in changes]
+    return [Change(c.module, c.name, c.was, known(c.value, c, c.was)) for c in changes]
 
 
 def drawn_at(run: Callable[[], Any]) -> str | None:
