@@ -99,8 +99,8 @@ def _check_state(
     changes, decisions = state.changes, Decisions()
     if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
         raise _changing(changes[0])
-    for decisions.flipped in decisions.others:
-        decisions.asked = 0
+    for other in decisions.others:
+        decisions = Decisions(flipped=other)
         if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
             raise _changing(changes[0])
 

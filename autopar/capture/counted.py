@@ -1,8 +1,8 @@
 """What does forward decide on a counter? Numbers that note each comparison, and may answer one of them otherwise.
 
-`if self.step % 16 == 0` is another graph at some later call, which no call from here need be. So the next call is traced
-once more for each comparison of a counter, with the other answer: where the graph stays the same, nothing that is
-computed hangs on it.
+`if self.step % 16 == 0` is another graph at some later call, which no call from here need be. So the next call is
+traced once more for each comparison of a counter, with the other answer: where the graph stays the same, nothing that
+is computed hangs on it.
 """
 
 from collections.abc import Callable
