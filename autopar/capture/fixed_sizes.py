@@ -30,7 +30,7 @@ def fix_sizes(graph: fx.Graph) -> None:
         elif isinstance(value, Tensor) and not all(isinstance(n, int) for n in value.shape):
             sizes = [_number(n) for n in value.shape]
             if None not in sizes:
-                node.meta["val"] = torch.empty(sizes, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
+                node.meta["val"] = torch.empty(sizes, dtype=value.dtype, device="meta")
                 if node.target is aten.index.Tensor:
                     _select(node, sizes)
     for node in reversed(list(known)):
