@@ -1,8 +1,10 @@
 """Was the graph compared with the module before it was planned? On which numbers, or why not, in one line."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.calls import Call
@@ -11,12 +13,17 @@ from autopar.errors import ArgumentError, ModelSpecError
 from autopar.graph import CapturedModel
 from autopar.models import load_model
 from autopar.oracle import Subject, check_module, not_checkable
+from autopar.oracle.steps import module_loss
+from autopar.oracle.unchanged import unchanged
 from autopar.precision import precision_of
 from autopar.rules.registry import rule_of
 
 FLOPS = 4e11
 """Most floating-point operations of a compared call's forward pass: some seconds on two cores. With twice as many a
 check takes twice as long; with half, models of 100 M parameters are compared on fewer tokens than a sample has."""
+
+SMALL = 1e8
+"""Parameters up to which a model runs once on all samples before it is traced."""
 
 NBYTES = 2e9
 """Most bytes of parameters for which a model named on a command line is built to be compared."""
@@ -43,6 +50,7 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         precision = precision_of(model)
     except ArgumentError:
         return "not compared with the module: its parameters are of several dtypes"
+    run_before(model, call, loss_fn)
     captured, _ = captured_model(model, call, precision, loss_fn)
     batch, flops = call.batch(), flops_of(captured)
     samples = batch
@@ -59,6 +67,15 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         f"compared with the module{of}, {precision}: loss, gradients and state of two calls differ by at most "
         f"{max(errors, default=0.0):.0e} (relative)"
     )
+
+
+def run_before(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> None:
+    """Let the module fill the caches that outlive a call (`functools.lru_cache`, tables of a file) with real tensors:
+    those of a trace would be left in them. Of a large model one sample has to do."""
+    size = sum(p.numel() for p in model.parameters())
+    few = call if size <= SMALL or call.batch() is None else first_samples(call, 1)
+    with suppress(Exception), unchanged(model), torch.no_grad():
+        module_loss(model, few.args, few.kwargs, loss_fn, 0)
 
 
 def check_spec(

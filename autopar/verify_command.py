@@ -13,8 +13,9 @@ from torch import nn
 from autopar.api import bind, check_choice, search_plan, values_of
 from autopar.calls import Call
 from autopar.captures import captured_model
+from autopar.checked import run_before
 from autopar.cluster import Cluster, load_cluster
-from autopar.errors import ArgumentError, InfeasibleError, MeshError
+from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.mesh import Mesh, parse_mesh
@@ -80,6 +81,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     )
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
     request = _as_configured(request, mesh, call)
+    run_before(loaded.model, call)
     captured = _captured(request, loaded.model, call, request.microbatches or 1)
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
     found = _plans(request, captured, mesh, saved, loaded.model, console)
@@ -90,7 +92,11 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     if not plans:
         return _result(request, mesh, [], console)
     subject = Subject(model=loaded.model, captured=reference, args=call.args, kwargs=call.kwargs)
-    steps, is_exact = module_steps_checked(subject, request.precision, console)
+    try:
+        steps, is_exact = module_steps_checked(subject, request.precision, console)
+    except FidelityError as error:
+        console.print(f"NOT the module: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return {"model": request.spec, "passed": False, "difference": str(error), "plans": []}
     inputs = [bind_inputs(captured.inputs, args, kwargs) for args, kwargs in subject.calls(STEPS)]
     checks = []
     console.print(HEAD, style="bold", highlight=False, soft_wrap=True)

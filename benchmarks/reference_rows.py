@@ -95,12 +95,17 @@ class Reading:
 
 
 def read_folder(folder: Path) -> Reading:
-    """Every file that has the columns of a layout measurement, in order of name."""
+    """Every file that has the columns of a dense model's layout measurement, in order of name.
+
+    Files that also describe experts, long contexts and newer GPUs (a column `experts`) are not read: their rows say
+    more than a `TransformerShape` holds.
+    """
     reading = Reading()
     for file in sorted(folder.glob("*.csv")):
         with file.open(newline="", encoding="utf-8") as stream:
             table = csv.DictReader(stream)
-            if not {"step_time_s", "tp", "pp", "hidden", "hardware"} <= set(table.fieldnames or ()):
+            names = set(table.fieldnames or ())
+            if not {"step_time_s", "tp", "pp", "hidden", "hardware"} <= names or "experts" in names:
                 continue
             for row in table:
                 _read(row, file.stem, reading)

@@ -171,7 +171,9 @@ def fixed_after(node: fx.Node, states: Sequence[State], batch: Batch) -> Fixed:
         sized = sized or _differ(*given)
     everywhere = frozenset(range(value.dim()))
     if node.target is noise and PERMUTATION in node.args:
-        return Fixed(varies=everywhere, sized=True)
+        few = batch.shapes(node)
+        of_samples = value.shape[0] % batch.size == 0 if few is None else few[0] != tuple(value.shape)
+        return Fixed(varies=everywhere, sized=of_samples and batch.few < batch.size)
     if name in UNIFORM or (is_random(node) and not any(isinstance(s, Fixed) and s.varies for s in states)):
         return Fixed(sized=sized)  # every sample draws for itself
     if not any(size and size % batch.size == 0 for size in value.shape):

@@ -1,6 +1,7 @@
 """Small models whose forward asks for values: of constants, of buffers, in checks, of the world, of the data."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -207,6 +208,15 @@ def gaussian(_: Asking, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
     return F.gaussian_nll_loss(h, y, F.softplus(h) + 0.1)
 
 
+@into(KNOWN)
+def numbers_that_are_computed_with(_: Asking, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    level = x.mean()
+    number = level.item()
+    level.mul_(3)  # the number is what the tensor was
+    f"{h.mean().item():.3f}"
+    return (h * number).clamp(max=x.max().item()).square().sum() / (y > 0).sum().item() + F.mse_loss(h, y)
+
+
 @into(REFUSED)
 def branch(_: Asking, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(h, y) * (2 if h.sum() > 0 else 1)  # branch
@@ -221,7 +231,7 @@ def loop(_: Asking, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
 
 @into(REFUSED)
 def number(_: Asking, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(h, y) * x.mean().item()  # number
+    return F.mse_loss(h, y) * math.log(x.abs().mean().item())  # number
 
 
 @into(REFUSED)

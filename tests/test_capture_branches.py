@@ -6,6 +6,7 @@ captured graph where the module raises one, and a refusal with the user's line w
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from autopar.capture import capture
 from autopar.capture.one_process import as_one_process
@@ -28,6 +30,15 @@ from autopar.serialize import dump, load
 from tests import branching_models
 from tests.branching_models import CHECKS, KNOWN, REFUSED, Asking, Body
 from tests.plans_in_threads import errors_of, one_process
+
+
+@pytest.fixture(autouse=True)
+def validated() -> Iterator[None]:
+    """Distributions check what they are given, as they do by default; torch.compile turns that off for good."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
 
 
 def case(body: Body, rows: int = 8) -> tuple[Asking, dict[str, Tensor]]:

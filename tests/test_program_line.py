@@ -20,7 +20,7 @@ from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.joint.programs import Programs
 from autopar.search.staged.stages import block_starts, starts_of
-from tests.zoo import FAMILIES
+from tests.zoo import SPLIT_FAMILIES
 from tests.zoo_graphs import zoo_graph
 
 BATCH = 12
@@ -33,7 +33,7 @@ def line_of(family: str) -> tuple[Batches, Line]:
     return batches, batches.line
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_a_program_on_a_line_is_that_of_its_graph(family: str) -> None:
     batches, line = line_of(family)
     asked = list[int]()
@@ -79,16 +79,16 @@ class Tail(nn.Module):
 
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", None), ("sum", None), ("mean", 0.5)])
 def test_losses_without_labels_are_weighed_as_the_graphs_say(reduction: str, scale: float | None) -> None:
-    """A number that scales a loss may be the size of the batch: then no program is made without its graph."""
+    """A number that scales a loss is followed along the line as sizes are, so that no graph is needed."""
     captures = Captures(model=Tail(reduction, scale), call=Call(args=(torch.zeros(12, 3, 4),)), precision="fp32")
     batches = Batches(capture=captures.at, batch=12)
     joint = Programs(graph=batches.microbatch, line=batches.find_line)
     line = batches.find_line()
     assert line is not None
     made = ProgramLine(line=line, whole=joint.of(1), graph=batches.microbatch).microbatch(4)
-    assert (made is None) == (scale is not None)
+    assert made is not None
     assert joint.of(4).captured.accumulation == batches.microbatch(4).accumulation
-    assert joint.graphs.keys() == ({1} if made is not None else {1, 4})
+    assert joint.graphs.keys() == {1}
 
 
 def same_graphs(made: Program, expected: Program) -> bool:

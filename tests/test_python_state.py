@@ -69,6 +69,11 @@ def test_notes_and_constants_made_once_are_harmless_and_the_model_is_left_alone(
     assert own.notes == [] and own.config.calls == 0
 
 
+def turns_later(own: Net, h: Tensor) -> Tensor:
+    own.step += 1
+    return h * 2 if own.step > 5_000 else h
+
+
 def scales_by_step(own: Net, h: Tensor) -> Tensor:
     own.step += 1
     return h * min(1.0, own.step / 3)
@@ -98,6 +103,7 @@ def own_dice(own: Net, h: Tensor) -> Tensor:
     ("between", "name"),
     [
         (scales_by_step, "Net.step"),
+        (turns_later, "Net.step"),
         (grows, "Net.notes"),
         (averages, "Net.mean"),
         (counts_in_config, "Net.config"),

@@ -12,6 +12,7 @@ from autopar.rules import (
     attention,
     convolution,
     creation,
+    discovered,
     elementwise,
     embedding,
     grouped_linear,
@@ -26,7 +27,18 @@ from autopar.rules.registry import RULES, resolve, result_index, rule_of
 from autopar.rules.rule import choices, is_splittable
 
 MODULES = (
-    *(attention, convolution, creation, elementwise, embedding, grouped_linear, linear, loss, normalization),
+    *(
+        attention,
+        convolution,
+        creation,
+        discovered,
+        elementwise,
+        embedding,
+        grouped_linear,
+        linear,
+        loss,
+        normalization,
+    ),
     *(random_rules, reductions, views),
 )
 aten = torch.ops.aten

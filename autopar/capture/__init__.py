@@ -23,7 +23,7 @@ from autopar.capture.loss import LossModule, unwatched
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
-from autopar.capture.python_state import Constants, drawn_at, next_begin
+from autopar.capture.python_state import FAR, Constants, drawn_at, next_begin
 from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
@@ -96,17 +96,19 @@ def _check_state(
     with suppress(Exception):
         _run_on_fakes(model, module, tensors, constants)
     changes = state.changes
-    state.begin = next_begin(changes, constants)
-    try:
-        again = _captured(model, module, tensors, name, repeats)
-    finally:
-        state.begin = []
-    if not is_same_graph(captured, again):
-        first = changes[0]
-        raise CaptureError(
-            f"{first.where()} changes from call to call ({first.was!r}, then {first.value!r}), and forward computes "
-            "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
-        )
+    counts = any(type(change.value) in (int, float) for change in changes)
+    for calls in (1, FAR) if counts else (1,):
+        state.begin = next_begin(changes, constants, calls)
+        try:
+            again = _captured(model, module, tensors, name, repeats)
+        finally:
+            state.begin = []
+        if not is_same_graph(captured, again):
+            first = changes[0]
+            raise CaptureError(
+                f"{first.where()} changes from call to call ({first.was!r}, then {first.value!r}), and forward "
+                "computes otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+            )
 
 
 def _run_on_fakes(
@@ -246,6 +248,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     module.watch = questions.asked
     try:
         with (
+            torch.random.fork_rng(devices=[]),
             as_one_process(),
             opaque_calls() as opaques,
             fake_twin(model) as mode,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.capture.checks import find_check, find_comparison, is_inside_check, violated_of
+from autopar.capture.checks import find_check, find_comparison, violated_of
 from autopar.capture.fake_twin import has_constant
 from autopar.capture.real_values import ASSERTIONS, real_values
 from autopar.capture.user_frame import asker, place_of
@@ -67,7 +67,8 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
 
 
 def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
-    """item, float, int: of what is only compared in a check a tensor will do."""
+    """item, float, int. In place of a number that is computed with, a tensor without dims or gradient will do: whatever
+    needs a number of Python's asks again."""
     tensor = args[0]
     value = questions.value(tensor)
     if value is not None:
@@ -76,8 +77,9 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     if has_constant(tensor) or tensor.numel() != 1:
         return ASK
     assert questions.stop is not None
-    if func in (Tensor.item, Tensor.tolist) and is_inside_check(asker(), questions.stop):
-        return tensor.detach().reshape(())
+    if func in (Tensor.item, Tensor.tolist):
+        wide = tensor.dtype if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
+        return tensor.detach().to(wide, copy=True).reshape(())  # Python's numbers do not overflow or round sooner
     found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
     if found is not None and not found.check.others:
         number = tensor.long() if func is Tensor.__int__ else tensor

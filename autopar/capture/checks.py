@@ -86,15 +86,6 @@ def find_check(frame: FrameType, stop: CodeType) -> Check | None:
     return found
 
 
-def is_inside_check(frame: FrameType, stop: CodeType) -> bool:
-    """Whether a number asked for in `frame` is only compared, and the comparison is the test of a check."""
-    source = _source_of(frame.f_code.co_filename)
-    node = None if source is None else _asked(frame, source)
-    if source is None or node is None:
-        return False
-    return _root(_compared(node, source), source, frame, True) is not None and not _is_caught(frame, stop)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A number is asked for and compared with `other`, which a check tests. compare: of the two in this order."""

@@ -13,16 +13,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.errors import CaptureError
+
 
 @contextmanager
 def fake_twin(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Parameters and buffers of `model` are fake inside the `with`, and the very same objects again after it.
 
-    Tied tensors stay tied. Plain tensor attributes keep their values (they become constants), unless they have none.
+    What forward registers inside is gone after it too. Tied tensors stay tied. Plain tensor attributes keep their
+    values (they become constants), unless they have none.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, export=True, shape_env=ShapeEnv(tracked_fakes=[]))
     twins: dict[int, Tensor] = {}
     saved: list[tuple[dict[str, Any], str, Tensor]] = []
+    registered = [(table, table.copy()) for module in model.modules() for table in _registered(module)]
 
     def twin(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
@@ -43,9 +47,25 @@ def fake_twin(model: nn.Module) -> Iterator[FakeTensorMode]:
                     saved.append((table, key, value))
                     table[key] = twin(value)
         yield mode
+        before = {id(own): content for own, content in registered}
+        for module in model.modules():
+            known = before.get(id(module._parameters), module._parameters)
+            if made := module._parameters.keys() - known.keys():
+                raise CaptureError(
+                    f"forward of {type(module).__name__} makes the parameter {min(made)!r}, which training would not "
+                    "see; call the model once before planning"
+                )
     finally:
+        for own, content in registered:
+            own.clear()
+            own.update(content)
         for table, key, value in saved:
             table[key] = value
+
+
+def _registered(module: nn.Module) -> tuple[Any, ...]:
+    """The tables of a module's own parameters, buffers and modules."""
+    return module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set
 
 
 def new_inputs(mode: FakeTensorMode, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, ...]:

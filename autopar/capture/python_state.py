@@ -298,10 +298,22 @@ class Constants(TorchDispatchMode):
         return made
 
 
-def next_begin(changes: Sequence[Change], constants: Constants) -> list[Change]:
-    """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown."""
+FAR = 999_999
+"""Calls after which a counter stands past whatever it is compared with; with half as many a schedule of 600,000 warm-up
+steps is taken for one that never ends."""
+
+
+def next_begin(changes: Sequence[Change], constants: Constants, calls: int = 1) -> list[Change]:
+    """What the next call begins with, or one after several `calls`, after a run that left `changes`.
+
+    Constants are as they are, counters have counted on, other tensors are unknown.
+    """
 
     def known(value: Any, change: Change) -> Any:
+        if type(value) in (int, float) and type(change.was) in (int, float):
+            return value + (value - change.was) * (calls - 1)
+        if is_fake(value) and type(change.was) in (int, float) and not value.dim():
+            return change.was + 1  # of a number that a tensor stands for (`answers`) any other will do
         if is_fake(value):
             return constants.values[id(value)][1] if id(value) in constants.values else _Unknown(change)
         if isinstance(value, _Inside):

@@ -21,8 +21,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def user_frame(error: BaseException) -> str | None:
     """`file:line` of the innermost frame that is the user's; failing that, of a library that is not torch."""
-    frames = [frame for link in _chain(error) for frame in _frames(link.__traceback__)]
-    return innermost(frames)
+    return user_and_library([frame for link in _chain(error) for frame in _frames(link.__traceback__)])
 
 
 def files_of(error: BaseException) -> list[str]:
@@ -32,7 +31,15 @@ def files_of(error: BaseException) -> list[str]:
 
 def frame_of_stack(text: str) -> str | None:
     """The same for a stack trace printed as text, as fx nodes carry it."""
-    return innermost([(name, int(line)) for name, line in _FRAME.findall(text)])
+    return user_and_library([(name, int(line)) for name, line in _FRAME.findall(text)])
+
+
+def user_and_library(frames: list[tuple[str, int]]) -> str | None:
+    """`innermost`, and in which library below it the frame is, if any."""
+    foreign = [(Path(name), line) for name, line in frames if not name.startswith("<") and not is_machinery(Path(name))]
+    place = innermost(frames)
+    deepest = f"{foreign[-1][0]}:{foreign[-1][1]}" if foreign else None
+    return place if place == deepest else f"{place} (in {deepest})"
 
 
 def innermost(frames: list[tuple[str, int]]) -> str | None:

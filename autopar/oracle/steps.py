@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.loss import LossModule
+from autopar.capture.one_process import as_one_process
 from autopar.capture.user_frame import user_frame
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import BufferSpec, CapturedModel, ParameterSpec
@@ -84,8 +85,8 @@ def module_loss(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     torch.manual_seed(seed)
     try:
-        with torch.enable_grad(), context():
-            return module.loss(*(leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)))
+        with as_one_process(), torch.enable_grad(), context():
+            return module.loss(*(own_copy(leaf, device) for leaf in leaves if isinstance(leaf, Tensor)))
     except AutoparError:
         raise
     except Exception as error:
@@ -94,6 +95,11 @@ def module_loss(
             f"{where}: {type(model).__name__} itself fails on the example inputs: {type(error).__name__}: {error}; "
             "give inputs that one training step runs on"
         ) from error
+
+
+def own_copy(given: Tensor, device: torch.device) -> Tensor:
+    """An input that forward may write in place."""
+    return given.detach().clone().to(device).requires_grad_(given.requires_grad)
 
 
 def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> Step:
@@ -131,7 +137,8 @@ def graph_steps(captured: CapturedModel, values: Mapping[str, Tensor], calls: Se
         for spec in captured.parameters:
             leaves[spec.placeholder].requires_grad_(spec.trainable)
         device = next((p.device for p in leaves.values()), torch.device("cpu"))
-        inputs = {name: value.to(device) for name, value in bind_inputs(captured.inputs, args, kwargs).items()}
+        given = bind_inputs(captured.inputs, args, kwargs)
+        inputs = {name: own_copy(value, device) for name, value in given.items()}
         torch.manual_seed(SEED + number)
         with torch.enable_grad():
             loss, results = run_captured(captured, leaves, buffers, inputs)

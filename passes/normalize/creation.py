@@ -3,6 +3,7 @@
 So creation calls can be folded, and no tensor travels, and waits for a gradient that never comes, to tell its dtype.
 """
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -54,8 +55,41 @@ def simplify_creation(captured: CapturedModel) -> CapturedModel:
 
 def _from_first(anchor: fx.Node, index: fx.Node, rows: int) -> fx.Node:
     """An index whose negative elements count from the end, which `embedding` does not know, counted from the first."""
+    if counts_from_first(index):
+        return index
     negative = insert(anchor, aten.lt.Scalar, (index, 0))
     return insert(anchor, aten.where.self, (negative, insert(anchor, aten.add.Tensor, (index, rows)), index))
+
+
+PLACES: dict[Any, tuple[int, ...]] = {
+    aten.topk.default: (1,),
+    aten.sort.default: (1,),
+    aten.max.dim: (1,),
+    aten.min.dim: (1,),
+    aten.argmax.default: (0,),
+    aten.argmin.default: (0,),
+    aten.argsort.default: (0,),
+}
+"""Calls with those of their results that say where something stands."""
+MOVES = {
+    *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.alias.default),
+    *(aten.expand.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten.slice.Tensor, aten.select.int, aten._to_copy.default, aten.clone.default, aten.detach.default),
+    *(aten.index.Tensor, aten.gather.default, aten.sort.default),
+}
+"""Calls whose (first) result has the elements of the first operand."""
+
+
+def counts_from_first(index: fx.Node) -> bool:
+    """Whether no element of an index can be negative: it is made of places that torch found."""
+    call: Any = index
+    result = 0
+    if call.target is operator.getitem:
+        call, result = call.args
+    if result in PLACES.get(call.target, ()):
+        return True
+    source = call.args[0] if call.args else None
+    return call.target in MOVES and result == 0 and isinstance(source, fx.Node) and counts_from_first(source)
 
 
 def _full(node: fx.Node, value: Any) -> fx.Node:
