@@ -55,7 +55,8 @@ SHARED = 5
 """How much longer than its own time a process may take on a machine that it shares."""
 SAID = """Each model against its unmodified module over three training steps with different inputs: loss, gradients and
 buffers; then random plans on four ranks against the graph. Left out: what its own package cannot build or run at
-the size tried, in float64 or float32, and what gives no finite loss. Slow: not done in the time that a model has."""
+the size tried, in float64 or float32, and what gives no finite loss. Slow: not done in the time or memory of a process.
+"""
 MEMORY_NBYTES = 8 * 2**30
 ADDRESSES_NBYTES = 24 * 2**30
 
@@ -123,6 +124,8 @@ def _work(make: Make, pipe: Any, seconds: float, plans: int) -> None:
         where = f"{'/'.join(Path(own[-1].filename).parts[-2:])}:{own[-1].lineno}"
         first = (str(error).strip().split("\n") or [""])[0][:300]
         outcome = Outcome(verdict="crashed", said=f"{type(error).__name__} at {where}: {first}")
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            outcome = Outcome(verdict="slow", said="more memory than a process has")
         if os.environ.get("FOREIGN_LOUD"):
             traceback.print_exc()
     pipe.send(outcome)
@@ -200,7 +203,8 @@ def main() -> int:
     rows = [row for key, row in known.items() if key in every]
     if arguments.only == "*":
         arguments.table.parent.mkdir(parents=True, exist_ok=True)
-        arguments.table.write_text(table(rows, "python -m benchmarks.foreign_models"))
+        command = f"python -m benchmarks.foreign_models --plans {arguments.plans}"
+        arguments.table.write_text(table(rows, command))
     counts = Counter(row["verdict"] for row in rows)
     print(f"{len(rows)} models: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}")
     return 1 if counts["wrong"] or counts["crashed"] else 0
