@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 
@@ -18,6 +19,9 @@ from autopar.ops.groups import active_groups
 
 COPY = 2**32
 """Sites of a woven step's further micro-batches are so far apart: each draws as a step of its own."""
+
+_GENERATORS = RLock()
+"""Held while torch's default generators are another's: threads of a process share them."""
 
 Shards = tuple[tuple[str, int], ...]
 """`(axis name, dim)` for each axis that splits the tensor, outermost split first."""
@@ -66,7 +70,8 @@ def shard_index(shards: Shards) -> int:
 @contextmanager
 def seeded_default_generator(seed: int, device: torch.device) -> Iterator[None]:
     """Torch's default generator of `device` seeded inside, restored after: for kernels that take no generator."""
-    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=_forkable(device)):
+    devices = [device] if device.type != "cpu" else []
+    with _GENERATORS, torch.random.fork_rng(devices=devices, device_type=_forkable(device)):
         torch.manual_seed(seed)
         yield
 
