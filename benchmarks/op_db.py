@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -52,7 +53,7 @@ def work(connection: Connection, name: str, most: int, done: int | None) -> None
         connection.send((sample.key, outcome))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """An op whose samples run in a process; one by one once a process has died of them.
 
@@ -105,7 +106,15 @@ class Job:
 def run_all(names: Sequence[str], most: int, processes: int, seconds: float) -> list[Row]:
     """The rows of all ops in order, `processes` ops at a time."""
     jobs = [Job(name=name, most=most) for name in names]
-    waiting, running = list(reversed(jobs)), []
+    waiting, running = list(reversed(jobs)), list[Job]()
+    with suppress(KeyboardInterrupt):  # the page then is of what was run
+        _run(waiting, running, processes, seconds)
+    for job in running:
+        job.process.kill()
+    return [row for job in jobs if job not in running for row in job.rows]
+
+
+def _run(waiting: list[Job], running: list[Job], processes: int, seconds: float) -> None:
     while waiting or running:
         while waiting and len(running) < processes:
             running.append(waiting.pop())
@@ -120,7 +129,6 @@ def run_all(names: Sequence[str], most: int, processes: int, seconds: float) -> 
                         print(f"{outcome.kind} {key}{drawn}: {outcome.reason}", flush=True)
             elif time.monotonic() - job.since > seconds:
                 job.process.kill()
-    return [row for job in jobs for row in job.rows]
 
 
 def table_of(rows: Sequence[Row], command: str) -> str:
@@ -179,6 +187,8 @@ def main() -> int:
     ]
     rows = run_all(names, arguments.samples, arguments.processes, arguments.seconds)
     page = table_of(rows, "python -m benchmarks.op_db " + " ".join(sys.argv[1:]))
+    if (run := len({(key.table, key.op) for key, _ in rows})) < len(names):
+        page += f"\nIt was ended early: {run} of {len(names)} ops and modules have samples here.\n"
     print(page)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
