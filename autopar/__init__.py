@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from autopar.api import distribute, plan
     from autopar.decorator import auto_parallel
     from autopar.model_plan import ModelPlan, load_plan
+    from autopar.runtime.data import LocalBatch
     from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
 _HOMES = {
     "ModelPlan": "autopar.model_plan",
+    "LocalBatch": "autopar.runtime.data",
     "Overlap": "autopar.search.timeline.weave",
     "StagedModelPlan": "autopar.staged_model_plan",
     "auto_parallel": "autopar.decorator",
@@ -29,7 +31,7 @@ _HOMES = {
     "plan": "autopar.api",
 }
 
-__all__ = ["ModelPlan", "Overlap", "StagedModelPlan", "auto_parallel", "distribute", "load_plan", "plan"]
+__all__ = ["LocalBatch", "ModelPlan", "Overlap", "StagedModelPlan", "auto_parallel", "distribute", "load_plan", "plan"]
 
 
 class _Package(ModuleType):

@@ -1,6 +1,5 @@
 """What a user of autopar calls: `plan`, `load_plan`, `distribute`."""
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from autopar.captures import Captures, captured_model
 from autopar.checked import check_call
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
-from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, MeshError, PlanMismatchError
+from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.model_plan import ModelPlan, model_plan
@@ -277,16 +276,19 @@ def distribute(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     check: bool = True,
+    outputs: Literal["dtensor", "local", "whole"] = "dtensor",
 ) -> nn.Module:
     """The module that trains `model` under `plan`, in each of the processes that torchrun started.
 
     Parameters start with the model's values (give the same on every rank; a model on the meta device is for loading a
-    checkpoint). Call it with the global batch on every rank, as the model is called.
+    checkpoint). Call it with the global batch on every rank, as the model is called; it returns what the model returns.
 
     Args:
         plan: from `autopar.plan` or `autopar.load_plan`.
         example_inputs: of one call, for a plan saved without them, or to compare the graph with the module again.
         loss_fn: as given to `plan`, for a loaded plan of a model without a loss of its own.
+        outputs: how a call returns a tensor that ranks share out: as a DTensor, this rank's part (`local`), or gathered
+            on every rank (`whole`).
         check: where a plan was loaded and example inputs with values are given, rank 0 compares as `plan` does.
 
     Raises:
@@ -295,9 +297,11 @@ def distribute(
         RankError: on every rank, if ranks disagree.
         FidelityError: if the captured graph does not compute what the module does.
     """
+    from autopar.again import captor_of
     from autopar.passes.insert_collectives import insert_collectives
     from autopar.runtime import DistributedModule, init
     from autopar.runtime.agreement import failing_together
+    from autopar.runtime.groups import check_world
 
     init()
     if check and example_inputs is not None and getattr(plan, "captured", None) is None:
@@ -309,11 +313,14 @@ def distribute(
 
         return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
     with failing_together():
-        check_world(plan.mesh)
+        check_world(plan.mesh, 1, torch.distributed.get_world_size())
         bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)
         assert bound.captured is not None
         local = insert_collectives(bound.captured, plan)
-    return DistributedModule(local, values_of(bound.captured, model), bare=bound.call is not None and bound.call.bare)
+        captor = captor_of(bound, model)
+    return DistributedModule(
+        local, values_of(bound.captured, model), bare=captor.call.bare, captor=captor, outputs=outputs
+    )
 
 
 def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> ModelPlan:
@@ -368,16 +375,6 @@ def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
     )
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     return {name: values[name].detach().to(dtype) for name, dtype in specs}
-
-
-def check_world(mesh: Mesh) -> None:
-    """Raises MeshError if torchrun started another number of processes than the mesh has ranks."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != mesh.size:
-        raise MeshError(
-            f"the plan is for mesh {mesh} of {mesh.size} ranks, but {world} processes were started; start "
-            f"torchrun --nproc-per-node {mesh.size}, or plan for {world} devices"
-        )
 
 
 def check_batch(batch: int | None, ranks: int) -> None:

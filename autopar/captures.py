@@ -39,7 +39,7 @@ class Captures:
     def sharing(self) -> Callable[[int], CapturedModel]:
         """`at`, but for the layers that are alike: those that are in the call's own batch, which is found now."""
         if self._layers is None:
-            model, call = _computed(self.model, self.call, PRECISIONS[self.precision])
+            model, call = computed_model(self.model, self.call, PRECISIONS[self.precision])
             self._layers = alike_layers(model, call.args, call.kwargs, loss_fn=self.loss_fn)
         return lambda size: self._captured(self.call.with_batch(size), self._layers)[0]
 
@@ -61,7 +61,7 @@ def captured_model(
     layers: of the model, known to be alike.
     """
     dtypes = PRECISIONS[precision]
-    computed, whole = _computed(model, call, dtypes)
+    computed, whole = computed_model(model, call, dtypes)
     part = whole.microbatch(microbatches)
     seen = _Seen(bare=loss_fn is not None)
     watch = computed.register_forward_hook(seen)
@@ -85,7 +85,7 @@ class _Seen:
         self.bare = self.bare or isinstance(output, Tensor)
 
 
-def _computed(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Module, Call]:
+def computed_model(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.Module, Call]:
     """Model and call in the dtype that is computed in."""
     if has_dtype(model, dtypes.compute):
         return model, call

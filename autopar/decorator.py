@@ -11,7 +11,8 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from autopar.again import captor_of
 from autopar.api import check_choice, plan, values_of
 from autopar.calls import Call, call_of
 from autopar.cluster import Cluster, load_cluster, resized
@@ -44,7 +46,7 @@ METHODS = {
 }
 """Methods that a decorated model gains, and what to use where it has one of that name."""
 
-_MODULE = "_autopar_module"
+_MODULE, _ITSELF = "_autopar_module", "_autopar_itself"
 
 
 OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
@@ -141,7 +143,7 @@ def _equip(cls: Any, settings: Settings) -> None:
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         module = self.__dict__.get(_MODULE)
         if module is None:
-            if not _is_launched() or torch.compiler.is_exporting():  # the capture calls the model too
+            if not _is_launched() or self.__dict__.get(_ITSELF):  # who captures calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
         return module(*args, **kwargs)
@@ -150,6 +152,32 @@ def _equip(cls: Any, settings: Settings) -> None:
     cls.train_step, cls.clip_grad_norm_ = train_step_method, clip_method
     for name in DELEGATED:
         setattr(cls, name, _delegating(getattr(cls, name), name))
+
+
+def _let_go(model: nn.Module) -> None:
+    """Parameters without values: the distributed module holds its part, and other calls are captured without any."""
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for module in nn.Module.modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in empty:
+                    value = parameter.detach().to("meta")
+                    empty[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    empty[parameter]._backward_hooks = parameter._backward_hooks
+                module._parameters[name] = empty[parameter]
+
+
+@contextmanager
+def _itself(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is what it was before it was distributed, and its calls distribute nothing."""
+    held = model.__dict__.pop(_MODULE, None)
+    model.__dict__[_ITSELF] = True
+    try:
+        yield
+    finally:
+        del model.__dict__[_ITSELF]
+        if held is not None:
+            model.__dict__[_MODULE] = held
 
 
 def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -189,7 +217,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     from autopar.runtime.agreement import agree, failing_together
 
     init()
-    with failing_together():
+    with failing_together(), _itself(model):
         _refuse_early_optimizers(model)
         if settings.global_batch is not None and call.batch() != settings.global_batch:
             raise BatchError(
@@ -197,16 +225,19 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
                 "the model with the global batch on every rank"
             )
         agree(_facts(model, call))
-    planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
-    values = values_of(planned.graph, model)
+    with _itself(model):
+        planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
     bare = planned.call is not None and planned.call.bare
+    values = values_of(planned.graph, model)
     module: nn.Module
     if isinstance(planned, StagedModelPlan):
         module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare)
+        module.train(model.training)
     else:
-        module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare)
-    module.train(model.training)
-    nn.Module.to(model, "meta")  # the distributed module holds its part; the whole is no longer needed
+        planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
+        captor = replace(captor_of(planned, model), original=lambda: _itself(model))
+        module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare, captor=captor)
+    _let_go(model)
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
     return module
 

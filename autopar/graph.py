@@ -2,8 +2,9 @@
 
 The graph is functional ATen (plus `autopar.ops`), its placeholders are parameters, buffers, constants and inputs (in
 this order), its output is `(loss, *mutated_buffers, *mutated_parameters)` and, in a micro-batch's graph, perhaps the
-count of labels (`Accumulation`). The last inputs of a pipeline's stage (`passes.split_stages`) are what the stage
-before sends, and all stages but the last return what they send on in place of the loss. Every node carries
+count of labels (`Accumulation`). The graph of a call (`capture.capture_call`) has what the model returns in place of
+the loss. The last inputs of a pipeline's stage (`passes.split_stages`) are what the stage before sends, and all stages
+but the last return what they send on in place of the loss. Every node carries
 
     node.meta["val"]            torch.Tensor on the meta device (or a tuple of them): global shape and dtype
     node.meta["requires_grad"]  bool: a trainable parameter is upstream and the dtype is floating
@@ -107,7 +108,8 @@ class CapturedModel:
     copies: how many micro-batches run at once, each with inputs of its own (`passes.weave_copies`).
     received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
     receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
-    guards: buffers whose values the graph takes for granted.
+    outputs: of the graph of a call, which returns what the model does: those of its tensors, and no loss.
+    guards: buffers whose values the graph takes for granted. training: the model's mode.
     """
 
     name: str
@@ -121,12 +123,15 @@ class CapturedModel:
     copies: int = 1
     received: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     guards: tuple[BufferGuard, ...] = ()
+    training: bool = True
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Names of the output's first values: the loss, or what is sent on. Backward begins at those with gradients."""
-        return (self.loss,) if self.loss else self.sends
+        """Names of the output's first values: the loss, or what is sent on, or what a call returns. Backward begins at
+        those with gradients."""
+        return (self.loss,) if self.loss else self.sends or self.outputs
 
     @property
     def is_stage(self) -> bool:

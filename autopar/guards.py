@@ -27,11 +27,16 @@ class BufferGuard:
         Raises:
             PlanMismatchError: if it is another.
         """
-        if _digest(value) != self.digest:
+        if not holds(self, value):
             raise PlanMismatchError(
                 f"forward decides on buffer {self.name}, which has another value than when the model was captured, so "
                 "that the plan's graph is of another branch; load the state first, and plan with the model that has it"
             )
+
+
+def holds(guard: BufferGuard, value: Tensor) -> bool:
+    """Whether a buffer has the value that a graph takes for granted."""
+    return _digest(value) == guard.digest
 
 
 def _digest(value: Tensor) -> str:

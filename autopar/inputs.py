@@ -32,6 +32,12 @@ def leaves_of(value: Any) -> list[Any]:
     return list(pytree.tree_leaves(value))
 
 
+def taken_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """`leaves_of` a value, and the function that makes one like it of as many others."""
+    leaves, structure = pytree.tree_flatten(value)
+    return leaves, lambda others: pytree.tree_unflatten(others, structure)
+
+
 def mapped_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Nested lists, tuples and mappings with every tensor in them exchanged."""
     return pytree.tree_map_only(Tensor, function, value)

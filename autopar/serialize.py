@@ -64,6 +64,7 @@ def dump(captured: CapturedModel) -> bytes:
         "inputs": captured.inputs,
         "loss": captured.loss,
         "accumulation": captured.accumulation,
+        "training": captured.training,
         "received": captured.received,
         "sends": captured.sends,
         "guards": captured.guards,

@@ -154,7 +154,7 @@ def contender(job: Race, text: str) -> Contender:
         local = insert_collectives(captured, plan_from_json(text))
         module = DistributedModule(local, values, sync=False, seed=0).train()
         own = {s.placeholder: local_samples(module, s, batch[s.path]).clone() for s in captured.inputs}
-        return Contender(list(module.parameters()), lambda: module.step(own))
+        return Contender(list(module.parameters()), lambda: module.step(own, is_local=True))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     run_model: nn.Module = model
     if text == "tp":

@@ -189,7 +189,7 @@ def make_ours(pair: Pair) -> Contender:
     ).train()
     own = {s.placeholder: local_samples(module, s, batch[s.path]).clone() for s in captured.inputs}
     resident = [*own.values(), *module.buffers(), *module.state.constants.values()]
-    return Contender(list(module.parameters()), lambda: module.step(own), resident)
+    return Contender(list(module.parameters()), lambda: module.step(own, is_local=True), resident)
 
 
 def make_torch(pair: Pair, mesh: DeviceMesh) -> Contender:

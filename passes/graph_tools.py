@@ -128,7 +128,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The loss, then the new value of each mutated buffer, then the count of labels if there is one."""
+    """The loss (or what a call returns), the new value of each mutated buffer, perhaps the count of labels."""
     values: Any = output_node(graph).args[0]
     return tuple(values)
 
@@ -142,7 +142,7 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def tidy(captured: CapturedModel) -> CapturedModel:
-    """Drop dead calls and constants, then name loss and mutated buffers as the graph's output has them now."""
+    """Drop dead calls and constants, then name ends and mutated buffers as the graph's output has them now."""
     graph = captured.graph
     remove_dead(graph)
     constants = dict(captured.constants)
@@ -150,10 +150,10 @@ def tidy(captured: CapturedModel) -> CapturedModel:
         if node.op == "placeholder" and node.name in constants and not node.users:
             del constants[node.name]
             graph.erase_node(node)
-    loss, *mutated = outputs(graph)
-    values = tuple(node.meta["val"] for node in (loss, *mutated))
+    values = tuple(node.meta["val"] for node in outputs(graph))
+    found = [node.name for node in outputs(graph)]
+    ends, names = tuple(found[: len(captured.ends)]), iter(found[len(captured.ends) :])
     output_node(graph).meta = {"val": values, "requires_grad": True, "module": ""}
-    names = iter(node.name for node in mutated)
     buffers = tuple(replace(b, mutated_by=next(names)) if b.mutated_by else b for b in captured.buffers)
     parameters = tuple(replace(p, mutated_by=next(names)) if p.mutated_by else p for p in captured.parameters)
     accumulation = captured.accumulation
@@ -164,7 +164,8 @@ def tidy(captured: CapturedModel) -> CapturedModel:
         constants=constants,
         parameters=parameters,
         buffers=buffers,
-        loss=loss.name,
+        loss=ends[0] if captured.loss else "",
+        outputs=ends if captured.outputs else (),
         accumulation=accumulation,
     )
 

@@ -2,8 +2,9 @@
 
 Every operand is brought from its producer's layout to the one that its consumer's choice wants, step by step along the
 plan's route. A layout of a tensor is made once and shared by all consumers. Parameters stored unevenly are padded to
-equal chunks first. The loss ends Invariant: whole, and with the whole gradient, on every rank. What a pipeline's stage
-sends ends in the layout in which the next stage takes it, so that each rank sends to its counterpart.
+equal chunks first. The loss ends Invariant: whole, and with the whole gradient, on every rank; so does what a call
+returns, but on axes that split it, which go on doing so. What a pipeline's stage sends ends in the layout in which the
+next stage takes it, so that each rank sends to its counterpart.
 """
 
 import operator
@@ -21,7 +22,7 @@ from autopar.passes.recompute import check_recompute, mark_again
 from autopar.passes.ride_along import find_rider
 from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
-from autopar.placement import INVARIANT, REPLICATE, Layout, is_even, local_shape
+from autopar.placement import INVARIANT, REPLICATE, Layout, Shard, is_even, local_shape
 from autopar.plan import Plan
 from autopar.redistribution import Step, messages
 from autopar.rules.registry import result_index, rule_of
@@ -134,13 +135,17 @@ class _Insertion:
         self._made(node, given[0], copy)
 
     def _output(self, node: fx.Node) -> None:
-        nodes, axes = self.captured.nodes, self.mesh.num_axes
-        whole = Layout((REPLICATE,) * axes)
-        made = self.captured.loss
-        ends = {made: Layout((INVARIANT,) * axes)} if made else {name: self.sent[name] for name in self.captured.sends}
-        values = [self._redistributed(nodes[name], layout, "") for name, layout in ends.items()]
+        nodes, whole = self.captured.nodes, Layout((REPLICATE,) * self.mesh.num_axes)
+        ends = [(name, self.sent.get(name) or self._returned(nodes[name])) for name in self.captured.ends]
+        values = [self._redistributed(nodes[name], layout, "") for name, layout in ends]
         values += [self._redistributed(nodes[name], whole, "") for name in self.captured.results]
         self.graph.output(tuple(values)).meta["ends"] = len(ends)
+
+    def _returned(self, node: fx.Node) -> Layout:
+        """How a caller has a value: split as it was made, else whole, with the whole gradient on every rank."""
+        whole = INVARIANT if requires_grad(node) else REPLICATE
+        made = self.layout[node.name].axes
+        return replace(self.layout[node.name], axes=tuple(p if isinstance(p, Shard) else whole for p in made))
 
     def _redistributed(self, source: fx.Node, wanted: Layout, module: str) -> fx.Node:
         """The value of `source` in layout `wanted`, made on the way there if no consumer asked before."""

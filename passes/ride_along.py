@@ -30,7 +30,7 @@ MOST_ROWS = 2**24
 def find_rider(local: LocalModel) -> Rider | None:
     """What of a step of one batch may go along with gradients, None if nothing."""
     captured, plan = local.captured, local.plan
-    if captured.accumulation is not None or captured.is_stage:
+    if captured.accumulation is not None or not captured.loss:
         return None
     sums = last_sums(local.graph)
     if not sums or dtype_of(sums[-1]) not in (torch.float32, torch.float64):

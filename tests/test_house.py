@@ -35,6 +35,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "toml_tables",
             "cluster",
             "inputs",
+            "calls",
+            "outputs",
+            "binding",
             "blocks",
             "custom_ops",
             "guards",
@@ -58,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *(
             "api",
-            "calls",
+            "again",
             "captures",
             "checked",
             "model_plan",
@@ -77,7 +80,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The search's own order, from what a plan costs to why it was chosen. A folder or file under `search` imports from
 # itself and from those before it.
 SEARCH_ORDER = (
-    *("compiled", "costs", "graph", "exact", "pairwise", "warm", "recursion", "fitting", "meshes", "pipeline_parts"),
+    *(
+        "compiled",
+        "costs",
+        "graph",
+        "exact",
+        "pairwise",
+        "warm",
+        "recursion",
+        "fitting",
+        "following",
+        "meshes",
+        "pipeline_parts",
+    ),
     "alike_meshes",
     *("graph_file", "solve"),
     *(

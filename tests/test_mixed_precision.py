@@ -81,7 +81,8 @@ def step_errors(plan: Plan, graph: bytes, values: Any, inputs: Any, gradients: M
     captured = load(graph)
     module = DistributedModule(insert_collectives(captured, plan), values, exact_random=True)
     with count_messages(module) as sent:
-        loss = module.step({s.placeholder: local_samples(module, s, inputs[s.placeholder]) for s in captured.inputs})
+        own = {s.placeholder: local_samples(module, s, inputs[s.placeholder]) for s in captured.inputs}
+        loss = module.step(own, is_local=True)
     floor = 1e-6 * max(float(g.abs().max()) for g in gradients.values())
     worst = 0.0
     for spec in captured.parameters:

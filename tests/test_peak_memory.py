@@ -162,7 +162,7 @@ def measured(plan: Plan, graph: bytes, values: dict[str, Tensor], inputs: dict[s
         memory = watch(module, own)
         memory.hold("optimizer", (t for s in optimizer.state.values() for t in s.values() if t.dim()))
         with memory:
-            module.step(own)
+            module.step(own, is_local=True)
         peaks.append(memory.peak)
         optimizer.step()
         optimizer.zero_grad()

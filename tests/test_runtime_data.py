@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.errors import BatchError
 from autopar.placement import parse_layout
 from autopar.plan import Plan
-from autopar.runtime import DistributedBatchSampler
+from autopar.runtime import DistributedBatchSampler, LocalBatch
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -42,7 +42,7 @@ def loaded(plan: Plan) -> tuple[list[float], list[float], list[int]]:
     sampler = DistributedBatchSampler(samples, module, seed=4)
     sampler.set_epoch(1)
     assert len(sampler) == 2
-    mine = [module(**batch).item() for batch in DataLoader(samples, batch_sampler=sampler)]
+    mine = [module(LocalBatch(batch)).item() for batch in DataLoader(samples, batch_sampler=sampler)]
     order = torch.randperm(20, generator=torch.Generator().manual_seed(5)).tolist()
     whole = []
     for first in (0, 8):
@@ -90,9 +90,9 @@ def structures(plan: Plan) -> None:
     expected = whole["ids"][4 * rank : 4 * rank + 4]
     extra = {**whole, "note": "kept"}
     sliced = module.local_batch(extra)
-    assert list(sliced) == list(extra) and sliced["note"] == "kept"
-    assert torch.equal(sliced["ids"], expected)
-    assert torch.equal(module.local_batch(sliced)["ids"], expected), "a slice is taken as it is"
+    assert list(sliced.batch) == list(extra) and sliced.batch["note"] == "kept"
+    assert torch.equal(sliced.batch["ids"], expected)
+    assert module.local_batch(sliced) is sliced
     with pytest.raises(BatchError, match="drop_last"):
         module.local_batch(cases.batch(3, rows=5))
 

@@ -16,7 +16,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.placement import parse_layout
 from autopar.plan import Plan
-from autopar.runtime import DistributedModule, count_messages, reset_parameters
+from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
 
 STEPS, MICRO_BATCHES = 3, 2
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
@@ -196,11 +196,13 @@ def inputs_whole_or_sliced(plan: Plan) -> None:
     whole = cases.batch(1)
     expected = module(**whole).item()
     part = module.local_batch(whole)
-    assert part["ids"].shape[0] == cases.BATCH // 2
-    assert module(**part).item() == expected
-    assert module(**{**whole, "ids": part["ids"]}).item() == expected
-    with pytest.raises(BatchError, match=r"\(3, 4\).*\(8, 4\).*\(4, 4\)"):
-        module(**cases.batch(1, rows=3))
+    assert part.batch["ids"].shape[0] == cases.BATCH // 2
+    assert module(part).item() == expected
+    for rows in (3, cases.BATCH // 2):
+        with pytest.raises(BatchError, match=rf"\({rows}, 4\).*\(8, 4\).*every rank.*LocalBatch"):
+            module(**cases.batch(1, rows=rows))
+    with pytest.raises(BatchError, match=r"\(8, 4\).*this rank's slices \(\(4, 4\)\)"):
+        module(LocalBatch(whole))
     with pytest.raises(BatchError, match="ids"):
         module(labels=whole["labels"])
 

@@ -13,7 +13,7 @@ from autopar.errors import ArgumentError, BatchError
 from autopar.passes.predict import predicted_messages
 from autopar.placement import Layout, Shard
 from autopar.plan import Plan
-from autopar.runtime import DistributedBatchSampler, count_messages
+from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
 
 STEPS = 2
 
@@ -133,7 +133,7 @@ def sampled(plan: Plan) -> tuple[float, float]:
     data = whole_batch(3, plan.microbatches)
     rows = next(iter(DistributedBatchSampler(range(len(data["ids"])), module, shuffle=False)))
     assert len(rows) == len(data["ids"]) // 2
-    return float(module.train_step(data)), float(module.train_step({k: v[rows] for k, v in data.items()}))
+    return float(module.train_step(data)), float(module.train_step(LocalBatch({k: v[rows] for k, v in data.items()})))
 
 
 def test_the_sampler_gives_rows_micro_batch_after_micro_batch() -> None:

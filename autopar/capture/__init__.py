@@ -19,8 +19,13 @@ from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.grad_modes import grad_modes
 from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
 from autopar.capture.hidden_parts import check_parts
-from autopar.capture.import_program import import_program, stop_gradients, written_parameters
-from autopar.capture.loss import LossModule, unwatched
+from autopar.capture.import_program import (
+    import_program,
+    stop_gradients,
+    without_gradients,
+    written_parameters,
+)
+from autopar.capture.loss import LossModule, OutputModule, unwatched
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
@@ -34,6 +39,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel, is_same_graph
 from autopar.guards import BufferGuard
 from autopar.inputs import flatten_inputs
+from autopar.outputs import Returned
 from autopar.passes.normalize import normalize
 
 logger = logging.getLogger(__name__)
@@ -74,6 +80,42 @@ def capture(
     captured = _captured(model, module, tensors, name, repeats)
     _check_state(model, module, tensors, captured, repeats)
     return keep_parameter_hooks(captured, model)
+
+
+def capture_call(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    gradients: bool = True,
+    wants_loss: bool = False,
+    name: str | None = None,
+) -> tuple[CapturedModel, Returned]:
+    """Trace what `model(*args, **kwargs)` returns at the shapes given, in the mode that the model is in: the graph of
+    its tensors, and the value around them.
+
+    Args:
+        model, args, kwargs, name: as of `capture`. Every layer is traced, for each may return something.
+        loss_fn: a call with inputs that are for it alone returns the loss.
+        wants_loss: any call returns the loss.
+        gradients: whether anything gets some (`torch.is_grad_enabled()`).
+
+    Raises:
+        CaptureError: if torch.export cannot trace the model; names the line at fault.
+    """
+    name = name or type(model).__name__
+    check_parts(model)
+    check_hooks(model)
+    check_shared_memory(model)
+    named_leaves, rebuild = flatten_inputs(args, kwargs or {})
+    tensors = [(path, leaf) for path, leaf in named_leaves if isinstance(leaf, Tensor)]
+    module = OutputModule(model, [leaf for _, leaf in named_leaves], rebuild, loss_fn)
+    module.gradients, module.wants_loss = gradients, wants_loss
+    captured = _captured(model, module, tensors, name, ())
+    returned = module.returned
+    _check_state(model, module, tensors, captured, ())
+    return (keep_parameter_hooks(captured, model) if gradients else without_gradients(captured)), returned
 
 
 def _check_state(
@@ -227,7 +269,15 @@ def _traced_once(
     if questions.refused is not None:  # the model caught it
         raise questions.refused
     captured = normalize(
-        import_program(program, name=name, model=model, inputs=tensors, opaques=setting.opaques, written=module.written)
+        import_program(
+            program,
+            name=name,
+            model=model,
+            inputs=tensors,
+            opaques=setting.opaques,
+            written=module.written,
+            has_loss=module.has_loss,
+        )
     )
     return _guarded(captured, model, questions.guards) if questions.guards else captured
 
@@ -270,7 +320,8 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
             as_one_process(),
             opaque_calls() as opaques,
             fake_twin(model) as mode,
-            torch.enable_grad(),
+            torch.set_grad_enabled(module.gradients),
+            attention_as_written(),
             own_functions(),
             module_hooks(),
             grad_modes(),
@@ -279,6 +330,17 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     finally:
         before.restore()
         module.watch = unwatched
+
+
+@contextmanager
+def attention_as_written() -> Iterator[None]:
+    """Inside, torch's attention and encoder layers run op by op without gradients too, not as one kernel."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:

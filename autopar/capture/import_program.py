@@ -78,6 +78,7 @@ def import_program(
     inputs: Sequence[tuple[str, Tensor]],
     opaques: Opaques,
     written: Written,
+    has_loss: bool,
 ) -> CapturedModel:
     """The program's graph with placeholders in the order parameters, buffers, constants, inputs.
 
@@ -86,7 +87,8 @@ def import_program(
         model: the user's module, from which names, ties and trainability are read.
         inputs: path and tensor of each tensor input, in the program's order.
         opaques: what its opaque calls stand for.
-        written: the parameters that forward writes, whose new values follow the loss in its output.
+        written: the parameters that forward writes, whose new values come last in its output.
+        has_loss: it returns a loss, else what the model returns.
 
     Raises:
         CaptureError: if a value's shape depends on data, or the program calls a control-flow operator.
@@ -97,7 +99,7 @@ def import_program(
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "output"):
             importer.call(node)
-    return importer.finish(name, written)
+    return importer.finish(name, written, has_loss=has_loss)
 
 
 class _Importer:
@@ -249,7 +251,7 @@ class _Importer:
                 "backward sees another value than forward did; write it first, or after the optimizer's step"
             )
 
-    def finish(self, name: str, written: Written) -> CapturedModel:
+    def finish(self, name: str, written: Written, *, has_loss: bool) -> CapturedModel:
         mutated: dict[str, fx.Node] = {}
         results: list[fx.Node] = []
         self._observe()
@@ -258,9 +260,9 @@ class _Importer:
                 results.append(self.env[spec.arg.name])
             elif spec.kind is OutputKind.BUFFER_MUTATION:
                 mutated[str(spec.target).removeprefix(PREFIX)] = self.env[spec.arg.name]
-        loss, *new = results
-        new_values = dict(zip(written.values, new, strict=True))
-        outputs = [loss]
+        ends = results[: len(results) - len(written.values)]
+        new_values = dict(zip(written.values, results[len(ends) :], strict=True))
+        outputs = list(ends)
         for index, buffer in enumerate(self.buffer_specs):
             value = next((mutated[n] for n in buffer.names if n in mutated), None)
             if value is not None:
@@ -280,8 +282,10 @@ class _Importer:
                 parameters=tuple(self.parameter_specs),
                 buffers=tuple(self.buffer_specs),
                 inputs=tuple(self.input_specs),
-                loss=loss.name,
+                loss=ends[0].name if has_loss else "",
+                outputs=() if has_loss else tuple(end.name for end in ends),
                 constants=self.constants,
+                training=self.model.training,
             )
         )
 
@@ -362,3 +366,11 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return "" if path == PREFIX.rstrip(".") else path.removeprefix(PREFIX).split("@")[0]
+
+
+def without_gradients(captured: CapturedModel) -> CapturedModel:
+    """The graph where autograd records nothing."""
+    for node in captured.graph.nodes:
+        if node.op != "output":
+            node.meta["requires_grad"] = False
+    return replace(captured, parameters=tuple(replace(p, trainable=False) for p in captured.parameters))

@@ -13,6 +13,7 @@ from autopar.capture.python_state import PythonState
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
 from autopar.inputs import Rebuild, leaves_of
+from autopar.outputs import Returned, flatten_outputs
 
 
 class LossModule(nn.Module):
@@ -35,6 +36,7 @@ class LossModule(nn.Module):
         self._rebuild = rebuild
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
+        self.gradients = True
         self._held = HeldState(model)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""
@@ -44,18 +46,21 @@ class LossModule(nn.Module):
             watch = Watch(self.model, self.written)
             try:
                 with watch:
-                    loss = self.loss(*tensors)
+                    ends = self.ends(*tensors)
             except Exception:
                 watch.check()
                 raise
-            return (loss, *watch.finish())
+            return (*ends, *watch.finish())
+
+    has_loss = True
+
+    def ends(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What `forward` gives first."""
+        return (self.loss(*tensors),)
 
     def loss(self, *tensors: Tensor) -> Tensor:
-        """What `forward` gives first, run as the model is."""
-        leaves = list(self._leaves)
-        for slot, tensor in zip(self._slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = self._rebuild(leaves)
+        """The loss, run as the model is."""
+        args, kwargs = self._call(tensors)
         if self._loss_fn is None:
             return find_loss(self.model(*args, **kwargs))
         own_args, own_kwargs = accepted_inputs(self.model, args, kwargs)
@@ -65,6 +70,32 @@ class LossModule(nn.Module):
         if not is_loss(loss):
             raise NoLossError(f"loss_fn returned {describe(loss)}; return one scalar that depends on a parameter")
         return cast(Tensor, loss)
+
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self._leaves)
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            leaves[slot] = tensor
+        return self._rebuild(leaves)
+
+
+class OutputModule(LossModule):
+    """The model as one module from flat tensors to those that it returns, for tracing.
+
+    A call with inputs that are for `loss_fn` alone returns the loss, as with `wants_loss` any. returned: the value
+    around the tensors, of the last run.
+    """
+
+    has_loss = False
+    wants_loss = False
+    returned: Returned
+
+    def ends(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._call(tensors)
+        own_args, own_kwargs = (args, kwargs) if self._loss_fn is None else accepted_inputs(self.model, args, kwargs)
+        wants_loss = self.wants_loss or (len(own_args), len(own_kwargs)) != (len(args), len(kwargs))
+        output = self.loss(*tensors) if wants_loss else self.model(*own_args, **own_kwargs)
+        found, self.returned = flatten_outputs(output)
+        return tuple(found)
 
 
 def unwatched(_: nn.Module) -> AbstractContextManager[None]:

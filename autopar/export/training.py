@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 SLICES = """; each rank takes its slices.
 
-    (`module.local_batch(batch)` cuts a batch that you have whole; a rank's slices alone are taken as they are.)
+    (`module.local_batch(batch)` cuts a batch that you have whole; slices alone are given as `autopar.LocalBatch`.)
     """
 
 

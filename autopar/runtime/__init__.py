@@ -24,18 +24,20 @@ from autopar.ops.mean import mean
 from autopar.ops.noise import noise
 from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
-from autopar.runtime.data import DistributedBatchSampler
+from autopar.runtime.data import DistributedBatchSampler, LocalBatch
 from autopar.runtime.exported import block, load_exported
 from autopar.runtime.exported_stages import load_exported_stages
 from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
-from autopar.runtime.module import DistributedModule, Output, count_messages
+from autopar.runtime.module import DistributedModule, count_messages
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.pipeline import PipelinedModule
+from autopar.runtime.trainable import Output
 
 __all__ = [
     "DistributedBatchSampler",
     "DistributedModule",
+    "LocalBatch",
     "Output",
     "PipelinedModule",
     "again",

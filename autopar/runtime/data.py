@@ -1,6 +1,7 @@
-"""Which part of a batch is this rank's? Input layouts say; dims given whole are sliced, slices taken as they are."""
+"""Which part of a batch is this rank's? Input layouts say. A call gives the global batch, or says that it does not."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule
 
 
-class Planned(Protocol):
-    """What runs under a plan on this rank: a whole module, or a stage of one."""
+class Ranked(Protocol):
+    """What runs on this rank: a whole module, or a stage of one."""
 
-    @property
-    def plan(self) -> Plan: ...
     @property
     def groups(self) -> Groups: ...
     @property
     def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """This rank's slices of a global batch: a dict (keywords), a tuple (positions) or one tensor, in place of a call's
+    arguments. Rows are the rank's, micro-batch after micro-batch; other dims are its slice or whole."""
+
+    batch: Any
 
 
 def split_batch(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -51,25 +58,30 @@ def split_batch(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Ten
     return parts
 
 
-def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
-    """This rank's part of an input as the graph wants it, on its device; dims of local size are taken as slices.
+def local_input(module: Ranked, plan: Plan, spec: InputSpec, value: Tensor, *, is_local: bool = False) -> Tensor:
+    """This rank's part of an input as the graph wants it, on its device.
+
+    is_local: rows are this rank's, and other dims of its size too.
 
     Raises:
-        BatchError: if a dim has neither the planned size nor this rank's.
+        BatchError: if the input has another shape.
     """
-    padded, ranges, allowed = _own_part(
-        spec.shape, module.plan.layouts[spec.placeholder], module.plan.mesh, module.groups.rank
-    )
+    padded, ranges, local = _own_part(spec.shape, plan.layouts[spec.placeholder], plan.mesh, module.groups.rank)
+    allowed: list[tuple[int, ...]] = [(n,) for n in spec.shape]
+    if is_local:
+        allowed = [own if dim == 0 else (*own, n) for dim, (own, n) in enumerate(zip(local, spec.shape, strict=True))]
     if value.dim() != len(spec.shape) or any(n not in sizes for n, sizes in zip(value.shape, allowed, strict=True)):
-        count = module.plan.microbatches
+        count = plan.microbatches
         part, size = (f" in each of {count} parts", "micro-batch") if count > 1 else ("", "global batch")
+        wanted = f"of which this rank's slices ({padded}) were to be given" if is_local else "which every rank gives"
         raise BatchError(
-            f"input {spec.path} has shape {tuple(value.shape)}{part}; the plan is for the {size} {spec.shape}, of "
-            f"which each rank takes {padded}; give one of the two (drop_last=True for a short last batch) or plan again"
+            f"input {spec.path} has shape {tuple(value.shape)}{part}; the plan is for the {size} {spec.shape}, "
+            f"{wanted}; give that (a rank's own slices as autopar.LocalBatch(batch), drop_last=True for a short last "
+            "batch) or plan again"
         )
     own = value
     for dim, (start, length) in enumerate(ranges):
-        if length != spec.shape[dim] == value.shape[dim]:
+        if value.shape[dim] not in local[dim]:
             own = own.narrow(dim, start, length)
     own = own.to(device=module.device, dtype=spec.dtype)
     if tuple(own.shape) == padded:
@@ -83,37 +95,44 @@ def local_input(module: Planned, spec: InputSpec, value: Tensor) -> Tensor:
 def _own_part(
     shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """A rank's padded shape, (start, length) of what it truly holds, and the sizes that each dim may have."""
+    """A rank's padded shape, (start, length) of what it truly holds, and the sizes that its slice may have."""
     padded = local_shape(shape, layout, mesh)
     ranges = local_ranges(shape, layout, mesh, mesh.coordinate(rank))
-    return padded, ranges, tuple((n, mine, true) for n, mine, (_, true) in zip(shape, padded, ranges, strict=True))
+    return padded, ranges, tuple((mine, true) for mine, (_, true) in zip(padded, ranges, strict=True))
 
 
-def local_batch(module: "DistributedModule", batch: Any) -> Any:
+def local_batch(module: "DistributedModule", batch: Any) -> LocalBatch:
     """Slices of a global batch in the batch's own structure; what is no input of the model stays as it is.
 
     They follow each other as the micro-batches do.
     """
-    args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
-    if isinstance(batch, Tensor):
-        args, kwargs = (batch,), {}
+    if isinstance(batch, LocalBatch):
+        return batch
+    args, kwargs = arguments_of(batch)
     leaves, rebuild = flatten_inputs(args, kwargs)
     specs = {spec.path: spec for spec in module.local.captured.inputs}
     taken = [local_samples(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
     new_args, new_kwargs = rebuild(taken)
     if isinstance(batch, Tensor):
-        return new_args[0]
-    return type(batch)(new_args) if isinstance(batch, (tuple, list)) else {key: new_kwargs[key] for key in batch}
+        return LocalBatch(new_args[0])
+    return LocalBatch(new_args if isinstance(batch, (tuple, list)) else {key: new_kwargs[key] for key in batch})
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that a batch is for: a mapping is keywords, a tuple or list positions, a tensor the only position."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def local_samples(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
     """This rank's part of one input of a step, micro-batch after micro-batch."""
     count = module.plan.microbatches
     if count == 1 or not value.dim():
-        return local_input(module, spec, value)
+        return local_input(module, module.plan, spec, value)
     if value.shape[0] % count:
         raise BatchError(f"input {spec.path} has {value.shape[0]} samples, which {count} micro-batches do not divide")
-    return torch.cat([local_input(module, spec, part) for part in value.chunk(count)])
+    return torch.cat([local_input(module, module.plan, spec, part) for part in value.chunk(count)])
 
 
 class DistributedBatchSampler(Sampler[list[int]]):

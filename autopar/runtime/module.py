@@ -9,9 +9,8 @@ micro-batches of the plan.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,7 +35,7 @@ from autopar.passes.weave_copies import weave_copies, weave_graph
 from autopar.plan import Estimate, Plan
 from autopar.runtime.accumulate import Accumulator, total_loss
 from autopar.runtime.agreement import agree, shared_number
-from autopar.runtime.data import local_batch, local_input, split_batch
+from autopar.runtime.data import LocalBatch, arguments_of, local_batch, local_input, split_batch
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.groups import build_groups, flattened_axes
 from autopar.runtime.launch import device as own_device
@@ -45,7 +44,9 @@ from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
-from autopar.runtime.trainable import Trainable
+from autopar.runtime.trainable import Output, Trainable
+from autopar.runtime.variant import DTENSOR
+from autopar.runtime.variants import Captor, Variants
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler
@@ -53,19 +54,6 @@ if TYPE_CHECKING:
 
 EAGER, WHOLE, BY_BLOCK = "eager", "compiled whole", "compiled by block"
 """How graphs run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a call returns: the loss of the global batch, a scalar on every rank."""
-
-    loss: Tensor
-
-    def backward(self) -> None:
-        self.loss.backward()  # type: ignore[no-untyped-call]
-
-    def item(self) -> float:
-        return float(self.loss.detach())
 
 
 class DistributedModule(Trainable):
@@ -78,6 +66,8 @@ class DistributedModule(Trainable):
     bare: a call returns the loss itself instead of an `Output`.
     seed: of random numbers; None for that of rank 0's torch generator.
     exact_random: every rank draws for whole tensors, so that a run equals one process exactly.
+    captor: the model, which calls that are not the planned step are captured from; without it there are none.
+    outputs: how a call returns what ranks share out (`runtime.variant`): dtensor, local or whole.
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
@@ -95,6 +85,8 @@ class DistributedModule(Trainable):
         bare: bool = False,
         seed: int | None = None,
         exact_random: bool = False,
+        captor: Captor | None = None,
+        outputs: str = DTENSOR,
     ) -> None:
         super().__init__()
         init()
@@ -125,6 +117,12 @@ class DistributedModule(Trainable):
             self.state.register(self, values, sync)
         self.bind()
         install_check()
+        self.outputs = outputs
+        self.variants = Variants(self, captor) if captor is not None else None
+        self.training = captured.training
+        if self.variants is not None:
+            for name, part in self.named_modules():
+                part.training = self.variants.modes.get(name, True)
 
     @property
     def device(self) -> torch.device:
@@ -144,19 +142,65 @@ class DistributedModule(Trainable):
     def inputs(self) -> tuple[InputSpec, ...]:
         return self.local.captured.inputs
 
-    def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
-        """The loss of the global batch, differentiable if the plan runs it in one piece.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the global batch, which every rank gives whole, or its slices as a `LocalBatch`.
 
-        Arguments are those of the captured call; each dim of a tensor is whole or this rank's slice.
+        Arguments are those of the model. Another call than the planned one (in the mode, sizes and arguments) is
+        captured once, on all ranks together. Made without a model, a module takes the planned call alone, and returns
+        its loss.
 
         Raises:
-            BatchError: if a tensor is missing or has neither size.
+            BatchError: if a tensor is missing or has another shape.
             ArgumentError: if a parameter was never given a value, or gradients are wanted of several micro-batches.
+            CaptureError: if the call cannot be captured.
+            RankError: on every rank, if ranks call otherwise.
         """
-        loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs))
+        is_local = len(args) == 1 and isinstance(args[0], LocalBatch)
+        if is_local:
+            args, kwargs = arguments_of(args[0].batch)
+        args, kwargs = self.bound(args, kwargs)
+        if self.variants is not None and not (
+            self.bare
+            and self.variants.captor.returns_loss(args, kwargs)
+            and self._is_planned(args, kwargs, is_local=is_local)
+        ):
+            return self.variants.run(args, kwargs, is_local=is_local)
+        loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs), is_local=is_local)
         return loss if self.bare else Output(loss)
 
-    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def train_step(self, batch: Any) -> Tensor:
+        if self.variants is None:
+            return super().train_step(batch)
+        is_local = isinstance(batch, LocalBatch)
+        args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
+        if self._is_planned(args, kwargs, is_local=is_local):
+            return self.step(bind_inputs(self.inputs, args, kwargs), is_local=is_local)
+        loss = self.variants.run(args, kwargs, is_local=is_local, wants_loss=True)
+        loss.backward()
+        return cast(Tensor, loss).detach()
+
+    def _is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> bool:
+        """Whether the planned step's graph computes the loss of a call."""
+        variants = self.variants
+        return variants is None or (
+            variants.is_planned(args, kwargs, is_local=is_local) and variants.holds(self.local.captured)
+        )
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args, dict(kwargs)) if self.variants is None else self.variants.captor.bound(args, kwargs)
+
+    def train(self, mode: bool = True) -> "DistributedModule":
+        if self.variants is not None:
+            self.variants.set_modes(mode)
+        super().train(mode)
+        return self
+
+    @property
+    def sink(self) -> Late:
+        """What takes gradients of buckets."""
+        return self._late
+
+    def step(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
         """`train_step` for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
         if accumulation is None:
@@ -165,7 +209,7 @@ class DistributedModule(Trainable):
             with self.state.apart() if counts else nullcontext():  # what is there is not to be scaled
                 with self._late.telling():
                     try:
-                        loss = self.run(inputs)
+                        loss = self.run(inputs, is_local=is_local)
                     finally:
                         self._rides = False
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -173,21 +217,21 @@ class DistributedModule(Trainable):
                     self.state.scale_gradients(self._late.cargo.scale)
             return loss.detach()
         self.check_initialized()
-        parts = self._parts(inputs)
+        parts = self._parts(inputs, is_local=is_local)
         with use_groups(self.groups):
             loss, gradients = self._accumulator(accumulation).step(self.state.leaves, parts, self._call)
             for placeholder, gradient in gradients:
                 self.state.add_gradient(placeholder, gradient)
         return loss
 
-    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The loss for inputs by placeholder."""
+    def run(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
+        """The planned step's loss for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
         graph = self._graph
         self.check_initialized()
         if accumulation is None:
             self._late.begin()
-            (whole,) = self._parts(inputs)
+            (whole,) = self._parts(inputs, is_local=is_local)
             return self._call(graph, self.state.leaves, whole)[0]
         if torch.is_grad_enabled():
             raise ArgumentError(
@@ -195,7 +239,7 @@ class DistributedModule(Trainable):
                 "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
             )
         leaves = self.state.leaves
-        results = [self._call(graph, leaves, part) for part in self._parts(inputs)]
+        results = [self._call(graph, leaves, part) for part in self._parts(inputs, is_local=is_local)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
@@ -218,14 +262,17 @@ class DistributedModule(Trainable):
             self._reads[graph] = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
         return self._reads[graph]
 
-    def _parts(self, inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def _parts(self, inputs: Mapping[str, Tensor], *, is_local: bool) -> Iterator[dict[str, Tensor]]:
         """This rank's inputs of each call of a step, by placeholder of what runs."""
         specs, copies = self.local.captured.inputs, self.plan.copies
         batches = [inputs] if self.plan.microbatches == 1 else split_batch(specs, self.plan.microbatches, inputs)
         for first in range(0, len(batches), copies):
             given = ((spec, batch) for batch in batches[first : first + copies] for spec in specs)
             running = zip(self.running.captured.inputs, given, strict=True)
-            yield {own.placeholder: local_input(self, spec, part[spec.placeholder]) for own, (spec, part) in running}
+            yield {
+                own.placeholder: local_input(self, self.plan, spec, part[spec.placeholder], is_local=is_local)
+                for own, (spec, part) in running
+            }
 
     def _call(
         self, graph: fx.GraphModule, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -254,8 +301,8 @@ class DistributedModule(Trainable):
                         self.get_buffer(spec.names[0]).copy_(value)
         return loss, (results[-1] if len(results) > len(self._mutated) else None)
 
-    def local_batch(self, batch: Any) -> Any:
-        """This rank's slices of a global batch: a dict (keywords), a tuple (positions) or one tensor, as given.
+    def local_batch(self, batch: Any) -> LocalBatch:
+        """This rank's slices of a global batch: a dict (keywords), a tuple (positions) or one tensor.
 
         Raises:
             BatchError: if a tensor has another shape than was planned.

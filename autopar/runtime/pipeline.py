@@ -28,13 +28,12 @@ from autopar.runtime.data import split_batch
 from autopar.runtime.groups import build_groups, flattened_axes, group_across
 from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
-from autopar.runtime.module import Output
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.schedules import Schedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
 from autopar.runtime.state import State, all_whole, first_ranks_value
-from autopar.runtime.trainable import Trainable
+from autopar.runtime.trainable import Output, Trainable
 from autopar.staged_plan import SPLITTING, StagedPlan
 
 
@@ -164,7 +163,9 @@ class PipelinedModule(Trainable):
         loss, _ = self._everyones_loss()
         return loss if self.bare else Output(loss)
 
-    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def step(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
+        if is_local:
+            raise BatchError("a plan with stages takes the global batch on every rank, and was given a LocalBatch")
         self._begin(inputs)
         self._schedule.train()
         loss, scale = self._everyones_loss()

@@ -139,7 +139,7 @@ class Stage(nn.Module):
         arguments = {**self.state.arguments, **self.prepared.used}
         arguments.update(zip(captured.received, received, strict=True))
         for spec in captured.inputs[: len(captured.inputs) - len(captured.received)]:
-            arguments[spec.placeholder] = local_input(self, spec, self._parts[index][spec.placeholder])
+            arguments[spec.placeholder] = local_input(self, self.plan, spec, self._parts[index][spec.placeholder])
         body = self._accumulator.body
         names = [node.name for node in body.graph.nodes if node.op == "placeholder"]
         with ExitStack() as stack:

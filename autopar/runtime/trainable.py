@@ -6,6 +6,7 @@ that other stages of a pipeline have alone. One of a module under another plan m
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,21 @@ from autopar.graph import InputSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
+from autopar.runtime.data import LocalBatch, arguments_of
 from autopar.runtime.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a call returns: the loss of the global batch, a scalar on every rank."""
+
+    loss: Tensor
+
+    def backward(self) -> None:
+        self.loss.backward()  # type: ignore[no-untyped-call]
+
+    def item(self) -> float:
+        return float(self.loss.detach())
 
 
 class Trainable(nn.Module):
@@ -51,8 +66,8 @@ class Trainable(nn.Module):
         """Inputs of the model."""
 
     @abstractmethod
-    def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """`train_step` for inputs by placeholder."""
+    def step(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
+        """`train_step` for inputs by placeholder; is_local: they are this rank's slices."""
 
     def names_elsewhere(self) -> Iterable[str]:
         """Names of the original model that other ranks have alone."""
@@ -65,15 +80,19 @@ class Trainable(nn.Module):
     def train_step(self, batch: Any) -> Tensor:
         """Forward and backward of the global batch, in the plan's micro-batches; its loss, without a graph.
 
-        `batch` is a dict (keywords), a tuple (positions) or one tensor; gradients are added to those there are.
+        `batch` is a dict (keywords), a tuple (positions), one tensor, or this rank's slices of them as a `LocalBatch`;
+        gradients are added to those there are.
 
         Raises:
             BatchError, ArgumentError: as a call.
         """
-        args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), batch)
-        if isinstance(batch, Tensor):
-            args, kwargs = (batch,), {}
-        return self.step(bind_inputs(self.inputs, args, kwargs))
+        is_local = isinstance(batch, LocalBatch)
+        args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
+        return self.step(bind_inputs(self.inputs, args, kwargs), is_local=is_local)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call in the form in which the call was planned."""
+        return args, dict(kwargs)
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
         """Run under torch.compile from now on, where a module can.

@@ -40,15 +40,16 @@ def check_rank(
 
     made = _staged_module if isinstance(plan, StagedPlan) else _module
     module, predicted, predicted_peak = made(captured, plan, tensors)
+    is_local = not isinstance(plan, StagedPlan)
     errors = {"loss": (0.0, ""), "gradient": (0.0, ""), "state": (0.0, "")}
     first, counted, peak = 0.0, dict[Any, Any](), 0
     for number, (whole, step) in enumerate(zip(tensors["inputs"], wanted, strict=True)):
         inputs = own_inputs(module, captured, whole)
         if number:
-            loss = module.step(inputs)
+            loss = module.step(inputs, is_local=is_local)
         else:
             with count_messages(module) as sent, watch(module, inputs) as memory:
-                loss = module.step(inputs)
+                loss = module.step(inputs, is_local=is_local)
             first, counted, peak = float(loss.detach()), dict(sent), memory.peak
         found = {
             "loss": (relative_error(loss.detach().cpu(), step.loss), ""),
@@ -57,7 +58,9 @@ def check_rank(
         }
         errors = {kind: _worse(errors[kind], found[kind]) for kind in errors}
         module.zero_grad(set_to_none=True)
-    peak = _least_peak(module, own_inputs(module, captured, tensors["inputs"][0]), predicted_peak, peak)
+    peak = _least_peak(
+        module, own_inputs(module, captured, tensors["inputs"][0]), predicted_peak, peak, is_local=is_local
+    )
     return Check(
         plan=label,
         loss=first,
@@ -82,7 +85,7 @@ def _worse(one: Error, other: Error) -> Error:
     return one if other[0] <= one[0] else other
 
 
-def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, peak: int) -> int:
+def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, peak: int, *, is_local: bool) -> int:
     """The peak of the first step or, where any rank's is not as predicted, the least of some steps."""
     import torch.distributed as dist
 
@@ -95,7 +98,7 @@ def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, pea
             break
         module.zero_grad(set_to_none=True)
         with watch(module, inputs) as memory:
-            module.step(inputs)
+            module.step(inputs, is_local=is_local)
         peak = min(peak, memory.peak)
     return peak
 

@@ -1,0 +1,142 @@
+"""What a distributed module returns is what the model returns: modes, outputs, sizes and arguments of calls."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.again import Again
+from autopar.calls import Call
+from autopar.capture import capture
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.plan import Plan, TrainConfig
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime import DistributedModule
+from autopar.search.known.random_plan import random_plan
+from tests.process_group import ranks
+from tests.runtime_cases import whole
+
+WORDS, WIDTH, ROWS, LENGTH = 11, 8, 8, 4
+
+
+@dataclass
+class Answer:
+    """A model's output that torch does not know."""
+
+    loss: Tensor | None
+    logits: Tensor
+    name: str = "answer"
+
+
+class Modes(nn.Module):
+    """Another loss, noise, statistics and outputs in training than in evaluation."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.auxiliary = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0, wide: bool = False) -> Answer:
+        x = self.embedding(ids)
+        x = x + self.down(F.gelu(self.up(x)))
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+            x = x - x.mean((0, 1))
+        else:
+            x = x - self.mean
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        logits = self.head(x) * scale
+        if wide:
+            logits = torch.cat([logits, logits], -1)
+        if labels is None:
+            return Answer(None, logits)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+        if self.training:
+            loss = loss + 0.3 * F.cross_entropy(self.auxiliary(x).flatten(0, 1), labels.flatten())
+        return Answer(loss, logits)
+
+
+def model() -> Modes:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Modes().double()
+
+
+def batch(seed: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, WORDS, (2, rows, length), generator=generator)
+    return {"ids": ids[0], "labels": ids[1]}
+
+
+def planned(seed: int, mesh: tuple[int, ...] = (2, 2)) -> tuple[CapturedModel, Plan]:
+    captured = capture(model(), (), batch(0))
+    plan = random_plan(captured, make_mesh(mesh), random.Random(seed))
+    return captured, replace(plan, config=TrainConfig(precision="fp64"))
+
+
+def distributed(captured: CapturedModel, plan: Plan, **keywords: Any) -> DistributedModule:
+    own = model()
+    values = {**parameters_of(captured, own), **buffers_of(captured, own)}
+    captor = Again(model=own, plan=plan, planned=captured, call=Call(kwargs=batch(0)))
+    return DistributedModule(insert_collectives(captured, plan), values, captor=captor, **keywords)
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Values, wherever the ranks have them."""
+    if isinstance(wanted, Tensor):
+        torch.testing.assert_close(whole(found), wanted.detach(), rtol=1e-10, atol=1e-12)
+    elif isinstance(wanted, Answer):
+        assert type(found) is Answer and found.name == wanted.name
+        same(found.loss, wanted.loss)
+        same(found.logits, wanted.logits)
+    else:
+        assert found == wanted
+
+
+def evaluate_and_train(seed: int) -> None:
+    module, eager = distributed(*planned(seed)), model()
+    own, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, eager))
+    for step in range(3):
+        module.eval(), eager.eval()
+        with torch.no_grad():
+            for rows, length in ((ROWS, LENGTH), (1, LENGTH), (5, 3)):
+                data = batch(10 + step, rows, length)
+                same(module(**data), eager(**data))
+                same(module(data["ids"], scale=0.5), eager(data["ids"], scale=0.5))
+        with torch.inference_mode():
+            same(module(ids=batch(0)["ids"], wide=True), eager(batch(0)["ids"], wide=True))
+        module.train(), eager.train()
+        data = batch(step)
+        if step == 1:  # a short last batch
+            data = batch(step, 6)
+        found, wanted = module(**data), eager(**data)
+        same(found, wanted)
+        (found.loss + 0.1 * whole_with_gradient(found.logits).square().mean()).backward()
+        (wanted.loss + 0.1 * wanted.logits.square().mean()).backward()
+        for name, parameter in eager.named_parameters():
+            torch.testing.assert_close(whole(module.get_parameter(name).grad), parameter.grad, rtol=1e-8, atol=1e-12)
+        for name, buffer in eager.named_buffers():
+            torch.testing.assert_close(module.get_buffer(name), buffer)
+        own.step(), own.zero_grad(), theirs.step(), theirs.zero_grad()
+
+
+def whole_with_gradient(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_call_returns_what_the_model_returns(seed: int) -> None:
+    ranks(4).run(evaluate_and_train, seed)
