@@ -4,8 +4,8 @@ Captured again from the model itself: in another mode, at other sizes, with othe
 and with the values that buffers have by then. It lives under the plan's storage (`search.following`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.binding import as_planned
 from autopar.calls import Call
 from autopar.capture.loss import accepted_inputs
-from autopar.captures import computed_model
+from autopar.captures import as_it_is_now, computed_model
 from autopar.cluster import Cluster, load_cluster, resized
 from autopar.errors import ClusterError
 from autopar.graph import CapturedModel, LocalModel
@@ -82,7 +82,7 @@ class Again:
         from autopar.search.following import following_plan
 
         precision = PRECISIONS[self.plan.config.precision]
-        with torch.inference_mode(False), self.original(), self._as_it_is_now(modes, buffers):
+        with torch.inference_mode(False), self.original(), as_it_is_now(self.model, modes, buffers):
             computed, own = computed_model(self.model, call, precision)
             captured, returned = capture_call(
                 computed, own.args, own.kwargs, loss_fn=self.loss_fn, gradients=gradients, wants_loss=wants_loss,
@@ -100,27 +100,6 @@ class Again:
             return load_cluster(self.plan.cluster)
         except ClusterError:
             return resized(load_cluster("2xcpu"), 1, self.plan.mesh.size)
-
-    @contextmanager
-    def _as_it_is_now(self, modes: Mapping[str, bool], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the model has these modes and buffers."""
-        parts = dict(self.model.named_modules(remove_duplicate=False))
-        before = {name: module.training for name, module in parts.items()}
-        held: list[tuple[nn.Module, str, Tensor | None]] = []
-        try:
-            for name, mode in modes.items():
-                parts[name].training = mode
-            for name, value in buffers.items():
-                path, _, own = name.rpartition(".")
-                held.append((parts[path], own, parts[path]._buffers[own]))
-                parts[path]._buffers[own] = value.detach()
-            with torch.no_grad():
-                yield
-        finally:
-            for name, mode in before.items():
-                parts[name].training = mode
-            for module, own, tensor in held:
-                module._buffers[own] = tensor
 
 
 def captor_of(plan: ModelPlan, model: nn.Module) -> Again:

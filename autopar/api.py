@@ -133,10 +133,10 @@ def plan(
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
     )
-    checked = "not compared with the module, as was asked"
+    checked, turns = "not compared with the module, as was asked", False
     if check:
         tell("comparing the graph with the module")
-        checked = check_call(model, own_call, loss_fn)
+        checked, turns = check_call(model, own_call, loss_fn)
     tell("capturing the model")
 
     def planned(captured: CapturedModel) -> Plan | StagedPlan:
@@ -161,7 +161,7 @@ def plan(
                 raise
             raise InfeasibleError(str(error)) from error  # a schedule may not run so many; others are tried
 
-    captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn)
+    captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn, turns=turns)
 
     from autopar.search.costs.program import make_program
 
@@ -214,17 +214,17 @@ def plan(
             tell,
             captures.sharing,
         )
-        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches)
+        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches, turns=turns)
         found = bucketed(found, make_program(captured))
     else:
-        captured, call = captured_model(model, call, config.precision, loss_fn, microbatches)
+        captured, call = captured_model(model, call, config.precision, loss_fn, microbatches, turns=turns)
         found = bucketed(planned(captured), make_program(captured))
     from autopar.staged_model_plan import staged_model_plan
 
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven
 
-        part_at = lambda count: captured_model(model, call, config.precision, loss_fn, count)[0]  # noqa: E731
+        part_at = lambda count: captured_model(model, call, config.precision, loss_fn, count, turns=turns)[0]  # noqa: E731
         more = part_at if microbatches == "auto" and not searched else None
         found, captured = best_woven(found, captured, machine, planned, more, tell=tell)
     if overlap is not None:
@@ -356,7 +356,7 @@ def captured_for(
         PlanMismatchError: if the model does not run as it was planned.
     """
     try:
-        return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches)
+        return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches, turns=True)
     except CaptureError as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
         raise PlanMismatchError(

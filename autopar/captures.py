@@ -3,7 +3,8 @@
 With every size the same layers are alike, which is found once where another capture can do without.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ class Captures:
     precision: str
     loss_fn: Callable[..., Any] | None = None
     bare: bool = False
+    turns: bool = False
     _layers: tuple[Repeat, ...] | None = None
 
     def at(self, size: int | None) -> CapturedModel:
@@ -44,7 +46,7 @@ class Captures:
         return lambda size: self._captured(self.call.with_batch(size), self._layers)[0]
 
     def _captured(self, call: Call, layers: tuple[Repeat, ...] | None) -> tuple[CapturedModel, Call]:
-        return captured_model(self.model, call, self.precision, self.loss_fn, layers=layers)
+        return captured_model(self.model, call, self.precision, self.loss_fn, layers=layers, turns=self.turns)
 
 
 def captured_model(
@@ -55,10 +57,11 @@ def captured_model(
     microbatches: int = 1,
     *,
     layers: tuple[Repeat, ...] | None = None,
+    turns: bool = False,
 ) -> tuple[CapturedModel, Call]:
     """The graph of a micro-batch in a precision, and the call (of the global batch) with what it was seen to return.
 
-    layers: of the model, known to be alike.
+    layers: of the model, known to be alike. turns: as for `capture`.
     """
     dtypes = PRECISIONS[precision]
     computed, whole = computed_model(model, call, dtypes)
@@ -66,13 +69,34 @@ def captured_model(
     seen = _Seen(bare=loss_fn is not None)
     watch = computed.register_forward_hook(seen)
     try:
-        captured = capture(computed, part.args, part.kwargs, loss_fn=loss_fn, repeats=layers)
+        captured = capture(computed, part.args, part.kwargs, loss_fn=loss_fn, repeats=layers, turns=turns)
     finally:
         watch.remove()
     captured = accumulate_gradients(
         captured, microbatches, lambda: capture(computed, whole.args, whole.kwargs, loss_fn=loss_fn)
     )
     return with_storage(captured, dtypes), replace(call, bare=seen.bare)
+
+
+@contextmanager
+def as_it_is_now(model: nn.Module, modes: Mapping[str, bool], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the model's parts are in these modes (training or not), and its buffers have these values, by name."""
+    parts = dict(model.named_modules(remove_duplicate=False))
+    before = {name: module.training for name, module in parts.items()}
+    held: list[tuple[nn.Module, str, Tensor | None]] = []
+    try:
+        for name, mode in modes.items():
+            parts[name].training = mode
+        for name, value in buffers.items():
+            path, _, own = name.rpartition(".")
+            held.append((parts[path], own, parts[path]._buffers[own]))
+            parts[path]._buffers[own] = value.detach()
+        yield
+    finally:
+        for name, mode in before.items():
+            parts[name].training = mode
+        for module, own, tensor in held:
+            module._buffers[own] = tensor
 
 
 @dataclass(slots=True)

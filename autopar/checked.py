@@ -5,11 +5,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.calls import Call
-from autopar.captures import captured_model
-from autopar.errors import ArgumentError, ModelSpecError
+from autopar.captures import as_it_is_now, captured_model
+from autopar.errors import ArgumentError, ModelSpecError, TurningFlagError
 from autopar.graph import CapturedModel
 from autopar.models import load_model
 from autopar.oracle import Subject, check_module, not_checkable
@@ -32,8 +32,10 @@ FEW, TOKENS = 4, 64
 """Samples, and tokens a sample where the model says how many, of a model that is built to be compared."""
 
 
-def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> str:
-    """Compare `model` with its graph on `call`, or on as many of its samples as take little time; what was compared.
+def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> tuple[str, bool]:
+    """Compare `model` with its graph on `call`, or on as many of its samples as take little time.
+
+    Returns what was compared, and whether forward decides on buffers that its first call turns, once.
 
     Args:
         model: in its own dtype.
@@ -45,28 +47,39 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         CaptureError, NoLossError: if the model cannot be captured, or itself fails.
     """
     if reason := not_checkable(model, call.args, call.kwargs):
-        return f"not compared with the module: {reason}"
+        return f"not compared with the module: {reason}", False
     try:
         precision = precision_of(model)
     except ArgumentError:
-        return "not compared with the module: its parameters are of several dtypes"
+        return "not compared with the module: its parameters are of several dtypes", False
     run_before(model, call, loss_fn)
-    captured, _ = captured_model(model, call, precision, loss_fn)
+    turns = False
+    try:
+        captured, _ = captured_model(model, call, precision, loss_fn)
+    except TurningFlagError:
+        turns = True
+        captured, _ = captured_model(model, call, precision, loss_fn, turns=True)
     batch, flops = call.batch(), flops_of(captured)
     samples = batch
     if flops > FLOPS:
         samples = int((batch or 1) * FLOPS / flops)
         if batch is None or samples < 1:
-            return f"not compared with the module: one sample takes {flops / (batch or 1):.0e} operations"
+            return f"not compared with the module: one sample takes {flops / (batch or 1):.0e} operations", False
         call = first_samples(call, samples)
-        captured, _ = captured_model(model, call, precision, loss_fn)
-    subject = Subject(model=model, captured=captured, args=call.args, kwargs=call.kwargs, loss_fn=loss_fn)
+        captured, _ = captured_model(model, call, precision, loss_fn, turns=turns)
+
+    def again(buffers: Mapping[str, Tensor]) -> CapturedModel:
+        with as_it_is_now(model, {}, buffers):
+            return captured_model(model, call, precision, loss_fn, turns=True)[0]
+
+    subject = Subject(model=model, captured=captured, args=call.args, kwargs=call.kwargs, loss_fn=loss_fn, again=again)
     errors = [found.error for found in check_module(subject).differences]
     of = "" if samples == batch else f" on {samples} of {batch} samples"
-    return (
+    words = (
         f"compared with the module{of}, {precision}: loss, gradients and state of two calls differ by at most "
         f"{max(errors, default=0.0):.0e} (relative)"
     )
+    return words, turns
 
 
 def run_before(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -104,7 +117,7 @@ def check_spec(
         )
     except (ModelSpecError, ArgumentError) as error:
         return f"not compared with the module, which cannot be built on the CPU: {error}"
-    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs))
+    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs))[0]
 
 
 def first_samples(call: Call, count: int) -> Call:

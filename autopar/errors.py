@@ -9,6 +9,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured by torch.export; names the user's own file and line."""
 
 
+class TurningFlagError(CaptureError):
+    """Forward decides on a buffer that the step changes, so that the next step may need another graph."""
+
+
 class FidelityError(CaptureError):
     """The captured graph computes something else than the module does; names the first line that differs."""
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar.again import Again
 from autopar.calls import Call
 from autopar.capture import capture
+from autopar.errors import CaptureError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.model_plan import plan_from_text
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
@@ -140,3 +143,67 @@ def whole_with_gradient(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_call_returns_what_the_model_returns(seed: int) -> None:
     ranks(4).run(evaluate_and_train, seed)
+
+
+class Initialised(nn.Module):
+    """A scale that the first batch sets, behind a flag that is a buffer (ActNorm); counts its calls if asked."""
+
+    done: Tensor
+    calls: Tensor
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(WIDTH, WIDTH), counts
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("done", torch.tensor(False))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.linear(x)
+        if not self.done:
+            with torch.no_grad():
+                self.scale.copy_(1 / (z.std(0) + 1e-3))
+                self.done.fill_(True)
+        if self.counts:
+            self.calls.add_(1)
+            if self.calls > 3:
+                z = 2 * z
+        return F.mse_loss(z * self.scale, y)
+
+
+def initialised(counts: bool = False) -> tuple[Initialised, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return Initialised(counts).double(), {n: torch.randn(ROWS, WIDTH).double() for n in "xy"}
+
+
+def train_initialised(text: str) -> None:
+    own, data = initialised()
+    eager, _ = initialised()
+    module = autopar.distribute(own, plan_from_text(text))
+    for step in range(3):
+        given = {name: value * (step + 1) for name, value in data.items()}
+        loss = module.train_step(given)  # type: ignore[operator]
+        expected = eager(**given)
+        expected.backward()
+        same(loss, expected)
+        for name, parameter in eager.named_parameters():
+            torch.testing.assert_close(whole(module.get_parameter(name).grad), parameter.grad)
+            torch.testing.assert_close(whole(module.get_parameter(name)), parameter.detach())
+        module.zero_grad()
+        eager.zero_grad()
+    assert module.get_buffer("done")
+
+
+@pytest.mark.parametrize("baseline", [None, "fsdp"])
+def test_a_flag_that_the_first_batch_turns_is_captured_twice(baseline: str | None) -> None:
+    plan = autopar.plan(*initialised(), cluster="2xcpu", baseline=baseline, with_baselines=False)
+    assert "compared with the module" in plan.checked
+    ranks(2).run(train_initialised, plan.to_json())
+
+
+def test_a_branch_on_a_buffer_that_every_step_changes_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_calls.py.*calls|every step changes"):
+        autopar.plan(*initialised(counts=True), cluster="2xcpu", with_baselines=False)
+    with pytest.raises(CaptureError, match=r"test_calls.py.*decides on buffer done"):
+        autopar.plan(*initialised(), cluster="2xcpu", with_baselines=False, check=False)

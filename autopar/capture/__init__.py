@@ -35,7 +35,7 @@ from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
 from autopar.capture.user_frame import files_of, user_frame
 from autopar.capture.written import Written
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, TurningFlagError
 from autopar.graph import CapturedModel, is_same_graph
 from autopar.guards import BufferGuard
 from autopar.inputs import flatten_inputs
@@ -53,6 +53,7 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     repeats: tuple[Repeat, ...] | None = None,
+    turns: bool = False,
 ) -> CapturedModel:
     """Trace `model(*args, **kwargs)` at the shapes given, in the mode (training or not) that the model is in.
 
@@ -64,6 +65,7 @@ def capture(
             own loss (a `loss` field, or a scalar that depends on a parameter).
         name: of the captured model; its class name if not given.
         repeats: layers that need no tracing, as `alike_layers` of the model found them; found anew if not given.
+        turns: forward may decide on buffers that it changes; whoever runs the graph captures another one then.
 
     Raises:
         NoLossError: if there is nothing to minimise.
@@ -77,6 +79,7 @@ def capture(
     check_hooks(model)
     check_shared_memory(model)
     module, tensors = _call(model, args, kwargs, loss_fn)
+    module.turns = turns
     captured = _captured(model, module, tensors, name, repeats)
     _check_state(model, module, tensors, captured, repeats)
     return keep_parameter_hooks(captured, model)
@@ -111,7 +114,7 @@ def capture_call(
     named_leaves, rebuild = flatten_inputs(args, kwargs or {})
     tensors = [(path, leaf) for path, leaf in named_leaves if isinstance(leaf, Tensor)]
     module = OutputModule(model, [leaf for _, leaf in named_leaves], rebuild, loss_fn)
-    module.gradients, module.wants_loss = gradients, wants_loss
+    module.gradients, module.wants_loss, module.turns = gradients, wants_loss, True
     captured = _captured(model, module, tensors, name, ())
     returned = module.returned
     _check_state(model, module, tensors, captured, ())
@@ -279,18 +282,18 @@ def _traced_once(
             has_loss=module.has_loss,
         )
     )
-    return _guarded(captured, model, questions.guards) if questions.guards else captured
+    return _guarded(captured, model, questions.guards, turns=module.turns) if questions.guards else captured
 
 
-def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str]) -> CapturedModel:
-    """With the values that the model's answers depend on, none of which a step changes.
+def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str], *, turns: bool) -> CapturedModel:
+    """With the values that the model's answers depend on.
 
     Raises:
-        CaptureError: if one does.
+        TurningFlagError: if the step changes one, and none may turn.
     """
     changed = sorted(name for b in captured.buffers if b.mutated_by is not None for name in b.names if name in places)
-    if changed:
-        raise CaptureError(
+    if changed and not turns:
+        raise TurningFlagError(
             f"{places[changed[0]]}: forward decides on buffer {changed[0]}, which the step itself changes, so that one "
             "graph cannot stand for the model; if it is a flag that turns at the first batch, call the model on one "
             "before planning (`model(**batch)` in one process); if it changes at every step, compute with the tensor"

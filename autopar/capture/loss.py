@@ -36,7 +36,7 @@ class LossModule(nn.Module):
         self._rebuild = rebuild
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
-        self.gradients = True
+        self.gradients, self.turns = True, False
         self._held = HeldState(model)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import FidelityError
+from autopar.errors import CaptureError, FidelityError
 from autopar.graph import CapturedModel
 from autopar.inputs import flatten_inputs
 from autopar.oracle.compare import Difference, Tolerance, compare_steps, first_beyond
 from autopar.oracle.first_difference import first_difference
-from autopar.oracle.steps import Arguments, Step, graph_steps, module_steps, other_samples
+from autopar.oracle.steps import Again, Arguments, Step, graph_steps, module_steps, other_samples
 from autopar.reference import buffers_of, parameters_of
 
 TOLERANCES = {
@@ -42,6 +42,8 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., Any] | None = None
+    again: Again | None = None
+    """The graph where buffers that forward decides on have other values, by name."""
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -102,7 +104,9 @@ def check_module(
     calls, values = subject.calls(num_calls), subject.values
     module = module_steps(subject.model, subject.captured, calls, subject.loss_fn, context)
     try:
-        graph = graph_steps(subject.captured, values, calls)
+        graph = graph_steps(subject.captured, values, calls, subject.again)
+    except CaptureError:
+        raise
     except Exception as error:
         raise FidelityError(
             f"the captured graph of {type(subject.model).__name__} fails where the module itself runs: "

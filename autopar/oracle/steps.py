@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from autopar.capture.loss import LossModule
 from autopar.capture.one_process import as_one_process
 from autopar.capture.user_frame import user_frame
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, TurningFlagError
 from autopar.graph import BufferSpec, CapturedModel, ParameterSpec
+from autopar.guards import holds
 from autopar.inputs import bind_inputs, flatten_inputs
 from autopar.oracle.unchanged import unchanged
 from autopar.reference import run_captured
@@ -119,20 +120,39 @@ def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> Step:
     )
 
 
-def graph_steps(captured: CapturedModel, values: Mapping[str, Tensor], calls: Sequence[Arguments]) -> tuple[Step, ...]:
+Again = Callable[[Mapping[str, Tensor]], CapturedModel]
+"""The graph of a model whose buffers have these values, by name."""
+
+
+def graph_steps(
+    captured: CapturedModel,
+    values: Mapping[str, Tensor],
+    calls: Sequence[Arguments],
+    again: Again | None = None,
+) -> tuple[Step, ...]:
     """The same steps of the graph.
 
     Args:
         captured: of the batch of the calls.
         values: whole parameters and buffers by placeholder; what steps write is written to copies.
         calls: a step each.
+        again: captures another graph where a buffer that this one takes for granted has turned; once is enough.
+
+    Raises:
+        TurningFlagError: if a third would be needed.
     """
     parameters = {p.placeholder: values[p.placeholder].detach().clone() for p in captured.parameters}
     buffers = {b.placeholder: values[b.placeholder].detach().clone() for b in captured.buffers}
     specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)
     names = {spec.placeholder: spec.names[0] for spec in specs}
-    steps = []
+    steps, turned = [], False
     for number, (args, kwargs) in enumerate(calls):
+        if again is not None and not _holds(captured, buffers):
+            _check_turns(turned)
+            captured, turned = (
+                again({name: buffers[spec.placeholder] for spec in captured.buffers for name in spec.names}),
+                True,
+            )
         leaves = {name: value.detach().clone() for name, value in parameters.items()}
         for spec in captured.parameters:
             leaves[spec.placeholder].requires_grad_(spec.trainable)
@@ -154,7 +174,27 @@ def graph_steps(captured: CapturedModel, values: Mapping[str, Tensor], calls: Se
         }
         state = {names[name]: value.clone() for name, value in (parameters | buffers).items()}
         steps.append(Step(loss=loss.detach(), gradients=gradients, state=state))
+    if again is not None and turned and not _holds(captured, buffers):
+        _check_turns(turned)
     return tuple(steps)
+
+
+def _holds(captured: CapturedModel, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether buffers, by placeholder, have the values that the graph takes for granted."""
+    named = _by_name(captured, buffers)
+    return all(holds(guard, named[guard.name]) for guard in captured.guards)
+
+
+def _by_name(captured: CapturedModel, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffers[spec.placeholder] for spec in captured.buffers for name in spec.names}
+
+
+def _check_turns(turned: bool) -> None:
+    if turned:
+        raise TurningFlagError(
+            "forward decides on a buffer that every step changes, so that no graph stands for the next step too; "
+            "compute with the tensor (torch.where) instead of branching on it"
+        )
 
 
 def other_samples(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[Arguments]:
