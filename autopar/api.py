@@ -311,7 +311,7 @@ def distribute(
     if isinstance(plan, StagedPlan):
         from autopar.staged_model_plan import distribute_stages
 
-        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
+        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn, outputs=outputs)
     with failing_together():
         check_world(plan.mesh, 1, torch.distributed.get_world_size())
         bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)

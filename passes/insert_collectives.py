@@ -136,7 +136,8 @@ class _Insertion:
 
     def _output(self, node: fx.Node) -> None:
         nodes, whole = self.captured.nodes, Layout((REPLICATE,) * self.mesh.num_axes)
-        ends = [(name, self.sent.get(name) or self._returned(nodes[name])) for name in self.captured.ends]
+        ends = [(name, self.sent[name]) for name in self.captured.sends]
+        ends += [(name, self._returned(nodes[name])) for name in self.captured.ends[len(ends) :]]
         values = [self._redistributed(nodes[name], layout, "") for name, layout in ends]
         values += [self._redistributed(nodes[name], whole, "") for name in self.captured.results]
         self.graph.output(tuple(values)).meta["ends"] = len(ends)

@@ -5,24 +5,21 @@ error on all of them.
 """
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.binding import form_of, is_alike
 from autopar.calls import Call
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, LocalModel
+from autopar.graph import CapturedModel, InputSpec, LocalModel
 from autopar.guards import holds
 from autopar.inputs import bind_inputs, flatten_inputs
+from autopar.ops.random import Draws
 from autopar.outputs import Returned
 from autopar.runtime.agreement import agree, failing_together
-from autopar.runtime.variant import Variant
-
-if TYPE_CHECKING:
-    from autopar.runtime.module import DistributedModule
 
 MANY = 8
 """Of so many graphs of one call, each for other values of buffers, there is no end."""
@@ -33,13 +30,11 @@ class Captor(Protocol):
 
     @property
     def call(self) -> Call: ...
-    @property
-    def loss_fn(self) -> Any: ...
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def returns_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool: ...
     def modes(self) -> dict[str, bool]: ...
-    def local(
+    def captured(
         self,
         call: Call,
         modes: Mapping[str, bool],
@@ -47,34 +42,48 @@ class Captor(Protocol):
         *,
         gradients: bool,
         wants_loss: bool,
-    ) -> tuple[LocalModel, Returned]: ...
+    ) -> tuple[CapturedModel, Returned]: ...
+    def local(self, captured: CapturedModel) -> LocalModel: ...
+    def stages(self, captured: CapturedModel) -> tuple[tuple[int, LocalModel], ...]: ...
+
+
+class Runs(Protocol):
+    """A graph that runs a call."""
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]: ...
+    def run(self, inputs: Mapping[str, Tensor], draws: Draws, outputs: str, *, is_local: bool) -> Any: ...
+
+
+Make = Callable[[CapturedModel, Returned], Runs]
+"""Of a captured call what runs it; all ranks together."""
 
 
 class Variants:
-    """The graphs of one module beside that of the planned step."""
+    """The graphs of one module beside that of the planned step, in which its parts were in the modes `first`."""
 
-    def __init__(self, module: "DistributedModule", captor: Captor) -> None:
-        self.module, self.captor = module, captor
-        self.made: dict[object, list[Variant]] = {}
-        self.last: object = None
+    def __init__(self, captor: Captor, make: Make) -> None:
+        self.captor, self.make = captor, make
         self.modes = self.first = captor.modes()
-        planned = captor.call
-        leaves, _ = flatten_inputs(planned.args, planned.kwargs)
-        self.planned = dict(leaves)
+        self.planned = dict(flatten_inputs(captor.call.args, captor.call.kwargs)[0])
+        self._made: dict[object, list[tuple[CapturedModel, Runs]]] = {}
+        self._last: object = None
 
     def set_modes(self, mode: bool) -> None:
         """All parts of the model are in a mode."""
         self.modes = dict.fromkeys(self.modes, mode)
 
-    def modes_now(self) -> dict[str, bool]:
+    def modes_of(self, module: nn.Module) -> dict[str, bool]:
         """Of the model's parts; those that hold parameters or buffers may have been changed one by one."""
-        own = {name: part.training for name, part in self.module.named_modules()}
+        own = {name: part.training for name, part in module.named_modules()}
         return {name: own.get(name, mode) for name, mode in self.modes.items()}
 
-    def is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> bool:
-        """Whether the planned step's graph is that of a call which returns nothing but its loss."""
+    def is_planned(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool = False
+    ) -> bool:
+        """Whether a call is the planned step's, in its mode."""
         leaves = dict(flatten_inputs(args, kwargs)[0])
-        if set(leaves) != set(self.planned) or not self.is_planned_mode():
+        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first:
             return False
         for path, planned in self.planned.items():
             value = leaves[path]
@@ -87,63 +96,64 @@ class Variants:
                 return False
         return True
 
-    def is_planned_mode(self) -> bool:
-        """Whether the module is in the mode in which it was planned, and buffers are as its graph takes them to be."""
-        module = self.module
-        return module.training == module.local.captured.training and self.modes_now() == self.first
+    def run(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_local: bool = False,
+        wants_loss: bool = False,
+    ) -> Any:
+        """What the model returns for a call, or its loss.
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool, wants_loss: bool = False) -> Any:
-        """What the model returns for a call, or its loss."""
-        self.module.check_initialized()
+        module: whose state it reads, a `runtime.trainable.Trainable`.
+        """
+        module.check_initialized()
         whole = self._whole(args, kwargs) if is_local else (args, kwargs)
         leaves, _ = flatten_inputs(*whole)
-        modes = self.modes_now()
-        key = (
-            tuple((path, form_of(leaf)) for path, leaf in leaves),
-            tuple(modes.items()),
-            torch.is_grad_enabled(),
-            wants_loss,
-        )
-        if key != self.last:
-            agree({"call": _words(leaves, modes, wants_loss=wants_loss)})
-            self.last = key
-        variants = self.made.setdefault(key, [])
-        found = next((v for v in variants if self.holds(v.local.captured)), None)
+        modes = self.modes_of(module)
+        forms = tuple((path, form_of(leaf)) for path, leaf in leaves)
+        key = forms, tuple(modes.items()), torch.is_grad_enabled(), wants_loss
+        if key != self._last:
+            agree({"call": _words(forms, modes, wants_loss=wants_loss)})
+            self._last = key
+        known = self._made.setdefault(key, [])
+        found = next((runs for captured, runs in known if guards_hold(captured, module)), None)
         if found is None:
-            found = self._make(whole, modes, len(variants), is_local=is_local, wants_loss=wants_loss)
-            variants.append(found)
-        inputs = bind_inputs(found.local.captured.inputs, args, kwargs)
-        return found.run(inputs, self.module.outputs, is_local=is_local)
+            captured, returned = self._captured(module, whole, modes, len(known), is_local, wants_loss)
+            found = self.make(captured, returned)
+            known.append((captured, found))
+        inputs = bind_inputs(found.inputs, args, kwargs)
+        return found.run(inputs, module.next_draws(1)[0], module.outputs, is_local=is_local)
 
-    def holds(self, captured: CapturedModel) -> bool:
-        """Whether the buffers that a graph takes for granted have the values that it was captured with."""
-        return all(holds(guard, self.module.get_buffer(guard.name)) for guard in captured.guards)
-
-    def _make(
-        self, whole: tuple[Any, Any], modes: Mapping[str, bool], count: int, *, is_local: bool, wants_loss: bool
-    ) -> Variant:
-        module = self.module
+    def _captured(
+        self, module: Any, whole: tuple[Any, Any], modes: Mapping[str, bool], count: int, is_local: bool, loss: bool
+    ) -> tuple[CapturedModel, Returned]:
         with failing_together():
             if count >= MANY:
                 raise CaptureError(
                     f"forward decides on buffers that have had {count} values by now, and each wants a graph of its "
                     "own; compute with the tensor (torch.where) instead of branching on it"
                 )
-            buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
+            buffers = dict(module.named_buffers(remove_duplicate=False))
             call = Call(args=tuple(whole[0]), kwargs=dict(whole[1]))
-            local, returned = self.captor.local(
-                call, modes, buffers, gradients=torch.is_grad_enabled(), wants_loss=wants_loss
-            )
-            plan = str((sorted(local.plan.choices.items()), sorted(map(str, local.plan.layouts.items()))))
+            gradients = torch.is_grad_enabled()
+            captured, returned = self.captor.captured(call, modes, buffers, gradients=gradients, wants_loss=loss)
         if not is_local:
             agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest(whole)})
-        agree({"graph": local.captured.fingerprint, "choices": hashlib.sha256(plan.encode()).hexdigest()[:16]})
-        return Variant(module, local, returned)
+        agree({"graph": captured.fingerprint})
+        return captured, returned
 
     def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """A call with this rank's slices as one of the planned global batch."""
         leaves, rebuild = flatten_inputs(args, kwargs)
         return rebuild([self.planned.get(path, leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves])
+
+
+def guards_hold(captured: CapturedModel, module: Any) -> bool:
+    """Whether the buffers that a graph takes for granted have the values that it was captured with."""
+    return all(holds(guard, module.get_buffer(guard.name)) for guard in captured.guards)
 
 
 def _casts(given: torch.dtype, planned: torch.dtype) -> bool:
@@ -161,8 +171,8 @@ def _digest(call: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _words(leaves: list[tuple[str, Any]], modes: Mapping[str, bool], *, wants_loss: bool) -> str:
-    inputs = ", ".join(f"{path} {form_of(leaf)}" for path, leaf in leaves)
+def _words(forms: tuple[tuple[str, Any], ...], modes: Mapping[str, bool], *, wants_loss: bool) -> str:
+    inputs = ", ".join(f"{path} {form}" for path, form in forms)
     training = hashlib.sha256(str(sorted(modes.items())).encode()).hexdigest()[:8]
     mode = "training" if modes.get("", True) else "evaluation"
     return f"{inputs} in {mode} ({training}), gradients {torch.is_grad_enabled()}, loss {wants_loss}"
