@@ -72,13 +72,15 @@ class Again:
         buffers: Mapping[str, Tensor],
         *,
         gradients: bool,
-        wants_loss: bool,
+        wants_loss: bool = False,
+        then: Callable[[Any, list[Tensor]], Any] | None = None,
     ) -> tuple[CapturedModel, Returned]:
         """The graph of a call on the global batch, and the value around the tensors that it returns.
 
         Args:
             modes: of the model's parts. buffers: their values now, by name.
             gradients: whether anything gets some. wants_loss: return the loss, whatever the model returns.
+            then: as for `capture_call`.
 
         Raises:
             CaptureError: if the call cannot be captured.
@@ -90,17 +92,17 @@ class Again:
             computed, own = computed_model(self.model, call, precision)
             captured, returned = capture_call(
                 computed, own.args, own.kwargs, loss_fn=self.loss_fn, gradients=gradients, wants_loss=wants_loss,
-                name=self.planned[0].name if len(self.planned) == 1 else None,
+                then=then, name=self.planned[0].name if len(self.planned) == 1 else None,
             )  # fmt: skip
         return with_storage(captured, precision), returned
 
-    def local(self, captured: CapturedModel) -> LocalModel:
-        """The graph that every rank runs."""
+    def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel:
+        """The graph that every rank runs; gathers: what it returns ends whole on every rank."""
         from autopar.passes.insert_collectives import insert_collectives
 
-        return insert_collectives(captured, self._following(captured, 0))
+        return insert_collectives(captured, self._following(captured, 0), gathers=gathers)
 
-    def stages(self, captured: CapturedModel) -> tuple[tuple[int, LocalModel], ...]:
+    def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]:
         """The graphs of the stages that a call runs on, each with its number.
 
         Raises:
@@ -125,7 +127,7 @@ class Again:
                     "does not have in training; plan without pipeline stages"
                 )
         plans = [self._following(part, number) for number, part in zip(numbers, parts, strict=True)]
-        return tuple((number, inserted(parts, plans, place)) for place, number in enumerate(numbers))
+        return tuple((number, inserted(parts, plans, place, gathers=gathers)) for place, number in enumerate(numbers))
 
     def _following(self, captured: CapturedModel, number: int) -> Plan:
         from autopar.search.following import following_plan

@@ -205,7 +205,7 @@ def distribute_stages(
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    outputs: str = "dtensor",
+    outputs: str = "whole",
 ) -> nn.Module:
     """`autopar.distribute` for a plan with stages.
 

@@ -81,17 +81,19 @@ def local_stage(stages: Sequence[CapturedModel], plan: StagedPlan, number: int) 
     return inserted(stages, plan.stages, number)
 
 
-def inserted(stages: Sequence[CapturedModel], plans: Sequence[Plan], number: int) -> LocalModel:
-    """`local_stage` for the plans of stages."""
+def inserted(
+    stages: Sequence[CapturedModel], plans: Sequence[Plan], number: int, *, gathers: bool = False
+) -> LocalModel:
+    """`local_stage` for the plans of stages; gathers: as for `insert_collectives`."""
     stage = stages[number]
     if number + 1 == len(stages):
-        return insert_collectives(stage, plans[number])
+        return insert_collectives(stage, plans[number], gathers=gathers)
     wanted = plans[number + 1].layouts
     if missing := [name for name in stage.sends if name not in wanted]:
         raise PlanMismatchError(
             f"the plan of stage {number + 1} has no layout for {', '.join(missing[:3])}, which it receives; plan again"
         )
-    return insert_collectives(stage, plans[number], {name: wanted[name] for name in stage.sends})
+    return insert_collectives(stage, plans[number], {name: wanted[name] for name in stage.sends}, gathers=gathers)
 
 
 def owners(stages: Sequence[CapturedModel]) -> dict[str, tuple[int, ...]]:

@@ -37,8 +37,8 @@ from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
 from autopar.runtime.staged_variant import StagedVariant
 from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable
-from autopar.runtime.variant import DTENSOR, Part
-from autopar.runtime.variants import Captor
+from autopar.runtime.variant import GATHERED, Part
+from autopar.runtime.variants import Asked, Captor
 from autopar.staged_plan import SPLITTING, StagedPlan
 
 
@@ -87,7 +87,7 @@ class PipelinedModule(Trainable):
         exact_random: bool = False,
         code: Code | None = None,
         captor: Captor | None = None,
-        outputs: str = DTENSOR,
+        outputs: str = GATHERED,
     ) -> None:
         super().__init__()
         init()
@@ -134,7 +134,7 @@ class PipelinedModule(Trainable):
         self.bind()
         install_check()
         self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group, self._loss_dtype)
-        self.take_captor(captor, outputs, self._variant)
+        self._take_captor(captor, outputs, self._make_variant)
         self.training = captured.training
 
     @property
@@ -169,11 +169,11 @@ class PipelinedModule(Trainable):
         if args and isinstance(args[0], LocalBatch):
             raise BatchError("a plan with stages takes the global batch on every rank, and was given a LocalBatch")
         args, kwargs = self.bound(args, kwargs)
-        variants = self.variants
+        asked, variants = Asked(args=args, kwargs=kwargs), self._variants
         if variants is not None and not (
-            self.bare and variants.captor.returns_loss(args, kwargs) and variants.is_planned(self, args, kwargs)
+            self.bare and variants.captor.returns_loss(args, kwargs) and variants.is_planned(self, asked)
         ):
-            return variants.run(self, args, kwargs)
+            return variants.run(self, asked)
         self._begin(bind_inputs(self.inputs, args, kwargs))
         self._schedule.evaluate()
         for stage in self.stages:
@@ -181,9 +181,9 @@ class PipelinedModule(Trainable):
         loss, _ = self._everyones_loss()
         return loss if self.bare else Output(loss)
 
-    def _variant(self, captured: CapturedModel, returned: Returned) -> StagedVariant:
-        assert self.variants is not None
-        stages = self.variants.captor.stages(captured)
+    def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
+        assert self._variants is not None
+        stages = self._variants.captor.stages(captured, gathers=gathers)
         mesh, own = self.plan.mesh, {stage.number: stage for stage in self.stages}
         axes = {names for _, local in stages for names in flattened_axes(local.graph, mesh)}
         groups = build_groups(mesh, self.device.type, axes, pipeline=self.plan.pipeline)[1]

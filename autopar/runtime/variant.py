@@ -23,7 +23,7 @@ from autopar.runtime.parameters import local_part, padded_part, to_dtensor
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
 
-DTENSOR, LOCAL, WHOLE = "dtensor", "local", "whole"
+DTENSOR, LOCAL, GATHERED = "dtensor", "local", "whole"
 """How a call returns a tensor that ranks share out: as a DTensor, this rank's part of it, or gathered on every rank."""
 
 End = tuple[Layout, tuple[int, ...], torch.dtype]
@@ -137,8 +137,7 @@ def given_back(value: Tensor, end: End, state: State, outputs: str) -> Tensor:
     own = _without_padding(value, layout, shape, state)
     if outputs == LOCAL:
         return own
-    shared = to_dtensor(own, layout, shape, state.mesh, state.device_mesh)
-    return shared.full_tensor() if outputs == WHOLE else shared
+    return to_dtensor(own, layout, shape, state.mesh, state.device_mesh)
 
 
 def _without_padding(value: Tensor, layout: Layout, shape: tuple[int, ...], state: State) -> Tensor:

@@ -5,7 +5,8 @@ error on all of them.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from autopar.binding import form_of, is_alike
 from autopar.calls import Call
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, InputSpec, LocalModel
+from autopar.graph import CapturedModel, InputSpec, LocalModel, requires_grad
 from autopar.guards import holds
 from autopar.inputs import bind_inputs, flatten_inputs
 from autopar.ops.random import Draws
-from autopar.outputs import Returned
+from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
+from autopar.runtime.deferred import DeferredCall, Following
+from autopar.runtime.variant import DTENSOR, GATHERED
 
 MANY = 8
 """Of so many graphs of one call, each for other values of buffers, there is no end."""
@@ -41,10 +44,11 @@ class Captor(Protocol):
         buffers: Mapping[str, Tensor],
         *,
         gradients: bool,
-        wants_loss: bool,
+        wants_loss: bool = False,
+        then: Any = None,
     ) -> tuple[CapturedModel, Returned]: ...
-    def local(self, captured: CapturedModel) -> LocalModel: ...
-    def stages(self, captured: CapturedModel) -> tuple[tuple[int, LocalModel], ...]: ...
+    def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel: ...
+    def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]: ...
 
 
 class Runs(Protocol):
@@ -55,8 +59,8 @@ class Runs(Protocol):
     def run(self, inputs: Mapping[str, Tensor], draws: Draws, outputs: str, *, is_local: bool) -> Any: ...
 
 
-Make = Callable[[CapturedModel, Returned], Runs]
-"""Of a captured call what runs it; all ranks together."""
+Make = Callable[[CapturedModel, Returned, bool], Runs]
+"""Of a captured call what runs it, gathering what it returns or not; all ranks together."""
 
 
 class Variants:
@@ -67,10 +71,13 @@ class Variants:
         self.modes = self.first = captor.modes()
         self.planned = dict(flatten_inputs(captor.call.args, captor.call.kwargs)[0])
         self._made: dict[object, list[tuple[CapturedModel, Runs]]] = {}
+        self._returned: dict[object, tuple[list[Tensor], Returned]] = {}
         self._last: object = None
+        self._waiting: DeferredCall | None = None
 
     def set_modes(self, mode: bool) -> None:
         """All parts of the model are in a mode."""
+        self.flush()
         self.modes = dict.fromkeys(self.modes, mode)
 
     def modes_of(self, module: nn.Module) -> dict[str, bool]:
@@ -78,11 +85,9 @@ class Variants:
         own = {name: part.training for name, part in module.named_modules()}
         return {name: own.get(name, mode) for name, mode in self.modes.items()}
 
-    def is_planned(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool = False
-    ) -> bool:
+    def is_planned(self, module: nn.Module, asked: "Asked") -> bool:
         """Whether a call is the planned step's, in its mode."""
-        leaves = dict(flatten_inputs(args, kwargs)[0])
+        leaves = dict(flatten_inputs(asked.args, asked.kwargs)[0])
         if set(leaves) != set(self.planned) or self.modes_of(module) != self.first:
             return False
         for path, planned in self.planned.items():
@@ -90,65 +95,125 @@ class Variants:
             if isinstance(planned, Tensor):
                 if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()):
                     return False
-                if not is_local and (value.shape != planned.shape or not _casts(value.dtype, planned.dtype)):
+                if not asked.is_local and (value.shape != planned.shape or not _casts(value.dtype, planned.dtype)):
                     return False
             elif not is_alike(value, planned):
                 return False
         return True
 
-    def run(
-        self,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        is_local: bool = False,
-        wants_loss: bool = False,
-    ) -> Any:
-        """What the model returns for a call, or its loss.
+    def run(self, module: Any, asked: "Asked") -> Any:
+        """What the model returns for a call, or what is asked instead.
 
         module: whose state it reads, a `runtime.trainable.Trainable`.
         """
+        self.flush()
+        if asked.can_wait and torch.is_grad_enabled() and module._outputs == GATHERED:
+            return self._deferred(module, asked)
+        return self._run(module, asked, module._outputs)
+
+    def flush(self) -> None:
+        """Run the last call, if it has not run."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.finish()
+
+    def _deferred(self, module: Any, asked: "Asked") -> Any:
+        """What the model returns, without values until some are asked for."""
+        key = self._key(module, asked)
+        if key not in self._returned:
+            captured, returned = self._captured(module, asked, 0)
+            nodes = [captured.nodes[name] for name in captured.outputs]
+            metas = [node.meta["val"].detach().requires_grad_(requires_grad(node)) for node in nodes]
+            self._returned[key] = metas, returned
+
+        def finish(following: Following, extras: list[Tensor]) -> Sequence[Tensor]:
+            with torch.enable_grad():
+                made: Sequence[Tensor] = self._run(module, asked.followed_by(following, extras), DTENSOR)
+            return made
+
+        metas, returned = self._returned[key]
+        self._waiting = DeferredCall(finish, module.device)
+        return returned.holding(self._waiting.begin(metas))
+
+    def _run(self, module: Any, asked: "Asked", outputs: str) -> Any:
         module.check_initialized()
-        whole = self._whole(args, kwargs) if is_local else (args, kwargs)
-        leaves, _ = flatten_inputs(*whole)
-        modes = self.modes_of(module)
-        forms = tuple((path, form_of(leaf)) for path, leaf in leaves)
-        key = forms, tuple(modes.items()), torch.is_grad_enabled(), wants_loss
-        if key != self._last:
-            agree({"call": _words(forms, modes, wants_loss=wants_loss)})
-            self._last = key
+        key = self._key(module, asked)
         known = self._made.setdefault(key, [])
         found = next((runs for captured, runs in known if guards_hold(captured, module)), None)
         if found is None:
-            captured, returned = self._captured(module, whole, modes, len(known), is_local, wants_loss)
-            found = self.make(captured, returned)
+            captured, returned = self._captured(module, asked, len(known))
+            found = self.make(captured, returned, outputs == GATHERED)
             known.append((captured, found))
-        inputs = bind_inputs(found.inputs, args, kwargs)
-        return found.run(inputs, module.next_draws(1)[0], module.outputs, is_local=is_local)
+        inputs = bind_inputs(found.inputs, asked.args, asked.kwargs)
+        return found.run(inputs, module.next_draws(1)[0], outputs, is_local=asked.is_local)
 
-    def _captured(
-        self, module: Any, whole: tuple[Any, Any], modes: Mapping[str, bool], count: int, is_local: bool, loss: bool
-    ) -> tuple[CapturedModel, Returned]:
+    def _key(self, module: Any, asked: "Asked") -> object:
+        """Of the graph; ranks are compared where it is another than the last."""
+        modes = self.modes_of(module)
+        forms = tuple((path, form_of(leaf)) for path, leaf in flatten_inputs(*self._whole(asked))[0])
+        key = (
+            forms,
+            tuple(modes.items()),
+            torch.is_grad_enabled(),
+            asked.wants_loss,
+            asked.then and asked.then.key,
+            module._outputs,
+        )
+        if key != self._last:
+            agree({"call": _words(forms, modes, wants_loss=asked.wants_loss)})
+            self._last = key
+        return key
+
+    def _captured(self, module: Any, asked: "Asked", count: int) -> tuple[CapturedModel, Returned]:
         with failing_together():
             if count >= MANY:
                 raise CaptureError(
                     f"forward decides on buffers that have had {count} values by now, and each wants a graph of its "
                     "own; compute with the tensor (torch.where) instead of branching on it"
                 )
-            buffers = dict(module.named_buffers(remove_duplicate=False))
-            call = Call(args=tuple(whole[0]), kwargs=dict(whole[1]))
-            gradients = torch.is_grad_enabled()
-            captured, returned = self.captor.captured(call, modes, buffers, gradients=gradients, wants_loss=loss)
-        if not is_local:
-            agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest(whole)})
+            args, kwargs = self._whole(asked)
+            captured, returned = self.captor.captured(
+                Call(args=tuple(args), kwargs=dict(kwargs)),
+                self.modes_of(module),
+                dict(module.named_buffers(remove_duplicate=False)),
+                gradients=torch.is_grad_enabled(),
+                wants_loss=asked.wants_loss,
+                then=asked.then,
+            )
+        if not asked.is_local:
+            agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest((args, kwargs))})
         agree({"graph": captured.fingerprint})
         return captured, returned
 
-    def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _whole(self, asked: "Asked") -> tuple[Any, Any]:
         """A call with this rank's slices as one of the planned global batch."""
-        leaves, rebuild = flatten_inputs(args, kwargs)
+        if not asked.is_local:
+            return asked.args, asked.kwargs
+        leaves, rebuild = flatten_inputs(asked.args, asked.kwargs)
         return rebuild([self.planned.get(path, leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A call in the form of the planned one.
+
+    is_local: its tensors are this rank's slices. wants_loss: the loss is asked for, whatever the model returns.
+    then: what follows on the model, made of its output and of the keyword `FOLLOWING`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_local: bool = False
+    wants_loss: bool = False
+    then: Following | None = None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether what is computed of the outputs may become a part of the graph."""
+        return not (self.is_local or self.wants_loss or self.then)
+
+    def followed_by(self, then: Following, extras: list[Tensor]) -> "Asked":
+        return replace(self, kwargs={**self.kwargs, FOLLOWING: extras}, then=then)
 
 
 def guards_hold(captured: CapturedModel, module: Any) -> bool:

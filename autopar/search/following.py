@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.graph import CapturedModel, target_name
+from autopar.graph import CapturedModel, requires_grad, target_name
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import route
@@ -80,6 +80,9 @@ def _placed(call: CapturedModel, plan: Plan, planned: CapturedModel) -> dict[str
         out[spec.placeholder] = layout if spec.trainable else _without_gradient(layout)
     given = {s.path: (len(s.shape), _without_gradient(plan.layouts[s.placeholder])) for s in planned.inputs}
     for own in call.inputs:
+        if requires_grad(call.nodes[own.placeholder]):  # its gradient is wanted whole
+            out[own.placeholder] = Layout((INVARIANT,) * plan.mesh.num_axes)
+            continue
         rank, layout = given.get(own.path, (0, whole))
         fits = rank == len(own.shape) and is_even(own.shape, layout, plan.mesh)
         out[own.placeholder] = layout if fits else whole
