@@ -23,6 +23,7 @@ from autopar.model_plan import ModelPlan
 from autopar.outputs import Returned
 from autopar.plan import Plan
 from autopar.precision import PRECISIONS, with_storage
+from autopar.runtime.parts import Described, described
 from autopar.staged_model_plan import StagedModelPlan
 
 
@@ -32,7 +33,8 @@ class Again:
 
     call: the planned one. plans: the plan of each stage of the step that was planned, of one if it has no stages;
     planned: their graphs. precision: in which the model is computed. loss_fn: as given to `plan`.
-    machine: of one stage. original: inside, the model is as it was before it was distributed.
+    machine: of one stage. original: inside, the model is as it was before it was distributed. is_live: its parts' modes
+    are those of the distributed module.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Again:
     loss_fn: Callable[..., Any] | None = None
     machine: Cluster | None = None
     original: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_live: bool = False
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments in the form of the planned call's.
@@ -64,6 +67,11 @@ class Again:
         """Whether each part of the model is in training mode."""
         with self.original():
             return {name: module.training for name, module in self.model.named_modules()}
+
+    def parts(self) -> list[Described]:
+        """What the model consists of."""
+        with self.original():
+            return described(self.model)
 
     def captured(
         self,

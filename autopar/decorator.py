@@ -6,6 +6,7 @@ the others receive both), and from then on calls, parameters and state are those
 several micro-batches or with stages trains by `model.train_step(batch)`, as every distributed module does.
 """
 
+import copy
 import gc
 import hashlib
 import inspect
@@ -34,7 +35,8 @@ Model = TypeVar("Model")
 
 DELEGATED = (
     *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict"),
-    *("train", "eval", "zero_grad", "requires_grad_", "get_parameter"),
+    *("train", "eval", "zero_grad", "requires_grad_", "get_parameter", "get_buffer", "_apply"),
+    *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
 )
 """Methods that are the distributed module's, once there is one."""
 
@@ -46,7 +48,7 @@ METHODS = {
 }
 """Methods that a decorated model gains, and what to use where it has one of that name."""
 
-_MODULE, _ITSELF = "_autopar_module", "_autopar_itself"
+_MODULE, _ITSELF, _EMPTY, _HOOKS = (f"_autopar_{name}" for name in ("module", "itself", "empty", "hooks"))
 
 
 OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
@@ -146,46 +148,107 @@ def _equip(cls: Any, settings: Settings) -> None:
             if not _is_launched() or self.__dict__.get(_ITSELF):  # who captures calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
+        _refuse_hooks(self)
         return module(*args, **kwargs)
 
+    def deepcopy_method(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A model of its own, distributed if this is; all ranks copy together."""
+        with _itself(self) as module:
+            made: nn.Module = cls.__new__(cls)
+            memo[id(self)] = made
+            vars(made).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in (_ITSELF, _EMPTY)}, memo))
+        if module is not None:
+            _become(made, copy.deepcopy(module))
+        return made
+
     cls.plan, cls.distribute, cls.__call__ = plan_method, distribute_method, call_method
-    cls.train_step, cls.clip_grad_norm_ = train_step_method, clip_method
+    cls.train_step, cls.clip_grad_norm_, cls.__deepcopy__ = train_step_method, clip_method, deepcopy_method
     for name in DELEGATED:
         setattr(cls, name, _delegating(getattr(cls, name), name))
 
 
-def _let_go(model: nn.Module) -> None:
-    """Parameters without values: the distributed module holds its part, and other calls are captured without any."""
-    empty: dict[nn.Parameter, nn.Parameter] = {}
-    for module in nn.Module.modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in empty:
-                    value = parameter.detach().to("meta")
-                    empty[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                    empty[parameter]._backward_hooks = parameter._backward_hooks
-                module._parameters[name] = empty[parameter]
+def _become(model: nn.Module, module: Any) -> None:
+    """Let a model's own tree hold the distributed module's parameters and buffers; those it had lose their values."""
+    model.__dict__[_EMPTY] = _emptied(model)
+    model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
+    model.__dict__[_HOOKS] = _num_hooks(model)
+    from autopar.runtime.trainable import NotWrapped
+
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = NotWrapped()
+    variants = module._variants
+    variants.captor = replace(variants.captor, model=model, original=lambda: _itself(model), is_live=True)
+    _hold(model, module)
+
+
+def _hold(model: nn.Module, module: nn.Module) -> None:
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        path, _, leaf = name.rpartition(".")
+        owner: Any = nn.Module.get_submodule(model, path)
+        table = owner._parameters if leaf in owner._parameters else owner._buffers
+        table[leaf] = tensor
+
+
+def _emptied(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where parameters and buffers of a model are, and what stands for them when it is captured again: parameters
+    without values, buffers as they were."""
+    known: dict[int, nn.Parameter] = {}
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for part in nn.Module.modules(model):
+        for name, own in part._parameters.items():
+            if own is not None and id(own) not in known:
+                known[id(own)] = nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad)
+                known[id(own)]._backward_hooks = own._backward_hooks
+            found.append((part._parameters, name, own if own is None else known[id(own)]))
+        found += [(part._buffers, name, own) for name, own in part._buffers.items()]
+    return found
 
 
 @contextmanager
-def _itself(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is what it was before it was distributed, and its calls distribute nothing."""
-    held = model.__dict__.pop(_MODULE, None)
-    model.__dict__[_ITSELF] = True
+def _itself(model: nn.Module) -> Iterator[Any]:
+    """Inside, the model is what it was before it was distributed, and its calls distribute nothing; what it is then."""
+    held, empty = model.__dict__.pop(_MODULE, None), model.__dict__.get(_EMPTY, [])
+    model.__dict__[_ITSELF] = model.__dict__.get(_ITSELF, 0) + 1
+    now = [table[name] for table, name, _ in empty]
     try:
-        yield
+        for table, name, own in empty:
+            table[name] = own
+        yield held
     finally:
-        del model.__dict__[_ITSELF]
+        for (table, name, _), own in zip(empty, now, strict=True):
+            table[name] = own
+        model.__dict__[_ITSELF] -= 1
         if held is not None:
             model.__dict__[_MODULE] = held
+
+
+def _num_hooks(model: nn.Module) -> int:
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(vars(part)[table]) for part in nn.Module.modules(model) for table in tables)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    if _num_hooks(model) > model.__dict__[_HOOKS]:
+        raise ArgumentError(
+            f"a hook was registered on a part of {type(model).__name__} after it was distributed, and would never run: "
+            "what parts compute was captured; register it before, or on the whole model"
+        )
 
 
 def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def delegating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         module = self.__dict__.get(_MODULE)
-        result = method(self, *args, **kwargs) if module is None else getattr(module, name)(*args, **kwargs)
-        return self if result is module and module is not None else result
+        if module is None:
+            return method(self, *args, **kwargs)
+        if name in ("train", "eval"):
+            method(self, *args, **kwargs)  # its parts say in which mode they are
+        result = getattr(module, name)(*args, **kwargs)
+        if name in ("load_state_dict", "_apply"):
+            _hold(self, module)
+        return self if result is module else result
 
     return delegating
 
@@ -231,13 +294,12 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     values = values_of(planned.graph, model)
     module: nn.Module
     planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
-    captor = replace(captor_of(planned, model), original=lambda: _itself(model))
+    captor = captor_of(planned, model)
     if isinstance(planned, StagedModelPlan):
         module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare, captor=captor)
     else:
         module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare, captor=captor)
-    _let_go(model)
-    model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
+    _become(model, module)
     return module
 
 

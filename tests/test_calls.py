@@ -20,6 +20,7 @@ from autopar.model_plan import plan_from_text
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
+from autopar.precision import PRECISIONS
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
@@ -234,3 +235,71 @@ def test_a_branch_on_a_buffer_that_every_step_changes_is_refused() -> None:
         autopar.plan(*initialised(counts=True), cluster="2xcpu", with_baselines=False)
     with pytest.raises(CaptureError, match=r"test_calls.py.*decides on buffer done"):
         autopar.plan(*initialised(), cluster="2xcpu", with_baselines=False, check=False)
+
+
+class Casting(nn.Module):
+    """Norms in float32 and back, a rotary table and a complex one, masks that are bool."""
+
+    inverse: Tensor
+    turns: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.q, self.k = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.head = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WORDS)
+        inverse = 1 / 100 ** (torch.arange(0, WIDTH, 2) / WIDTH)
+        angles = torch.outer(torch.arange(LENGTH), inverse)
+        self.register_buffer("inverse", inverse, persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril().bool())
+
+    def norm(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).type_as(x) * self.scale
+
+    def rotated(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.turns.to(torch.complex64)).flatten(-2).type_as(x)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.embedding(ids))
+        angles = torch.outer(torch.arange(LENGTH).float(), self.inverse.float())
+        q = self.rotated(self.q(x)) * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
+        scores = (q @ self.rotated(self.k(x)).mT).masked_fill(~self.mask, float("-inf"))
+        x = x + F.softmax(scores, -1, dtype=torch.float32).to(x.dtype) @ x
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+def casting() -> Casting:
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        return Casting()
+
+
+def train_casting(text: str, precision: str, autocast: bool) -> None:
+    module, eager = autopar.distribute(casting(), plan_from_text(text)), casting()
+    dtypes = PRECISIONS[precision]
+    for parameter in eager.parameters():
+        parameter.data = parameter.data.to(dtypes.compute)
+    region = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    with region:
+        found, wanted = module(**batch(3)), eager(**batch(3))
+    found.backward()
+    wanted.backward()
+    narrow = autocast or dtypes.compute == torch.bfloat16
+    limit = 4e-2 if narrow else 1e-4
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=limit)
+    for name, parameter in eager.named_parameters():
+        gradient = module.get_parameter(name).grad
+        assert gradient is not None and gradient.dtype == dtypes.storage and parameter.grad is not None
+        apart = (whole(gradient).float() - parameter.grad.float()).abs().max() / parameter.grad.float().abs().max()
+        assert float(apart) < limit, f"{name} {float(apart):.1e}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "autocast"), [("bf16", False), ("bf16-mixed", False), ("fp32", False), ("fp32", True)]
+)
+def test_what_casts_inside_runs_in_every_precision(precision: str, autocast: bool) -> None:
+    plan = autopar.plan(casting(), batch(0), cluster="4xcpu", mesh="2x2", precision=precision, with_baselines=False)
+    ranks(4).run(train_casting, plan.to_json(), precision, autocast)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.runtime.optimizers import check_optimizer
-from autopar.runtime.trainable import Trainable
+from autopar.runtime.trainable import DECORATED, Trainable
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -23,13 +24,13 @@ STREAM = ("seed", "num_calls", "num_evaluated")
 """What says which random numbers come next."""
 
 
-def save(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+def save(module: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | Path) -> None:
     """Write parameters, buffers, optimizer state and where random numbers stand to the folder `path`; all ranks call
-    this."""
-    state_dict_saver.save(_state(module, optimizer), checkpoint_id=str(path))
+    this. module: distributed, or a decorated model that is; optimizer: None for a module without (a moving average)."""
+    state_dict_saver.save(_state(distributed_in(module), optimizer), checkpoint_id=str(path))
 
 
-def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | Path) -> None:
     """Restore what `save` wrote, in place; plan, mesh and number of ranks may be others. All ranks call this.
 
     Random numbers go on where they were, whatever the new process was seeded with.
@@ -37,7 +38,8 @@ def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) 
     Raises:
         PlanMismatchError: if the folder holds no checkpoint of such a model and optimizer.
     """
-    state = _state(module, optimizer)
+    own = distributed_in(module)
+    state = _state(own, optimizer)
     try:
         state_dict_loader.load(state, checkpoint_id=str(path))
     except (CheckpointException, FileNotFoundError) as error:
@@ -45,13 +47,32 @@ def load(module: Trainable, optimizer: torch.optim.Optimizer, path: str | Path) 
             f"{path} does not hold a checkpoint of this model and optimizer: {error}; give the folder that "
             "autopar.runtime.save wrote, and the same kind of optimizer"
         ) from error
+    optimizers = () if optimizer is None else (optimizer,)
     set_state_dict(
-        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
+        own, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}), options=_OPTIONS
     )
-    module.seed, module.num_calls, module.num_evaluated = (state[name] for name in STREAM)
+    own.seed, own.num_calls, own.num_evaluated = (state[name] for name in STREAM)
 
 
-def _state(module: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def distributed_in(module: nn.Module) -> Trainable:
+    """The distributed module itself, of a decorated model the one that it became.
+
+    Raises:
+        ArgumentError: if it is none.
+    """
+    own = vars(module).get(DECORATED, module)
+    if not isinstance(own, Trainable):
+        raise ArgumentError(
+            f"{type(module).__name__} is no distributed module; give what autopar.distribute returned, or a decorated "
+            "model after its first call"
+        )
+    return own
+
+
+def _state(module: Trainable, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    stream = {name: getattr(module, name) for name in STREAM}
+    if optimizer is None:
+        return {"model": get_state_dict(module, (), options=_OPTIONS)[0], **stream}
     check_optimizer(optimizer)
     model, optim = get_state_dict(module, optimizer, options=_OPTIONS)
-    return {"model": model, "optimizer": optim, **{name: getattr(module, name) for name in STREAM}}
+    return {"model": model, "optimizer": optim, **stream}

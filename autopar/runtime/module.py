@@ -45,7 +45,7 @@ from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
-from autopar.runtime.trainable import Output, Trainable
+from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
 
@@ -183,6 +183,12 @@ class DistributedModule(Trainable):
         assert self._variants is not None
         return self._variants.is_planned(self, asked) and guards_hold(self.local.captured, self)
 
+    def _twin(self) -> "DistributedModule":
+        captor = None if self._variants is None else self._variants.captor
+        own: dict[str, Any] = {"seed": self.seed, "exact_random": self.exact_random, "captor": captor}
+        own |= {"outputs": self._outputs, "bare": self.bare}
+        return type(self)(self.local, without_values(self.local.captured), sync=False, **own)
+
     def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> Variant:
         assert self._variants is not None
         local = self._variants.captor.local(captured, gathers=gathers)
@@ -219,6 +225,7 @@ class DistributedModule(Trainable):
         accumulation = self.running.captured.accumulation
         graph = self._graph
         self.check_initialized()
+        self.refuse_autocast()
         if accumulation is None:
             self._late.begin()
             (whole,) = self._parts(inputs, is_local=is_local)

@@ -36,7 +36,7 @@ from autopar.runtime.schedules import Schedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
 from autopar.runtime.staged_variant import StagedVariant
 from autopar.runtime.state import State, all_whole, first_ranks_value
-from autopar.runtime.trainable import Output, Trainable
+from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part
 from autopar.runtime.variants import Asked, Captor
 from autopar.staged_plan import SPLITTING, StagedPlan
@@ -92,7 +92,7 @@ class PipelinedModule(Trainable):
         super().__init__()
         init()
         code = code or captured_code(captured, stages, plan)
-        self._loss_dtype = code.loss_dtype
+        self._loss_dtype, self._code, self._parts = code.loss_dtype, code, stages
         self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
         device = own_device()
         self.pipeline_rank = dist.get_rank() // plan.mesh.size
@@ -181,6 +181,17 @@ class PipelinedModule(Trainable):
         loss, _ = self._everyones_loss()
         return loss if self.bare else Output(loss)
 
+    def _twin(self) -> "PipelinedModule":
+        captor, empty = None if self._variants is None else self._variants.captor, without_values(self.captured)
+        own: dict[str, Any] = {
+            "seed": self.seed,
+            "exact_random": self.exact_random,
+            "captor": captor,
+            "outputs": self._outputs,
+        }
+        parts, code = self._parts, self._code
+        return type(self)(self.captured, parts, self.plan, empty, sync=False, bare=self.bare, code=code, **own)
+
     def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
         assert self._variants is not None
         stages = self._variants.captor.stages(captured, gathers=gathers)
@@ -229,11 +240,13 @@ class PipelinedModule(Trainable):
                 squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
         dist.all_reduce(squares, group=self.pipeline_group)
         total = squares.sqrt()
-        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total.float())
+        dtype = max((p.dtype for p in self.parameters()), key=lambda d: d.itemsize, default=total.dtype)
+        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total.to(dtype))
         return total
 
     def _begin(self, inputs: Mapping[str, Tensor]) -> None:
         self.check_initialized()
+        self.refuse_autocast()
         _check_whole(self.inputs, self.plan.microbatches, inputs)
         count = self.plan.microbatches
         parts = split_batch(self.inputs, count, inputs)

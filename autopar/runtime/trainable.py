@@ -7,20 +7,35 @@ that other stages of a pipeline have alone. One of a module under another plan m
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
-from autopar.graph import InputSpec
+from autopar.graph import CapturedModel, InputSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
 from autopar.runtime.data import LocalBatch, arguments_of
+from autopar.runtime.parts import take_form
+from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
 from autopar.runtime.variants import Captor, Make, Variants
+
+DECORATED = "_autopar_module"
+"""Where a decorated model holds the distributed module that it became."""
+
+
+class NotWrapped:
+    """What DistributedDataParallel asks a module for: says that a distributed module needs none around it."""
+
+    def __iter__(self) -> NoReturn:
+        raise ArgumentError(
+            "a distributed module sums gradients over ranks itself; leave DistributedDataParallel out, call the module"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,11 @@ class Trainable(nn.Module):
 
     @property
     @abstractmethod
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @property
+    @abstractmethod
     def states(self) -> tuple[State, ...]:
         """What this rank holds of the model."""
 
@@ -101,6 +121,7 @@ class Trainable(nn.Module):
         self._outputs = outputs
         if captor is not None:
             self._variants = Variants(captor, make)
+            take_form(self, captor.parts(), complete=not any(self.names_elsewhere()))
             for name, part in self.named_modules():
                 part.training = self._variants.modes.get(name, True)
 
@@ -131,6 +152,50 @@ class Trainable(nn.Module):
             first = -self.num_evaluated
         return [Draws(seed=self.seed, step=first + i, exact=self.exact_random) for i in range(count)]
 
+    @abstractmethod
+    def _twin(self) -> "Trainable":
+        """Another module of the same plan, without values."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Trainable":
+        """A module of its own with the same values, for a moving average; all ranks copy together."""
+        twin = self._twin()
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        with torch.no_grad():
+            for name, other in (*twin.named_parameters(), *twin.named_buffers()):
+                local_tensor(other).copy_(local_tensor(own[name]))
+        twin.uninitialized = set(self.uninitialized)
+        twin.num_calls, twin.num_evaluated = self.num_calls, self.num_evaluated
+        for part, like in zip(twin.modules(), self.modules(), strict=True):
+            part.training = like.training
+        if self._variants is not None and twin._variants is not None:
+            twin._variants.modes = dict(self._variants.modes)
+        return twin
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Trainable":
+        """What is trained was planned.
+
+        Raises:
+            ArgumentError: if a parameter would be frozen or trained that was not.
+        """
+        specs = [spec for state in self.states for spec in state.local.captured.parameters]
+        changed = [spec.names[0] for spec in specs if spec.trainable != requires_grad]
+        if changed:
+            raise ArgumentError(
+                f"{'training' if requires_grad else 'freezing'} {changed[0]} (and {len(changed) - 1} more) needs "
+                "another plan; call requires_grad_ on the model before planning"
+            )
+        return self
+
+    _ddp_params_and_buffers_to_ignore = NotWrapped()
+
+    def refuse_autocast(self) -> None:
+        """Raises ArgumentError in an autocast region, of which the planned step's graph knows nothing."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise ArgumentError(
+                "autocast around a step that was planned without it would compute in another precision; leave it out and "
+                "plan with precision='bf16-mixed'"
+            )
+
     def check_initialized(self) -> None:
         """Raises ArgumentError if a parameter or buffer has no value."""
         if self.uninitialized:
@@ -149,6 +214,13 @@ class Trainable(nn.Module):
         """Compute on the parameters that the module has now."""
         for state in self.states:
             state.bind(self)
+
+
+def without_values(captured: CapturedModel) -> dict[str, Tensor]:
+    """Parameters and buffers by placeholder, on the meta device."""
+    dtypes = {p.placeholder: (p.shape, p.storage) for p in captured.parameters}
+    dtypes |= {b.placeholder: (b.shape, b.dtype) for b in captured.buffers}
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in dtypes.items()}
 
 
 def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

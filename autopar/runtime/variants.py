@@ -22,6 +22,7 @@ from autopar.ops.random import Draws
 from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
 from autopar.runtime.deferred import DeferredCall, Following
+from autopar.runtime.parts import Described
 from autopar.runtime.variant import DTENSOR, GATHERED
 
 MANY = 8
@@ -33,10 +34,13 @@ class Captor(Protocol):
 
     @property
     def call(self) -> Call: ...
+    @property
+    def is_live(self) -> bool: ...
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def returns_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool: ...
     def modes(self) -> dict[str, bool]: ...
+    def parts(self) -> list[Described]: ...
     def captured(
         self,
         call: Call,
@@ -81,14 +85,16 @@ class Variants:
         self.modes = dict.fromkeys(self.modes, mode)
 
     def modes_of(self, module: nn.Module) -> dict[str, bool]:
-        """Of the model's parts; those that hold parameters or buffers may have been changed one by one."""
+        """Of the model's parts, which may have been changed one by one."""
+        if self.captor.is_live:
+            return self.captor.modes()
         own = {name: part.training for name, part in module.named_modules()}
         return {name: own.get(name, mode) for name, mode in self.modes.items()}
 
     def is_planned(self, module: nn.Module, asked: "Asked") -> bool:
         """Whether a call is the planned step's, in its mode."""
         leaves = dict(flatten_inputs(asked.args, asked.kwargs)[0])
-        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first:
+        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first or _autocast(module):
             return False
         for path, planned in self.planned.items():
             value = leaves[path]
@@ -145,20 +151,16 @@ class Variants:
             found = self.make(captured, returned, outputs == GATHERED)
             known.append((captured, found))
         inputs = bind_inputs(found.inputs, asked.args, asked.kwargs)
-        return found.run(inputs, module.next_draws(1)[0], outputs, is_local=asked.is_local)
+        with torch.autocast(module.device.type, enabled=False):
+            return found.run(inputs, module.next_draws(1)[0], outputs, is_local=asked.is_local)
 
     def _key(self, module: Any, asked: "Asked") -> object:
         """Of the graph; ranks are compared where it is another than the last."""
         modes = self.modes_of(module)
         forms = tuple((path, form_of(leaf)) for path, leaf in flatten_inputs(*self._whole(asked))[0])
-        key = (
-            forms,
-            tuple(modes.items()),
-            torch.is_grad_enabled(),
-            asked.wants_loss,
-            asked.then and asked.then.key,
-            module._outputs,
-        )
+        follows = asked.then and asked.then.key
+        about = torch.is_grad_enabled(), _autocast(module), asked.wants_loss, module._outputs
+        key = forms, tuple(modes.items()), about, follows
         if key != self._last:
             agree({"call": _words(forms, modes, wants_loss=asked.wants_loss)})
             self._last = key
@@ -172,6 +174,7 @@ class Variants:
                     "own; compute with the tensor (torch.where) instead of branching on it"
                 )
             args, kwargs = self._whole(asked)
+            torch.clear_autocast_cache()
             captured, returned = self.captor.captured(
                 Call(args=tuple(args), kwargs=dict(kwargs)),
                 self.modes_of(module),
@@ -180,6 +183,7 @@ class Variants:
                 wants_loss=asked.wants_loss,
                 then=asked.then,
             )
+        torch.clear_autocast_cache()
         if not asked.is_local:
             agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest((args, kwargs))})
         agree({"graph": captured.fingerprint})
@@ -219,6 +223,12 @@ class Asked:
 def guards_hold(captured: CapturedModel, module: Any) -> bool:
     """Whether the buffers that a graph takes for granted have the values that it was captured with."""
     return all(holds(guard, module.get_buffer(guard.name)) for guard in captured.guards)
+
+
+def _autocast(module: Any) -> torch.dtype | None:
+    """The dtype of an autocast region that is entered, which the graph of a call has inside."""
+    kind = module.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _casts(given: torch.dtype, planned: torch.dtype) -> bool:
