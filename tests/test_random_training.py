@@ -9,12 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tests.runtime_cases as cases
 from autopar.capture import capture
 from autopar.export.folder import export_folder
 from autopar.graph import CapturedModel
@@ -28,6 +27,7 @@ from autopar.reference import parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule, load, load_exported, save
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
 from autopar.staged_plan import StagedPlan
+from tests.process_group import ranks
 from tests.shared_graphs import shared_graph
 
 ROWS, WIDTH, STEPS, KILLED = 4, 4, 20, 10
