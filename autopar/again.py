@@ -4,8 +4,8 @@ Captured again from the model itself: in another mode, at other sizes, with othe
 and with the values that buffers have by then. It lives under the plan's storage (`search.following`).
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +17,32 @@ from autopar.calls import Call
 from autopar.capture.loss import accepted_inputs
 from autopar.captures import as_it_is_now, computed_model
 from autopar.cluster import Cluster, load_cluster, resized
-from autopar.errors import ClusterError
-from autopar.graph import CapturedModel, LocalModel
+from autopar.errors import ClusterError, PlanMismatchError
+from autopar.graph import BufferSpec, CapturedModel, LocalModel, ParameterSpec
 from autopar.model_plan import ModelPlan
 from autopar.outputs import Returned
 from autopar.plan import Plan
 from autopar.precision import PRECISIONS, with_storage
+from autopar.staged_model_plan import StagedModelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """A model that is captured again. planned, plan, call: the step that was planned; loss_fn: as given to `plan`."""
+    """A model that is captured again.
+
+    call: the planned one. plans: the plan of each stage of the step that was planned, of one if it has no stages;
+    planned: their graphs. precision: in which the model is computed. loss_fn: as given to `plan`.
+    machine: of one stage. original: inside, the model is as it was before it was distributed.
+    """
 
     model: nn.Module
-    plan: Plan
-    planned: CapturedModel
     call: Call
+    plans: Sequence[Plan]
+    planned: Sequence[CapturedModel]
+    precision: str
     loss_fn: Callable[..., Any] | None = None
     machine: Cluster | None = None
     original: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside, the model is as it was before it was distributed."""
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments in the form of the planned call's.
@@ -59,50 +65,100 @@ class Again:
         with self.original():
             return {name: module.training for name, module in self.model.named_modules()}
 
-    def local(
+    def captured(
         self,
         call: Call,
         modes: Mapping[str, bool],
         buffers: Mapping[str, Tensor],
         *,
         gradients: bool,
-        wants_loss: bool,
-    ) -> tuple[LocalModel, Returned]:
-        """The graph that every rank runs for a call on the global batch, and the value around its tensors.
+        wants_loss: bool = False,
+        then: Callable[[Any, list[Tensor]], Any] | None = None,
+    ) -> tuple[CapturedModel, Returned]:
+        """The graph of a call on the global batch, and the value around the tensors that it returns.
 
         Args:
             modes: of the model's parts. buffers: their values now, by name.
             gradients: whether anything gets some. wants_loss: return the loss, whatever the model returns.
+            then: as for `capture_call`.
 
         Raises:
             CaptureError: if the call cannot be captured.
         """
         from autopar.capture import capture_call
-        from autopar.passes.insert_collectives import insert_collectives
-        from autopar.search.following import following_plan
 
-        precision = PRECISIONS[self.plan.config.precision]
-        with torch.inference_mode(False), self.original(), as_it_is_now(self.model, modes, buffers):
+        precision = PRECISIONS[self.precision]
+        with torch.inference_mode(False), self.original(), as_it_is_now(self.model, modes, buffers), torch.no_grad():
             computed, own = computed_model(self.model, call, precision)
             captured, returned = capture_call(
                 computed, own.args, own.kwargs, loss_fn=self.loss_fn, gradients=gradients, wants_loss=wants_loss,
-                name=self.planned.name,
+                then=then, name=self.planned[0].name if len(self.planned) == 1 else None,
             )  # fmt: skip
-        captured = with_storage(captured, precision)
-        plan = following_plan(captured, self.plan, self.planned, self._cluster())
-        return insert_collectives(captured, plan), returned
+        return with_storage(captured, precision), returned
+
+    def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel:
+        """The graph that every rank runs; gathers: what it returns ends whole on every rank."""
+        from autopar.passes.insert_collectives import insert_collectives
+
+        return insert_collectives(captured, self._following(captured, 0), gathers=gathers)
+
+    def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]:
+        """The graphs of the stages that a call runs on, each with its number.
+
+        Raises:
+            PlanMismatchError: if stages cannot run it in turn.
+        """
+        from autopar.passes.split_stages import cuts_by_state, inserted, split_stages
+
+        owners: dict[str, list[int]] = {}
+        for number, stage in enumerate(self.planned):
+            specs: list[ParameterSpec | BufferSpec] = [*stage.parameters]
+            for spec in [*specs, *(b for b in stage.buffers if b.mutated_by is not None)]:
+                for name in spec.names:
+                    owners.setdefault(name, []).append(number)
+        cuts = cuts_by_state(captured, owners)
+        numbers = (0, *cuts)
+        parts = split_stages(captured, tuple(cuts.values()))
+        for number, part in zip(numbers, parts, strict=True):
+            missing = {b.names[0] for b in part.buffers} - {n for b in self.planned[number].buffers for n in b.names}
+            if missing:
+                raise PlanMismatchError(
+                    f"stage {number} of {captured.name} reads {', '.join(sorted(missing))} in this call, which it "
+                    "does not have in training; plan without pipeline stages"
+                )
+        plans = [self._following(part, number) for number, part in zip(numbers, parts, strict=True)]
+        return tuple((number, inserted(parts, plans, place, gathers=gathers)) for place, number in enumerate(numbers))
+
+    def _following(self, captured: CapturedModel, number: int) -> Plan:
+        from autopar.search.following import following_plan
+
+        return following_plan(captured, self.plans[number], self.planned[number], self._cluster())
 
     def _cluster(self) -> Cluster:
         """The plan's, or where only its name is left any of as many devices: for what is cheapest, not for whether."""
-        if self.machine is not None:
-            return self.machine
-        try:
-            return load_cluster(self.plan.cluster)
-        except ClusterError:
-            return resized(load_cluster("2xcpu"), 1, self.plan.mesh.size)
+        plan, machine = self.plans[0], self.machine
+        if machine is None:
+            with suppress(ClusterError):
+                machine = load_cluster(plan.cluster)
+        if machine is None or machine.num_devices != plan.mesh.size:
+            machine = resized(load_cluster("2xcpu"), 1, plan.mesh.size)
+        return machine
 
 
-def captor_of(plan: ModelPlan, model: nn.Module) -> Again:
+def captor_of(plan: ModelPlan | StagedModelPlan, model: nn.Module) -> Again:
     """The model of a bound plan, which other calls are captured from."""
+    from autopar.search.pipeline_parts import part_of
+
     assert plan.call is not None
-    return Again(model=model, plan=plan, planned=plan.graph, call=plan.call, loss_fn=plan.loss_fn, machine=plan.machine)
+    machine = plan.machine
+    if isinstance(plan, StagedModelPlan) and machine is not None:
+        machine = part_of(machine, plan.pipeline)
+    return Again(
+        model=model,
+        call=plan.call,
+        plans=plan.stages if isinstance(plan, StagedModelPlan) else (plan,),
+        planned=plan.parts if isinstance(plan, StagedModelPlan) else (plan.graph,),
+        precision=plan.config.precision,
+        loss_fn=plan.loss_fn,
+        machine=machine,
+    )

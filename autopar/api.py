@@ -276,7 +276,7 @@ def distribute(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     check: bool = True,
-    outputs: Literal["dtensor", "local", "whole"] = "dtensor",
+    outputs: Literal["whole", "dtensor", "local"] = "whole",
 ) -> nn.Module:
     """The module that trains `model` under `plan`, in each of the processes that torchrun started.
 
@@ -287,8 +287,8 @@ def distribute(
         plan: from `autopar.plan` or `autopar.load_plan`.
         example_inputs: of one call, for a plan saved without them, or to compare the graph with the module again.
         loss_fn: as given to `plan`, for a loaded plan of a model without a loss of its own.
-        outputs: how a call returns a tensor that ranks share out: as a DTensor, this rank's part (`local`), or gathered
-            on every rank (`whole`).
+        outputs: how a call returns a tensor that ranks share out: gathered on every rank (`whole`; in training where it
+            is read, and a loss computed of it becomes a part of the graph instead), a DTensor, or this rank's part.
         check: where a plan was loaded and example inputs with values are given, rank 0 compares as `plan` does.
 
     Raises:
@@ -311,7 +311,7 @@ def distribute(
     if isinstance(plan, StagedPlan):
         from autopar.staged_model_plan import distribute_stages
 
-        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn)
+        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn, outputs=outputs)
     with failing_together():
         check_world(plan.mesh, 1, torch.distributed.get_world_size())
         bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)

@@ -230,12 +230,11 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     bare = planned.call is not None and planned.call.bare
     values = values_of(planned.graph, model)
     module: nn.Module
+    planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
+    captor = replace(captor_of(planned, model), original=lambda: _itself(model))
     if isinstance(planned, StagedModelPlan):
-        module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare)
-        module.train(model.training)
+        module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare, captor=captor)
     else:
-        planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
-        captor = replace(captor_of(planned, model), original=lambda: _itself(model))
         module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare, captor=captor)
     _let_go(model)
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself

@@ -108,7 +108,8 @@ class CapturedModel:
     copies: how many micro-batches run at once, each with inputs of its own (`passes.weave_copies`).
     received: those of the inputs, at their end, that the stage before sends; sends: values that the next stage
     receives, in the same order. Both are empty for a whole model. loss is empty for all stages but the last.
-    outputs: of the graph of a call, which returns what the model does: those of its tensors, and no loss.
+    outputs: of the graph of a call, which returns what the model does: those of its tensors, and no loss. A stage's are
+    those that it makes, after what it sends.
     guards: buffers whose values the graph takes for granted. training: the model's mode.
     """
 
@@ -131,7 +132,7 @@ class CapturedModel:
     def ends(self) -> tuple[str, ...]:
         """Names of the output's first values: the loss, or what is sent on, or what a call returns. Backward begins at
         those with gradients."""
-        return (self.loss,) if self.loss else self.sends or self.outputs
+        return (self.loss,) if self.loss else (*self.sends, *self.outputs)
 
     @property
     def is_stage(self) -> bool:

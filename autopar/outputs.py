@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.inputs import taken_apart
 
+FOLLOWING = "following"
+"""The keyword of a call's inputs that are for what follows on the model's output."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Slot:

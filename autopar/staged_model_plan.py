@@ -200,7 +200,12 @@ def staged_plan_from_text(text: str) -> StagedModelPlan:
 
 
 def distribute_stages(
-    model: nn.Module, plan: StagedPlan, *, example_inputs: Any = None, loss_fn: Callable[..., Any] | None = None
+    model: nn.Module,
+    plan: StagedPlan,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    outputs: str = "whole",
 ) -> nn.Module:
     """`autopar.distribute` for a plan with stages.
 
@@ -208,6 +213,7 @@ def distribute_stages(
         MeshError, PlanMismatchError, RankError: as `distribute`.
         ArgumentError: if the torch at hand lacks the schedule.
     """
+    from autopar.again import captor_of
     from autopar.runtime import PipelinedModule, init
     from autopar.runtime.agreement import failing_together
 
@@ -218,7 +224,8 @@ def distribute_stages(
         bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
         captured, parts = bound.captured, bound.parts
         assert captured is not None
-    return PipelinedModule(captured, parts, plan, bound.values, bare=bound.call is not None and bound.call.bare)
+        captor = captor_of(bound, model)
+    return PipelinedModule(captured, parts, plan, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
 
 
 def check_ranks(plan: StagedPlan) -> None:

@@ -29,10 +29,13 @@ from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, layouts, localized
 
 
-def insert_collectives(captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout] | None = None) -> LocalModel:
+def insert_collectives(
+    captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout] | None = None, *, gathers: bool = False
+) -> LocalModel:
     """The local graph of `captured` under `plan`.
 
     sent: in which layout the next stage takes each of `captured.sends`.
+    gathers: what a call returns ends whole on every rank.
 
     Raises:
         PlanMismatchError: if the plan is for another model or names a choice that the rules do not offer.
@@ -40,7 +43,7 @@ def insert_collectives(captured: CapturedModel, plan: Plan, sent: Mapping[str, L
     plan.check(captured)
     check_recompute(captured, plan)
     check_copies(plan.copies, captured)
-    return _Insertion(captured, plan, sent or {}).run()
+    return _Insertion(captured, plan, sent or {}, gathers=gathers).run()
 
 
 def chosen(node: fx.Node, plan: Plan) -> tuple[Choice, ...]:
@@ -68,8 +71,8 @@ def global_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 class _Insertion:
     """One run of the pass. `made[name, layout]` is the local value of a captured node's tensor in that layout."""
 
-    def __init__(self, captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout]) -> None:
-        self.captured, self.plan, self.mesh, self.sent = captured, plan, plan.mesh, sent
+    def __init__(self, captured: CapturedModel, plan: Plan, sent: Mapping[str, Layout], *, gathers: bool) -> None:
+        self.captured, self.plan, self.mesh, self.sent, self.gathers = captured, plan, plan.mesh, sent, gathers
         self.graph = fx.Graph()
         self.made: dict[tuple[str, Layout], fx.Node] = {}
         self.layout: dict[str, Layout] = {}
@@ -136,7 +139,8 @@ class _Insertion:
 
     def _output(self, node: fx.Node) -> None:
         nodes, whole = self.captured.nodes, Layout((REPLICATE,) * self.mesh.num_axes)
-        ends = [(name, self.sent.get(name) or self._returned(nodes[name])) for name in self.captured.ends]
+        ends = [(name, self.sent[name]) for name in self.captured.sends]
+        ends += [(name, self._returned(nodes[name])) for name in self.captured.ends[len(ends) :]]
         values = [self._redistributed(nodes[name], layout, "") for name, layout in ends]
         values += [self._redistributed(nodes[name], whole, "") for name in self.captured.results]
         self.graph.output(tuple(values)).meta["ends"] = len(ends)
@@ -144,8 +148,10 @@ class _Insertion:
     def _returned(self, node: fx.Node) -> Layout:
         """How a caller has a value: split as it was made, else whole, with the whole gradient on every rank."""
         whole = INVARIANT if requires_grad(node) else REPLICATE
-        made = self.layout[node.name].axes
-        return replace(self.layout[node.name], axes=tuple(p if isinstance(p, Shard) else whole for p in made))
+        made = self.layout[node.name]
+        kept = () if self.gathers else made.sharded_dims()
+        axes = tuple(p if isinstance(p, Shard) and p.dim in kept else whole for p in made.axes)
+        return replace(made, axes=axes) if kept else Layout(axes)
 
     def _redistributed(self, source: fx.Node, wanted: Layout, module: str) -> fx.Node:
         """The value of `source` in layout `wanted`, made on the way there if no consumer asked before."""

@@ -8,16 +8,26 @@ talk. A buffer with a new value every step belongs to one stage.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, InputSpec, LocalModel, is_random, operands, requires_grad
+from autopar.graph import (
+    BufferSpec,
+    CapturedModel,
+    InputSpec,
+    LocalModel,
+    ParameterSpec,
+    is_random,
+    operands,
+    requires_grad,
+)
 from autopar.passes.graph_tools import verify
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lay_out import lay_out_received
+from autopar.plan import Plan
 from autopar.staged_plan import StagedPlan, check_cuts
 
 
@@ -28,8 +38,38 @@ def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[Captur
         PlanMismatchError: if the cuts are not calls of the model in their order, one lies after the loss, or a buffer
             is read in another stage than the one that writes it.
     """
-    check_cuts(captured, cuts)
+    if captured.loss:
+        check_cuts(captured, cuts)
     return _Split(captured, cuts).run() if cuts else (captured,)
+
+
+def cuts_by_state(captured: CapturedModel, stages_of: Mapping[str, Sequence[int]]) -> dict[int, str]:
+    """Where another call of a model is cut so that every stage reads what it has: the first call of each stage that
+    reads any, by number; of the first there is none.
+
+    stages_of: the stages that have each parameter, and each buffer that a step writes, by its first name.
+
+    Raises:
+        PlanMismatchError: if it reads something of a stage after what later stages alone have.
+    """
+    specs: list[ParameterSpec | BufferSpec] = [*captured.parameters, *captured.buffers]
+    names = {spec.placeholder: spec.names[0] for spec in specs if spec.names[0] in stages_of}
+    cuts: dict[int, str] = {}
+    current = 0
+    for node in captured.graph.nodes:
+        wanted = [stages_of[names[s.name]] for s in operands(node) if s.name in names and node.op == "call_function"]
+        possible = set.intersection(*map(set, wanted)) if wanted else {current}
+        later = [stage for stage in possible if stage >= current]
+        if not later:
+            read = ", ".join(names[s.name] for s in operands(node) if s.name in names)
+            raise PlanMismatchError(
+                f"this call of {captured.name} reads {read} after what stage {current} has alone, so that stages "
+                "cannot run it in turn; plan without pipeline stages"
+            )
+        if min(later) > current:
+            current = min(later)
+            cuts[current] = node.name
+    return cuts
 
 
 def local_stage(stages: Sequence[CapturedModel], plan: StagedPlan, number: int) -> LocalModel:
@@ -38,15 +78,22 @@ def local_stage(stages: Sequence[CapturedModel], plan: StagedPlan, number: int) 
     Raises:
         PlanMismatchError: if a stage's plan is not for it or does not say how it takes what it receives.
     """
+    return inserted(stages, plan.stages, number)
+
+
+def inserted(
+    stages: Sequence[CapturedModel], plans: Sequence[Plan], number: int, *, gathers: bool = False
+) -> LocalModel:
+    """`local_stage` for the plans of stages; gathers: as for `insert_collectives`."""
     stage = stages[number]
     if number + 1 == len(stages):
-        return insert_collectives(stage, plan.stages[number])
-    wanted = plan.stages[number + 1].layouts
+        return insert_collectives(stage, plans[number], gathers=gathers)
+    wanted = plans[number + 1].layouts
     if missing := [name for name in stage.sends if name not in wanted]:
         raise PlanMismatchError(
             f"the plan of stage {number + 1} has no layout for {', '.join(missing[:3])}, which it receives; plan again"
         )
-    return insert_collectives(stage, plan.stages[number], {name: wanted[name] for name in stage.sends})
+    return insert_collectives(stage, plans[number], {name: wanted[name] for name in stage.sends}, gathers=gathers)
 
 
 def owners(stages: Sequence[CapturedModel]) -> dict[str, tuple[int, ...]]:
@@ -92,7 +139,7 @@ class _Split:
                 f"forward of {self.captured.name} writes the parameter {written[0]}, which stages do not do; plan "
                 "without pipeline stages"
             )
-        if (found := self.stage.get(self.captured.nodes[loss], 0)) != self.num_stages - 1:
+        if loss and (found := self.stage.get(self.captured.nodes[loss], 0)) != self.num_stages - 1:
             raise PlanMismatchError(
                 f"the loss {loss} of {self.captured.name} is made in stage {found} of {self.num_stages}; "
                 "give cuts before it"
@@ -116,6 +163,7 @@ class _Split:
             name=f"{captured.name}, stage {number} of {self.num_stages}",
             buffers=buffers,
             loss=captured.loss if is_last else "",
+            outputs=tuple(name for name in captured.outputs if self._makes(name) == number),
             accumulation=accumulation,
             received=self._crossing(number - 1),
             sends=self._crossing(number),
@@ -136,12 +184,16 @@ class _Split:
         verify(stage)
         return stage
 
+    def _makes(self, name: str) -> int:
+        """The stage that makes a value, for what any may have the last."""
+        return self.stage.get(self.captured.nodes[name], self.num_stages - 1)
+
     def _writes(self, number: int, buffer: str) -> bool:
         return buffer in self.written and self.stage.get(self.written[buffer]) == number
 
     def _needed(self, number: int, stage: CapturedModel) -> set[str]:
         """Placeholders and calls of a stage, what it receives left out; the first has what none reads."""
-        needed = self._unread() if number == 0 else set[str]()
+        needed = self._unread() if number == 0 and self.captured.loss else set[str]()
         results = [*stage.ends, *stage.results]
         waiting = [node for node, own in self.stage.items() if own == number]
         waiting += [self.captured.nodes[name] for name in results if name not in stage.received]

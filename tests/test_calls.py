@@ -18,10 +18,11 @@ from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.model_plan import plan_from_text
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of, parameters_of
-from autopar.runtime import DistributedModule
-from autopar.search.known.random_plan import random_plan
+from autopar.runtime import DistributedModule, PipelinedModule
+from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 
@@ -93,7 +94,7 @@ def planned(seed: int, mesh: tuple[int, ...] = (2, 2)) -> tuple[CapturedModel, P
 def distributed(captured: CapturedModel, plan: Plan, **keywords: Any) -> DistributedModule:
     own = model()
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
-    captor = Again(model=own, plan=plan, planned=captured, call=Call(kwargs=batch(0)))
+    captor = Again(model=own, plans=[plan], planned=[captured], precision="fp64", call=Call(kwargs=batch(0)))
     return DistributedModule(insert_collectives(captured, plan), values, captor=captor, **keywords)
 
 
@@ -143,6 +144,32 @@ def whole_with_gradient(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_call_returns_what_the_model_returns(seed: int) -> None:
     ranks(4).run(evaluate_and_train, seed)
+
+
+def evaluate_in_stages(seed: int, mesh: tuple[int, ...], num_stages: int) -> None:
+    captured, eager, rng = capture(model(), (), batch(0)), model(), random.Random(seed)
+    cuts = random_cuts(captured, num_stages, rng)
+    plan = random_staged_plan(captured, make_mesh(mesh), "gpipe", num_stages, cuts, rng)
+    plan = replace(plan, config=TrainConfig(precision="fp64"))
+    parts, own = split_stages(captured, plan.cuts), model()
+    values = {**parameters_of(captured, own), **buffers_of(captured, own)}
+    captor = Again(model=own, plans=plan.stages, planned=parts, precision="fp64", call=Call(kwargs=batch(0)))
+    module = PipelinedModule(captured, parts, plan, values, captor=captor)
+    for step in range(2):
+        loss = module.train_step(batch(step))
+        same(loss, eager(**batch(step)).loss)
+        module.eval(), eager.eval()
+        with torch.no_grad():
+            for rows, length in ((ROWS, LENGTH), (1, LENGTH), (5, 3)):
+                data = batch(10 + step, rows, length)
+                same(module(**data), eager(**data))
+                same(module(data["ids"], scale=0.5), eager(data["ids"], scale=0.5))
+        module.train(), eager.train()
+
+
+@pytest.mark.parametrize(("seed", "mesh", "num_stages"), [(0, (2,), 2), (1, (1,), 4), (2, (2,), 2)])
+def test_stages_return_what_the_model_returns(seed: int, mesh: tuple[int, ...], num_stages: int) -> None:
+    ranks(4).run(evaluate_in_stages, seed, mesh, num_stages)
 
 
 class Initialised(nn.Module):

@@ -123,6 +123,7 @@ FORBIDDEN = {
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
+    "torch.Tensor._make_wrapper_subclass": ("autopar/runtime/deferred.py",),
     "torch._assert": ("autopar/capture/real_values.py",),
     "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
     "torch._ops": ("*",),

@@ -93,6 +93,7 @@ def capture_call(
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
     wants_loss: bool = False,
+    then: Callable[[Any, list[Tensor]], Any] | None = None,
     name: str | None = None,
 ) -> tuple[CapturedModel, Returned]:
     """Trace what `model(*args, **kwargs)` returns at the shapes given, in the mode that the model is in: the graph of
@@ -102,6 +103,7 @@ def capture_call(
         model, args, kwargs, name: as of `capture`. Every layer is traced, for each may return something.
         loss_fn: a call with inputs that are for it alone returns the loss.
         wants_loss: any call returns the loss.
+        then: made of the output, and of the keyword `FOLLOWING`, what is returned instead.
         gradients: whether anything gets some (`torch.is_grad_enabled()`).
 
     Raises:
@@ -114,7 +116,7 @@ def capture_call(
     named_leaves, rebuild = flatten_inputs(args, kwargs or {})
     tensors = [(path, leaf) for path, leaf in named_leaves if isinstance(leaf, Tensor)]
     module = OutputModule(model, [leaf for _, leaf in named_leaves], rebuild, loss_fn)
-    module.gradients, module.wants_loss, module.turns = gradients, wants_loss, True
+    module.gradients, module.wants_loss, module.turns, module.then = gradients, wants_loss, True, then
     captured = _captured(model, module, tensors, name, ())
     returned = module.returned
     _check_state(model, module, tensors, captured, ())

@@ -95,7 +95,7 @@ def import_program(
     """
     fix_sizes(program.graph)
     importer = _Importer(program, model, opaques)
-    importer.placeholders(inputs)
+    importer.placeholders(inputs, inputs_need=not has_loss)
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "output"):
             importer.call(node)
@@ -116,7 +116,7 @@ class _Importer:
         self.buffer_specs: list[BufferSpec] = []
         self.input_specs: list[InputSpec] = []
 
-    def placeholders(self, inputs: Sequence[tuple[str, Tensor]]) -> None:
+    def placeholders(self, inputs: Sequence[tuple[str, Tensor]], *, inputs_need: bool) -> None:
         specs = self.program.graph_signature.input_specs
         by_target = {spec.target.removeprefix(PREFIX): spec.arg.name for spec in specs if spec.target is not None}
         for names, parameter in by_identity(self.model.named_parameters(remove_duplicate=False)):
@@ -159,6 +159,7 @@ class _Importer:
         user = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
         for old, (path, tensor) in zip(user, inputs, strict=True):
             node = self._placeholder(f"arg_{path}" if path[0].isdigit() else path, tensor)
+            node.meta["requires_grad"] = tensor.requires_grad and inputs_need
             self.env[old] = node
             self.input_specs.append(
                 InputSpec(placeholder=node.name, path=path, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -13,7 +13,7 @@ from autopar.capture.python_state import PythonState
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
 from autopar.inputs import Rebuild, leaves_of
-from autopar.outputs import Returned, flatten_outputs
+from autopar.outputs import FOLLOWING, Returned, flatten_outputs
 
 
 class LossModule(nn.Module):
@@ -82,19 +82,21 @@ class OutputModule(LossModule):
     """The model as one module from flat tensors to those that it returns, for tracing.
 
     A call with inputs that are for `loss_fn` alone returns the loss, as with `wants_loss` any. returned: the value
-    around the tensors, of the last run.
+    around the tensors, of the last run. then: made of the output, and of the inputs `FOLLOWING`, what is returned.
     """
 
     has_loss = False
     wants_loss = False
+    then: Callable[[Any, list[Tensor]], Any] | None = None
     returned: Returned
 
     def ends(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._call(tensors)
+        extras = kwargs.pop(FOLLOWING, [])
         own_args, own_kwargs = (args, kwargs) if self._loss_fn is None else accepted_inputs(self.model, args, kwargs)
         wants_loss = self.wants_loss or (len(own_args), len(own_kwargs)) != (len(args), len(kwargs))
         output = self.loss(*tensors) if wants_loss else self.model(*own_args, **own_kwargs)
-        found, self.returned = flatten_outputs(output)
+        found, self.returned = flatten_outputs(output if self.then is None else self.then(output, extras))
         return tuple(found)
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError
-from autopar.graph import Accumulation, BufferSpec, InputSpec, LocalModel, ParameterSpec
+from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
 from autopar.inputs import bind_inputs
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
 from autopar.ops.random import use_draws
 from autopar.ops.regather import regathering
+from autopar.outputs import Returned
 from autopar.passes.call_natively import call_natively
 from autopar.passes.compute_straight import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
@@ -45,8 +46,8 @@ from autopar.runtime.parameters import check_names
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable
-from autopar.runtime.variant import DTENSOR
-from autopar.runtime.variants import Captor, Variants
+from autopar.runtime.variant import GATHERED, Part, Variant
+from autopar.runtime.variants import Asked, Captor, guards_hold
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler
@@ -67,7 +68,7 @@ class DistributedModule(Trainable):
     seed: of random numbers; None for that of rank 0's torch generator.
     exact_random: every rank draws for whole tensors, so that a run equals one process exactly.
     captor: the model, which calls that are not the planned step are captured from; without it there are none.
-    outputs: how a call returns what ranks share out (`runtime.variant`): dtensor, local or whole.
+    outputs: how a call returns what ranks share out: whole, dtensor or local (`runtime.variant`).
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
@@ -86,7 +87,7 @@ class DistributedModule(Trainable):
         seed: int | None = None,
         exact_random: bool = False,
         captor: Captor | None = None,
-        outputs: str = DTENSOR,
+        outputs: str = GATHERED,
     ) -> None:
         super().__init__()
         init()
@@ -117,12 +118,8 @@ class DistributedModule(Trainable):
             self.state.register(self, values, sync)
         self.bind()
         install_check()
-        self.outputs = outputs
-        self.variants = Variants(self, captor) if captor is not None else None
+        self._take_captor(captor, outputs, self._make_variant)
         self.training = captured.training
-        if self.variants is not None:
-            for name, part in self.named_modules():
-                part.training = self.variants.modes.get(name, True)
 
     @property
     def device(self) -> torch.device:
@@ -159,46 +156,39 @@ class DistributedModule(Trainable):
         if is_local:
             args, kwargs = arguments_of(args[0].batch)
         args, kwargs = self.bound(args, kwargs)
-        if self.variants is not None and not (
-            self.bare
-            and self.variants.captor.returns_loss(args, kwargs)
-            and self._is_planned(args, kwargs, is_local=is_local)
-        ):
-            return self.variants.run(args, kwargs, is_local=is_local)
+        asked, variants = Asked(args=args, kwargs=kwargs, is_local=is_local), self._variants
+        if variants is not None:
+            returns_loss = self.bare and variants.captor.returns_loss(args, kwargs)
+            if not (returns_loss and self._is_planned(asked)):
+                return variants.run(self, asked)
+            variants.flush()
         loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs), is_local=is_local)
         return loss if self.bare else Output(loss)
 
     def train_step(self, batch: Any) -> Tensor:
-        if self.variants is None:
+        if self._variants is None:
             return super().train_step(batch)
         is_local = isinstance(batch, LocalBatch)
         args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
-        if self._is_planned(args, kwargs, is_local=is_local):
+        asked = Asked(args=args, kwargs=kwargs, is_local=is_local, wants_loss=True)
+        self._variants.flush()
+        if self._is_planned(asked):
             return self.step(bind_inputs(self.inputs, args, kwargs), is_local=is_local)
-        loss = self.variants.run(args, kwargs, is_local=is_local, wants_loss=True)
+        loss = self._variants.run(self, asked)
         loss.backward()
         return cast(Tensor, loss).detach()
 
-    def _is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> bool:
+    def _is_planned(self, asked: Asked) -> bool:
         """Whether the planned step's graph computes the loss of a call."""
-        variants = self.variants
-        return variants is None or (
-            variants.is_planned(args, kwargs, is_local=is_local) and variants.holds(self.local.captured)
-        )
+        assert self._variants is not None
+        return self._variants.is_planned(self, asked) and guards_hold(self.local.captured, self)
 
-    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args, dict(kwargs)) if self.variants is None else self.variants.captor.bound(args, kwargs)
-
-    def train(self, mode: bool = True) -> "DistributedModule":
-        if self.variants is not None:
-            self.variants.set_modes(mode)
-        super().train(mode)
-        return self
-
-    @property
-    def sink(self) -> Late:
-        """What takes gradients of buckets."""
-        return self._late
+    def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> Variant:
+        assert self._variants is not None
+        local = self._variants.captor.local(captured, gathers=gathers)
+        axes = flattened_axes(local.graph, self.plan.mesh)
+        self.groups.groups.update(build_groups(self.plan.mesh, self.device.type, axes)[1].groups)
+        return Variant(Part(self, self.state, local, self._late), returned)
 
     def step(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
         """`train_step` for inputs by placeholder."""

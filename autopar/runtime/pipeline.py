@@ -20,20 +20,25 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
 from autopar.inputs import bind_inputs
+from autopar.outputs import Returned
 from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.split_stages import local_stage, owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
-from autopar.runtime.data import split_batch
+from autopar.runtime.data import LocalBatch, split_batch
 from autopar.runtime.groups import build_groups, flattened_axes, group_across
 from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
+from autopar.runtime.reductions import Late
 from autopar.runtime.schedules import Schedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
+from autopar.runtime.staged_variant import StagedVariant
 from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable
+from autopar.runtime.variant import GATHERED, Part
+from autopar.runtime.variants import Asked, Captor
 from autopar.staged_plan import SPLITTING, StagedPlan
 
 
@@ -60,7 +65,7 @@ class PipelinedModule(Trainable):
 
     captured: the whole model; stages: its parts. values: whole parameters and buffers by placeholder; those on the meta
         device are left empty. sync, bare, seed, exact_random: as of `DistributedModule`. code: what stages run, if not
-        the graphs of `stages`.
+        the graphs of `stages`. captor, outputs: as of `DistributedModule`.
 
     Raises:
         MeshError: if the plan is not for as many ranks as there are processes.
@@ -81,6 +86,8 @@ class PipelinedModule(Trainable):
         seed: int | None = None,
         exact_random: bool = False,
         code: Code | None = None,
+        captor: Captor | None = None,
+        outputs: str = GATHERED,
     ) -> None:
         super().__init__()
         init()
@@ -127,6 +134,8 @@ class PipelinedModule(Trainable):
         self.bind()
         install_check()
         self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group, self._loss_dtype)
+        self._take_captor(captor, outputs, self._make_variant)
+        self.training = captured.training
 
     @property
     def device(self) -> torch.device:
@@ -144,24 +153,48 @@ class PipelinedModule(Trainable):
     def names_elsewhere(self) -> Iterable[str]:
         return self._elsewhere
 
-    def forward(self, *args: Any, **kwargs: Any) -> Output | Tensor:
-        """The loss of the global batch, without gradients; all ranks call this.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the global batch, without gradients; all ranks call this.
 
         Raises:
             ArgumentError: where gradients are wanted.
             BatchError: if a tensor is missing or has another shape than was planned.
+            CaptureError, PlanMismatchError: if another call cannot be captured, or stages cannot run it in turn.
         """
         if torch.is_grad_enabled():
             raise ArgumentError(
                 f"the plan runs {self.plan.num_stages} stages, each with a backward pass of its own; call "
                 "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
             )
+        if args and isinstance(args[0], LocalBatch):
+            raise BatchError("a plan with stages takes the global batch on every rank, and was given a LocalBatch")
+        args, kwargs = self.bound(args, kwargs)
+        asked, variants = Asked(args=args, kwargs=kwargs), self._variants
+        if variants is not None and not (
+            self.bare and variants.captor.returns_loss(args, kwargs) and variants.is_planned(self, asked)
+        ):
+            return variants.run(self, asked)
         self._begin(bind_inputs(self.inputs, args, kwargs))
         self._schedule.evaluate()
         for stage in self.stages:
             stage.abandon()
         loss, _ = self._everyones_loss()
         return loss if self.bare else Output(loss)
+
+    def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
+        assert self._variants is not None
+        stages = self._variants.captor.stages(captured, gathers=gathers)
+        mesh, own = self.plan.mesh, {stage.number: stage for stage in self.stages}
+        axes = {names for _, local in stages for names in flattened_axes(local.graph, mesh)}
+        groups = build_groups(mesh, self.device.type, axes, pipeline=self.plan.pipeline)[1]
+        self.groups.groups.update(groups.groups)
+        parts = {
+            number: Part(self, own[number].state, local, Late(own[number].state.add_gradient))
+            for number, local in stages
+            if number in own
+        }
+        state = self.stages[0].state
+        return StagedVariant(self.plan, stages, parts, state, self.pipeline_group, captured, returned)
 
     def step(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
         if is_local:

@@ -19,6 +19,8 @@ from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
 from autopar.runtime.data import LocalBatch, arguments_of
 from autopar.runtime.state import State
+from autopar.runtime.variant import GATHERED
+from autopar.runtime.variants import Captor, Make, Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,12 @@ class Trainable(nn.Module):
     groups: Groups
     exact_random: bool
 
+    _outputs: str
+    _variants: Variants | None
+
     def __init__(self) -> None:
         super().__init__()
+        self._outputs, self._variants = GATHERED, None
         self.uninitialized = set()
         self.num_calls = self.num_evaluated = 0
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
@@ -90,9 +96,23 @@ class Trainable(nn.Module):
         args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
         return self.step(bind_inputs(self.inputs, args, kwargs), is_local=is_local)
 
+    def _take_captor(self, captor: Captor | None, outputs: str, make: Make) -> None:
+        """Run other calls than the planned one by what `make` makes of them; be in the modes of the model."""
+        self._outputs = outputs
+        if captor is not None:
+            self._variants = Variants(captor, make)
+            for name, part in self.named_modules():
+                part.training = self._variants.modes.get(name, True)
+
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a call in the form in which the call was planned."""
-        return args, dict(kwargs)
+        return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
+
+    def train(self, mode: bool = True) -> "Trainable":
+        if self._variants is not None:
+            self._variants.set_modes(mode)
+        super().train(mode)
+        return self
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
         """Run under torch.compile from now on, where a module can.

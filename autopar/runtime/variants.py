@@ -5,24 +5,24 @@ error on all of them.
 """
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.binding import form_of, is_alike
 from autopar.calls import Call
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, LocalModel
+from autopar.graph import CapturedModel, InputSpec, LocalModel, requires_grad
 from autopar.guards import holds
 from autopar.inputs import bind_inputs, flatten_inputs
-from autopar.outputs import Returned
+from autopar.ops.random import Draws
+from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
-from autopar.runtime.variant import Variant
-
-if TYPE_CHECKING:
-    from autopar.runtime.module import DistributedModule
+from autopar.runtime.deferred import DeferredCall, Following
+from autopar.runtime.variant import DTENSOR, GATHERED
 
 MANY = 8
 """Of so many graphs of one call, each for other values of buffers, there is no end."""
@@ -33,117 +33,192 @@ class Captor(Protocol):
 
     @property
     def call(self) -> Call: ...
-    @property
-    def loss_fn(self) -> Any: ...
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def returns_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool: ...
     def modes(self) -> dict[str, bool]: ...
-    def local(
+    def captured(
         self,
         call: Call,
         modes: Mapping[str, bool],
         buffers: Mapping[str, Tensor],
         *,
         gradients: bool,
-        wants_loss: bool,
-    ) -> tuple[LocalModel, Returned]: ...
+        wants_loss: bool = False,
+        then: Any = None,
+    ) -> tuple[CapturedModel, Returned]: ...
+    def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel: ...
+    def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]: ...
+
+
+class Runs(Protocol):
+    """A graph that runs a call."""
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]: ...
+    def run(self, inputs: Mapping[str, Tensor], draws: Draws, outputs: str, *, is_local: bool) -> Any: ...
+
+
+Make = Callable[[CapturedModel, Returned, bool], Runs]
+"""Of a captured call what runs it, gathering what it returns or not; all ranks together."""
 
 
 class Variants:
-    """The graphs of one module beside that of the planned step."""
+    """The graphs of one module beside that of the planned step, in which its parts were in the modes `first`."""
 
-    def __init__(self, module: "DistributedModule", captor: Captor) -> None:
-        self.module, self.captor = module, captor
-        self.made: dict[object, list[Variant]] = {}
-        self.last: object = None
+    def __init__(self, captor: Captor, make: Make) -> None:
+        self.captor, self.make = captor, make
         self.modes = self.first = captor.modes()
-        planned = captor.call
-        leaves, _ = flatten_inputs(planned.args, planned.kwargs)
-        self.planned = dict(leaves)
+        self.planned = dict(flatten_inputs(captor.call.args, captor.call.kwargs)[0])
+        self._made: dict[object, list[tuple[CapturedModel, Runs]]] = {}
+        self._returned: dict[object, tuple[list[Tensor], Returned]] = {}
+        self._last: object = None
+        self._waiting: DeferredCall | None = None
 
     def set_modes(self, mode: bool) -> None:
         """All parts of the model are in a mode."""
+        self.flush()
         self.modes = dict.fromkeys(self.modes, mode)
 
-    def modes_now(self) -> dict[str, bool]:
+    def modes_of(self, module: nn.Module) -> dict[str, bool]:
         """Of the model's parts; those that hold parameters or buffers may have been changed one by one."""
-        own = {name: part.training for name, part in self.module.named_modules()}
+        own = {name: part.training for name, part in module.named_modules()}
         return {name: own.get(name, mode) for name, mode in self.modes.items()}
 
-    def is_planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> bool:
-        """Whether the planned step's graph is that of a call which returns nothing but its loss."""
-        leaves = dict(flatten_inputs(args, kwargs)[0])
-        if set(leaves) != set(self.planned) or not self.is_planned_mode():
+    def is_planned(self, module: nn.Module, asked: "Asked") -> bool:
+        """Whether a call is the planned step's, in its mode."""
+        leaves = dict(flatten_inputs(asked.args, asked.kwargs)[0])
+        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first:
             return False
         for path, planned in self.planned.items():
             value = leaves[path]
             if isinstance(planned, Tensor):
                 if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()):
                     return False
-                if not is_local and (value.shape != planned.shape or not _casts(value.dtype, planned.dtype)):
+                if not asked.is_local and (value.shape != planned.shape or not _casts(value.dtype, planned.dtype)):
                     return False
             elif not is_alike(value, planned):
                 return False
         return True
 
-    def is_planned_mode(self) -> bool:
-        """Whether the module is in the mode in which it was planned, and buffers are as its graph takes them to be."""
-        module = self.module
-        return module.training == module.local.captured.training and self.modes_now() == self.first
+    def run(self, module: Any, asked: "Asked") -> Any:
+        """What the model returns for a call, or what is asked instead.
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool, wants_loss: bool = False) -> Any:
-        """What the model returns for a call, or its loss."""
-        self.module.check_initialized()
-        whole = self._whole(args, kwargs) if is_local else (args, kwargs)
-        leaves, _ = flatten_inputs(*whole)
-        modes = self.modes_now()
+        module: whose state it reads, a `runtime.trainable.Trainable`.
+        """
+        self.flush()
+        if asked.can_wait and torch.is_grad_enabled() and module._outputs == GATHERED:
+            return self._deferred(module, asked)
+        return self._run(module, asked, module._outputs)
+
+    def flush(self) -> None:
+        """Run the last call, if it has not run."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.finish()
+
+    def _deferred(self, module: Any, asked: "Asked") -> Any:
+        """What the model returns, without values until some are asked for."""
+        key = self._key(module, asked)
+        if key not in self._returned:
+            captured, returned = self._captured(module, asked, 0)
+            nodes = [captured.nodes[name] for name in captured.outputs]
+            metas = [node.meta["val"].detach().requires_grad_(requires_grad(node)) for node in nodes]
+            self._returned[key] = metas, returned
+
+        def finish(following: Following, extras: list[Tensor]) -> Sequence[Tensor]:
+            with torch.enable_grad():
+                made: Sequence[Tensor] = self._run(module, asked.followed_by(following, extras), DTENSOR)
+            return made
+
+        metas, returned = self._returned[key]
+        self._waiting = DeferredCall(finish, module.device)
+        return returned.holding(self._waiting.begin(metas))
+
+    def _run(self, module: Any, asked: "Asked", outputs: str) -> Any:
+        module.check_initialized()
+        key = self._key(module, asked)
+        known = self._made.setdefault(key, [])
+        found = next((runs for captured, runs in known if guards_hold(captured, module)), None)
+        if found is None:
+            captured, returned = self._captured(module, asked, len(known))
+            found = self.make(captured, returned, outputs == GATHERED)
+            known.append((captured, found))
+        inputs = bind_inputs(found.inputs, asked.args, asked.kwargs)
+        return found.run(inputs, module.next_draws(1)[0], outputs, is_local=asked.is_local)
+
+    def _key(self, module: Any, asked: "Asked") -> object:
+        """Of the graph; ranks are compared where it is another than the last."""
+        modes = self.modes_of(module)
+        forms = tuple((path, form_of(leaf)) for path, leaf in flatten_inputs(*self._whole(asked))[0])
         key = (
-            tuple((path, form_of(leaf)) for path, leaf in leaves),
+            forms,
             tuple(modes.items()),
             torch.is_grad_enabled(),
-            wants_loss,
+            asked.wants_loss,
+            asked.then and asked.then.key,
+            module._outputs,
         )
-        if key != self.last:
-            agree({"call": _words(leaves, modes, wants_loss=wants_loss)})
-            self.last = key
-        variants = self.made.setdefault(key, [])
-        found = next((v for v in variants if self.holds(v.local.captured)), None)
-        if found is None:
-            found = self._make(whole, modes, len(variants), is_local=is_local, wants_loss=wants_loss)
-            variants.append(found)
-        inputs = bind_inputs(found.local.captured.inputs, args, kwargs)
-        return found.run(inputs, self.module.outputs, is_local=is_local)
+        if key != self._last:
+            agree({"call": _words(forms, modes, wants_loss=asked.wants_loss)})
+            self._last = key
+        return key
 
-    def holds(self, captured: CapturedModel) -> bool:
-        """Whether the buffers that a graph takes for granted have the values that it was captured with."""
-        return all(holds(guard, self.module.get_buffer(guard.name)) for guard in captured.guards)
-
-    def _make(
-        self, whole: tuple[Any, Any], modes: Mapping[str, bool], count: int, *, is_local: bool, wants_loss: bool
-    ) -> Variant:
-        module = self.module
+    def _captured(self, module: Any, asked: "Asked", count: int) -> tuple[CapturedModel, Returned]:
         with failing_together():
             if count >= MANY:
                 raise CaptureError(
                     f"forward decides on buffers that have had {count} values by now, and each wants a graph of its "
                     "own; compute with the tensor (torch.where) instead of branching on it"
                 )
-            buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
-            call = Call(args=tuple(whole[0]), kwargs=dict(whole[1]))
-            local, returned = self.captor.local(
-                call, modes, buffers, gradients=torch.is_grad_enabled(), wants_loss=wants_loss
+            args, kwargs = self._whole(asked)
+            captured, returned = self.captor.captured(
+                Call(args=tuple(args), kwargs=dict(kwargs)),
+                self.modes_of(module),
+                dict(module.named_buffers(remove_duplicate=False)),
+                gradients=torch.is_grad_enabled(),
+                wants_loss=asked.wants_loss,
+                then=asked.then,
             )
-            plan = str((sorted(local.plan.choices.items()), sorted(map(str, local.plan.layouts.items()))))
-        if not is_local:
-            agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest(whole)})
-        agree({"graph": local.captured.fingerprint, "choices": hashlib.sha256(plan.encode()).hexdigest()[:16]})
-        return Variant(module, local, returned)
+        if not asked.is_local:
+            agree({"values of inputs (a rank's own rows are given as autopar.LocalBatch)": _digest((args, kwargs))})
+        agree({"graph": captured.fingerprint})
+        return captured, returned
 
-    def _whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _whole(self, asked: "Asked") -> tuple[Any, Any]:
         """A call with this rank's slices as one of the planned global batch."""
-        leaves, rebuild = flatten_inputs(args, kwargs)
+        if not asked.is_local:
+            return asked.args, asked.kwargs
+        leaves, rebuild = flatten_inputs(asked.args, asked.kwargs)
         return rebuild([self.planned.get(path, leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A call in the form of the planned one.
+
+    is_local: its tensors are this rank's slices. wants_loss: the loss is asked for, whatever the model returns.
+    then: what follows on the model, made of its output and of the keyword `FOLLOWING`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_local: bool = False
+    wants_loss: bool = False
+    then: Following | None = None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether what is computed of the outputs may become a part of the graph."""
+        return not (self.is_local or self.wants_loss or self.then)
+
+    def followed_by(self, then: Following, extras: list[Tensor]) -> "Asked":
+        return replace(self, kwargs={**self.kwargs, FOLLOWING: extras}, then=then)
+
+
+def guards_hold(captured: CapturedModel, module: Any) -> bool:
+    """Whether the buffers that a graph takes for granted have the values that it was captured with."""
+    return all(holds(guard, module.get_buffer(guard.name)) for guard in captured.guards)
 
 
 def _casts(given: torch.dtype, planned: torch.dtype) -> bool:
@@ -161,8 +236,8 @@ def _digest(call: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _words(leaves: list[tuple[str, Any]], modes: Mapping[str, bool], *, wants_loss: bool) -> str:
-    inputs = ", ".join(f"{path} {form_of(leaf)}" for path, leaf in leaves)
+def _words(forms: tuple[tuple[str, Any], ...], modes: Mapping[str, bool], *, wants_loss: bool) -> str:
+    inputs = ", ".join(f"{path} {form}" for path, form in forms)
     training = hashlib.sha256(str(sorted(modes.items())).encode()).hexdigest()[:8]
     mode = "training" if modes.get("", True) else "evaluation"
     return f"{inputs} in {mode} ({training}), gradients {torch.is_grad_enabled()}, loss {wants_loss}"

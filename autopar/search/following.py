@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.graph import CapturedModel, target_name
+from autopar.graph import CapturedModel, requires_grad, target_name
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import route
@@ -37,6 +37,7 @@ def following_plan(call: CapturedModel, plan: Plan, planned: CapturedModel, clus
     names = {spec.placeholder for spec in call.parameters}
     return replace(
         plan,
+        model=call.name,
         fingerprint=call.fingerprint,
         choices=choices,
         layouts=walk.placed,
@@ -76,16 +77,21 @@ def _placed(call: CapturedModel, plan: Plan, planned: CapturedModel) -> dict[str
     out = {}
     for spec in call.parameters:
         layout = stored[spec.names[0]]
-        if not spec.trainable:
-            layout = replace(layout, axes=tuple(REPLICATE if p == INVARIANT else p for p in layout.axes))
-        out[spec.placeholder] = layout
-    given = {spec.path: (len(spec.shape), plan.layouts[spec.placeholder]) for spec in planned.inputs}
+        out[spec.placeholder] = layout if spec.trainable else _without_gradient(layout)
+    given = {s.path: (len(s.shape), _without_gradient(plan.layouts[s.placeholder])) for s in planned.inputs}
     for own in call.inputs:
+        if requires_grad(call.nodes[own.placeholder]):  # its gradient is wanted whole
+            out[own.placeholder] = Layout((INVARIANT,) * plan.mesh.num_axes)
+            continue
         rank, layout = given.get(own.path, (0, whole))
         fits = rank == len(own.shape) and is_even(own.shape, layout, plan.mesh)
         out[own.placeholder] = layout if fits else whole
     others = (*(spec.placeholder for spec in call.buffers), *call.constants)
     return {**out, **dict.fromkeys(others, whole)}
+
+
+def _without_gradient(layout: Layout) -> Layout:
+    return replace(layout, axes=tuple(REPLICATE if p == INVARIANT else p for p in layout.axes))
 
 
 def _lifetimes(call: CapturedModel, plan: Plan, planned: CapturedModel) -> Mapping[str, str]:

@@ -1,0 +1,265 @@
+"""How does a loss outside the model train like one inside? What a call returns waits for what is made of it.
+
+In training a call returns tensors without values. What torch computes of them (a criterion, its mean, a scale) is
+noted; when a value is asked for, or `backward()`, the model and all that was noted are captured as one graph, so that
+logits stay split as they are where the loss is a part of the model. Afterwards the tensors have values: gathered whole
+on every rank when one is read.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from autopar.errors import ArgumentError
+from autopar.inputs import taken_apart
+from autopar.outputs import flatten_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value of the call, by number: first what the model returns, then what was computed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Extra:
+    """A tensor of the caller, by number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A function of torch that was called. arguments: leaves of (args, kwargs), tensors as `_Value` and `_Extra`."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    rebuild: Callable[[list[Any]], Any]
+    gradients: bool
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class DeferredCall:
+    """A call that has not run. run: given what follows on the model's output, the caller's tensors and a key of both,
+    the values that are asked for, each as this rank has it."""
+
+    run: Callable[["Following", list[Tensor]], Sequence[Tensor]]
+    device: torch.device
+    num_returned: int = 0
+    noted: list[_Noted] = field(default_factory=list)
+    metas: list[Tensor] = field(default_factory=list)
+    extras: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    alive: dict[int, weakref.ref["Deferred"]] = field(default_factory=dict)
+    values: dict[int, Tensor] | None = None
+
+    def new(self, meta: Tensor) -> "Deferred":
+        """A tensor of the call that has no value yet."""
+        number = len(self.metas)
+        self.metas.append(meta)
+        made = Deferred(self, number, meta)
+        self.alive[number] = weakref.ref(made)
+        return made
+
+    def begin(self, metas: Sequence[Tensor]) -> list["Deferred"]:
+        """What the model returns."""
+        self.num_returned = len(metas)
+        return [self.new(meta) for meta in metas]
+
+    def finish(self) -> None:
+        """Run the call, with what was noted as far as somebody still holds it."""
+        if self.values is not None:
+            return
+        for extra, version in zip(self.extras, self.versions, strict=True):
+            if extra._version != version:
+                raise ArgumentError(
+                    "a tensor was changed in place between a loss that reads it and backward(); change it afterwards"
+                )
+        wanted = tuple(number for number, held in self.alive.items() if held() is not None)
+        found = self.run(Following(tuple(self.noted), self.num_returned, wanted), self.extras)
+        self.values = dict(zip(wanted, found, strict=True))
+        self.noted, self.metas, self.extras = [], [], []
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What follows on a model's output: calls that were noted, and which values are wanted in the end."""
+
+    noted: tuple[_Noted, ...]
+    num_returned: int
+    wanted: tuple[int, ...]
+
+    @property
+    def key(self) -> object:
+        """Equal for calls that compute the same."""
+        plain = tuple(
+            (id(note.function), tuple(_hashable(leaf) for leaf in note.arguments), note.gradients, note.count)
+            for note in self.noted
+        )
+        return plain, self.num_returned, self.wanted
+
+    def __call__(self, output: Any, extras: Sequence[Tensor]) -> list[Tensor]:
+        values: list[Any] = list(flatten_outputs(output)[0])
+        for note in self.noted:
+            leaves = [_filled(leaf, values, extras) for leaf in note.arguments]
+            args, kwargs = note.rebuild(leaves)
+            with torch.set_grad_enabled(note.gradients and torch.is_grad_enabled()):
+                values += _tensors(note.function(*args, **kwargs))
+        return [values[number] for number in self.wanted]
+
+
+class Deferred(Tensor):
+    """A tensor of a call that may not have run; read, it is a whole tensor, the same on every rank."""
+
+    call: DeferredCall
+    number: int
+
+    def __new__(cls, call: DeferredCall, number: int, meta: Tensor) -> "Deferred":
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, dtype=meta.dtype, device=call.device, requires_grad=meta.requires_grad
+        )
+        made.call, made.number = call, number
+        return made
+
+    def value(self) -> Tensor:
+        """The tensor, on every rank the whole of it."""
+        self.call.finish()
+        assert self.call.values is not None
+        held = self.call.values[self.number]
+        return held.full_tensor() if isinstance(held, DTensor) else held
+
+    def shared(self) -> Tensor:
+        """The tensor as ranks share it: a DTensor where they do, else plain."""
+        self.call.finish()
+        assert self.call.values is not None
+        return self.call.values[self.number]
+
+    def full_tensor(self) -> Tensor:
+        """As a DTensor's."""
+        return self.value()
+
+    def to_local(self) -> Tensor:
+        """As a DTensor's: this rank's part."""
+        held = self.shared()
+        return held.to_local() if isinstance(held, DTensor) else held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What comes here beside torch's functions reads values."""
+        leaves, rebuild = taken_apart((args, kwargs or {}))
+        args, kwargs = rebuild([leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves])
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        if name in _ABOUT or attribute in _PROPERTIES:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if name == "__iter__":
+            return iter(torch.unbind(args[0]))
+        leaves, rebuild = taken_apart((args, kwargs))
+        calls = {id(leaf.call): leaf.call for leaf in leaves if isinstance(leaf, Deferred)}
+        call = next(iter(calls.values()))
+        if len(calls) == 1 and call.values is None and not (name in _ENDS or attribute in _READS or _changes(name)):
+            noted = _note(call, func, leaves, rebuild)
+            if noted is not None:
+                return noted
+        shares = any(isinstance(leaf, DTensor) for leaf in leaves)
+        args, kwargs = rebuild([leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves])
+        if not shares:
+            return func(*args, **kwargs)
+        with implicit_replication():
+            return func(*args, **kwargs)
+
+
+def _note(call: DeferredCall, func: Any, leaves: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
+    """The results of a function of what has no value, noted; None if it cannot be known without values."""
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
+        return None
+    numbers: list[Any] = []
+    metas: list[Any] = []
+    extras = list(call.extras)
+    for leaf in leaves:
+        if isinstance(leaf, Deferred):
+            numbers.append(_Value(leaf.number))
+            metas.append(call.metas[leaf.number])
+        elif isinstance(leaf, Tensor):
+            place = next((i for i, known in enumerate(extras) if known is leaf), len(extras))
+            if place == len(extras):
+                extras.append(leaf)
+            numbers.append(_Extra(place))
+            metas.append(leaf.detach().to("meta").requires_grad_(leaf.requires_grad))
+        else:
+            numbers.append(leaf)
+            metas.append(leaf)
+    try:
+        args, kwargs = rebuild(metas)
+        result = func(*args, **kwargs)
+    except Exception:
+        return None
+    found = _tensors(result)
+    if not found or len(found) != sum(isinstance(leaf, Tensor) for leaf in taken_apart(result)[0]):
+        return None
+    call.versions += [extra._version for extra in extras[len(call.extras) :]]
+    call.extras = extras
+    call.noted.append(_Noted(func, tuple(numbers), rebuild, torch.is_grad_enabled(), len(found)))
+    made = iter([call.new(meta) for meta in found])
+    parts, again = taken_apart(result)
+    return again([next(made) if isinstance(part, Tensor) else part for part in parts])
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in taken_apart(result)[0] if isinstance(leaf, Tensor)]
+
+
+def _filled(leaf: Any, values: Sequence[Any], extras: Sequence[Tensor]) -> Any:
+    if isinstance(leaf, _Value):
+        return values[leaf.number]
+    return extras[leaf.number] if isinstance(leaf, _Extra) else leaf
+
+
+def _hashable(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf).__name__, repr(leaf)
+    return type(leaf).__name__, leaf
+
+
+def _changes(name: str) -> bool:
+    """Whether a function writes its first argument."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+
+
+_PROPERTIES = {
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "ndim",
+    "layout",
+    "is_leaf",
+    "is_meta",
+    "is_sparse",
+    "is_cuda",
+}
+_ABOUT = {"size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__", "nelement"}
+"""Properties and functions whose answer needs no values."""
+_READS = {"grad", "grad_fn", "data"}
+_ENDS = {
+    *("backward", "item", "tolist", "numpy", "__repr__", "__format__", "__bool__", "__float__", "__int__", "__index__"),
+    *("__contains__", "retain_grad", "register_hook", "__array__", "__setitem__", "__deepcopy__", "data_ptr"),
+    *("allclose", "equal", "assert_close", "__reduce_ex__"),
+}
+"""Properties and functions that ask for values."""

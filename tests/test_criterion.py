@@ -1,0 +1,151 @@
+"""A loss that the user's loop computes of what the module returns trains like one inside, at the same cost."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.again import Again
+from autopar.calls import Call
+from autopar.capture import capture
+from autopar.errors import ArgumentError
+from autopar.mesh import make_mesh
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.plan import TrainConfig
+from autopar.reference import buffers_of, parameters_of
+from autopar.runtime import DistributedModule, count_messages
+from autopar.search.known.random_plan import random_plan
+from tests.process_group import ranks
+from tests.runtime_cases import whole
+
+ROWS, WIDTH, CLASSES = 8, 12, 6
+
+
+class Classifier(nn.Module):
+    """A model without a loss; batch norm says whether it ran once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(self.up(x)).relu())
+        return result
+
+
+def cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, ignore_index=0)
+
+
+def smoothed(output: Tensor, y: Tensor) -> Tensor:
+    """Several functions of torch, and a tensor of its own."""
+    rows = torch.arange(len(y))
+    chosen = output.log_softmax(-1)[rows, y]
+    return (-(chosen * torch.linspace(0.5, 1.5, len(y)).double())).mean() + 0.01 * output.square().mean()
+
+
+def made() -> tuple[Classifier, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Classifier().double(), torch.randn(ROWS, WIDTH).double(), torch.randint(0, CLASSES, (ROWS,))
+
+
+def distributed(seed: int, criterion: Callable[..., Any]) -> DistributedModule:
+    own, x, y = made()
+    loss_fn = lambda output, batch: criterion(output, batch[1])  # noqa: E731
+    captured = capture(own, (x, y), loss_fn=loss_fn)
+    plan = random_plan(captured, make_mesh((2, 2)), random.Random(seed))
+    plan = replace(plan, config=TrainConfig(precision="fp64"))
+    values = {**parameters_of(captured, own), **buffers_of(captured, own)}
+    captor = Again(
+        model=own,
+        plans=[plan],
+        planned=[captured],
+        precision="fp64",
+        call=Call(args=(x, y), bare=True),
+        loss_fn=loss_fn,
+    )
+    return DistributedModule(insert_collectives(captured, plan), values, captor=captor, bare=True)
+
+
+def check_gradients(module: nn.Module, eager: nn.Module) -> None:
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(whole(module.get_parameter(name).grad), parameter.grad, rtol=1e-9, atol=1e-13)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(module.get_buffer(name), buffer)
+    module.zero_grad()
+    eager.zero_grad()
+
+
+def outside(seed: int, name: str) -> None:
+    criterion = {"cross_entropy": cross_entropy, "smoothed": smoothed}[name]
+    module, (eager, x, y) = distributed(seed, criterion), made()
+    with count_messages(module) as inside:
+        module(x, y).backward()
+    eager_loss = criterion(eager(x), y)
+    eager_loss.backward()
+    check_gradients(module, eager)
+    for step in range(2):
+        with count_messages(module) as sent:
+            loss = criterion(module(x + step), y)
+            loss.backward()
+        more = {
+            key: found
+            for key, found in sent.items()
+            if not all(a <= b for a, b in zip(found, inside[key], strict=True))
+        }
+        assert not more, f"{sent} outside, {inside} inside"  # labels that ranks share out are sliced of whole ones
+        wanted = criterion(eager(x + step), y)
+        wanted.backward()
+        assert loss.item() == pytest.approx(float(wanted.detach()), rel=1e-12)
+        check_gradients(module, eager)
+
+
+@pytest.mark.parametrize(
+    ("seed", "name"), [(0, "cross_entropy"), (1, "cross_entropy"), (2, "smoothed"), (3, "smoothed")]
+)
+def test_a_criterion_outside_is_the_loss_inside_at_its_cost(seed: int, name: str) -> None:
+    ranks(4).run(outside, seed, name)
+
+
+def loops() -> None:
+    """What loops do with outputs, in every order."""
+    module, (eager, x, y) = distributed(0, cross_entropy), made()
+    found, wanted = module(x), eager(x)  # a metric first, then the loss
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype and found.requires_grad and len(found) == ROWS
+    assert int((found.argmax(-1) == y).sum()) == int((wanted.argmax(-1) == y).sum())
+    loss, expected = cross_entropy(found, y) / 2, cross_entropy(wanted, y) / 2
+    assert f"{loss:.6f}" == f"{expected:.6f}"
+    loss.backward()
+    expected.backward()
+    check_gradients(module, eager)
+    found, wanted = module(x), eager(x)  # the loss first, then a metric
+    loss, expected = cross_entropy(found, y), cross_entropy(wanted, y)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(found.detach().softmax(-1), wanted.detach().softmax(-1))
+    check_gradients(module, eager)
+    module(x), eager(x)  # nothing of it is read: statistics are written all the same
+    module.eval(), eager.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), eager(x))
+    module.train(), eager.train()
+    own, other = (x.clone().requires_grad_() for _ in range(2))  # gradients of the input
+    module(own).square().sum().backward()
+    eager(other).square().sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
+    check_gradients(module, eager)
+    found, changed = module(x), y.clone()
+    loss = cross_entropy(found, changed)
+    changed.zero_()
+    with pytest.raises(ArgumentError, match="changed in place"):
+        loss.backward()
+
+
+def test_outputs_are_read_in_any_order() -> None:
+    ranks(4).run(loops)
