@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.calls import Call, call_of
 from autopar.captures import Captures, captured_model
-from autopar.checked import check_call
+from autopar.checked import Compared, check_call
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, PlanMismatchError
@@ -133,10 +133,11 @@ def plan(
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
     )
-    checked, turns = "not compared with the module, as was asked", False
+    compared = Compared("not compared with the module, as was asked")
     if check:
         tell("comparing the graph with the module")
-        checked, turns = check_call(model, own_call, loss_fn)
+        compared = check_call(model, own_call, loss_fn)
+    turns = compared.turns
     tell("capturing the model")
 
     def planned(captured: CapturedModel) -> Plan | StagedPlan:
@@ -161,7 +162,10 @@ def plan(
                 raise
             raise InfeasibleError(str(error)) from error  # a schedule may not run so many; others are tried
 
-    captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn, turns=turns)
+    known = compared.known
+    if known is not None and (call is not own_call or config.precision != precision_of(model)):
+        known = None
+    captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn, turns=turns, known=known)
 
     from autopar.search.costs.program import make_program
 
@@ -214,17 +218,17 @@ def plan(
             tell,
             captures.sharing,
         )
-        captured, call = captured_model(model, call, config.precision, loss_fn, found.microbatches, turns=turns)
+        captured, call = captures.microbatch(found.microbatches)
         found = bucketed(found, make_program(captured))
     else:
-        captured, call = captured_model(model, call, config.precision, loss_fn, microbatches, turns=turns)
+        captured, call = captures.microbatch(microbatches)
         found = bucketed(planned(captured), make_program(captured))
     from autopar.staged_model_plan import staged_model_plan
 
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven
 
-        part_at = lambda count: captured_model(model, call, config.precision, loss_fn, count, turns=turns)[0]  # noqa: E731
+        part_at = lambda count: captures.microbatch(count)[0]  # noqa: E731
         more = part_at if microbatches == "auto" and not searched else None
         found, captured = best_woven(found, captured, machine, planned, more, tell=tell)
     if overlap is not None:
@@ -241,7 +245,7 @@ def plan(
             batch=call.batch() if is_open else None, capture=captures.at, is_asked=is_asked, seconds=seconds, tell=tell,
         )  # fmt: skip
     values = values_of(captured, model)
-    about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=checked)
+    about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=compared.words)
     return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
 
 

@@ -21,7 +21,8 @@ from autopar.precision import PRECISIONS, Precision, computed_twin, has_dtype, w
 
 @dataclass(slots=True, kw_only=True)
 class Captures:
-    """The graphs of a model by batch size. bare: what the model was last seen to return, see `Call`."""
+    """The graphs of a model by batch size. bare: what the model was last seen to return, see `Call`. known: the graph
+    of the call, if it was captured before, and the call as it was seen."""
 
     model: nn.Module
     call: Call
@@ -29,6 +30,7 @@ class Captures:
     loss_fn: Callable[..., Any] | None = None
     bare: bool = False
     turns: bool = False
+    known: tuple[CapturedModel, Call] | None = None
     _layers: tuple[Repeat, ...] | None = None
 
     def at(self, size: int | None) -> CapturedModel:
@@ -45,7 +47,15 @@ class Captures:
             self._layers = alike_layers(model, call.args, call.kwargs, loss_fn=self.loss_fn)
         return lambda size: self._captured(self.call.with_batch(size), self._layers)[0]
 
+    def microbatch(self, count: int) -> tuple[CapturedModel, Call]:
+        """The graph of one of so many micro-batches, and the call with what it was seen to return."""
+        if count == 1 and self.known is not None:
+            return self.known
+        return captured_model(self.model, self.call, self.precision, self.loss_fn, count, turns=self.turns)
+
     def _captured(self, call: Call, layers: tuple[Repeat, ...] | None) -> tuple[CapturedModel, Call]:
+        if call is self.call and self.known is not None:
+            return self.known
         return captured_model(self.model, call, self.precision, self.loss_fn, layers=layers, turns=self.turns)
 
 

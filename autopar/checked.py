@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,17 @@ FEW, TOKENS = 4, 64
 """Samples, and tokens a sample where the model says how many, of a model that is built to be compared."""
 
 
-def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> tuple[str, bool]:
-    """Compare `model` with its graph on `call`, or on as many of its samples as take little time.
+class Compared(NamedTuple):
+    """What was compared, in a line; whether forward decides on buffers that its first call turns, once; and the graph
+    of the call with the call as it was seen, in the precision of the model, if it was traced."""
 
-    Returns what was compared, and whether forward decides on buffers that its first call turns, once.
+    words: str
+    turns: bool = False
+    known: tuple[CapturedModel, Call] | None = None
+
+
+def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> Compared:
+    """Compare `model` with its graph on `call`, or on as many of its samples as take little time.
 
     Args:
         model: in its own dtype.
@@ -47,24 +54,26 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         CaptureError, NoLossError: if the model cannot be captured, or itself fails.
     """
     if reason := not_checkable(model, call.args, call.kwargs):
-        return f"not compared with the module: {reason}", False
+        return Compared(f"not compared with the module: {reason}")
     try:
         precision = precision_of(model)
     except ArgumentError:
-        return "not compared with the module: its parameters are of several dtypes", False
+        return Compared("not compared with the module: its parameters are of several dtypes")
     run_before(model, call, loss_fn)
     turns = False
     try:
-        captured, _ = captured_model(model, call, precision, loss_fn)
+        known = captured_model(model, call, precision, loss_fn)
     except TurningFlagError:
         turns = True
-        captured, _ = captured_model(model, call, precision, loss_fn, turns=True)
+        known = captured_model(model, call, precision, loss_fn, turns=True)
+    captured = known[0]
     batch, flops = call.batch(), flops_of(captured)
     samples = batch
     if flops > FLOPS:
         samples = int((batch or 1) * FLOPS / flops)
         if batch is None or samples < 1:
-            return f"not compared with the module: one sample takes {flops / (batch or 1):.0e} operations", False
+            words = f"not compared with the module: one sample takes {flops / (batch or 1):.0e} operations"
+            return Compared(words, turns, known)
         call = first_samples(call, samples)
         captured, _ = captured_model(model, call, precision, loss_fn, turns=turns)
 
@@ -79,7 +88,7 @@ def check_call(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None 
         f"compared with the module{of}, {precision}: loss, gradients and state of two calls differ by at most "
         f"{max(errors, default=0.0):.0e} (relative)"
     )
-    return words, turns
+    return Compared(words, turns, known)
 
 
 def run_before(model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -117,7 +126,7 @@ def check_spec(
         )
     except (ModelSpecError, ArgumentError) as error:
         return f"not compared with the module, which cannot be built on the CPU: {error}"
-    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs))[0]
+    return check_call(loaded.model, Call(args=loaded.args, kwargs=loaded.kwargs)).words
 
 
 def first_samples(call: Call, count: int) -> Call:

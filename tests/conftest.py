@@ -27,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.fixture(scope="session")
+def copied_processes() -> None:
+    """For tests of what starts processes itself: they are copies of the one that ranks are copies of."""
+    from tests.process_group import begin_copying
+
+    begin_copying()
+
+
 def pytest_collection_finish() -> None:
     """What is imported stays. To look for cycles in it again and again took a seventh of all time.
 

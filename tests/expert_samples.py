@@ -1,8 +1,7 @@
 """Sample calls of a mixture's layer, of one or two leading dims, and of a mask of groups of experts."""
 
-from op_sample import Input, Sample, X, aten
-
 from autopar.ops.grouped_linear import grouped_linear
+from tests.op_sample import Input, Sample, X, aten
 
 
 def _sample(title: str, x: tuple[int, ...], k: int, weight: tuple[int, int, int], frozen: str = "") -> Sample:

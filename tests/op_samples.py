@@ -4,13 +4,13 @@ import operator
 from typing import Any
 
 import torch
-from expert_samples import EXPERTS
-from op_sample import Input, Sample, X, aten
-from random_samples import RANDOM
 
 from autopar.ops.attention import attention
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
+from tests.expert_samples import EXPERTS
+from tests.op_sample import Input, Sample, X, aten
+from tests.random_samples import RANDOM
 
 
 def _floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:

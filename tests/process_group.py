@@ -17,15 +17,18 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.launch import environment, meeting_place
+
 PRELOADED = [
     *("torch.distributed.tensor", "torch.testing", "pytest", "tests.search_cases", "tests.zoo"),
-    *("autopar.runtime", "autopar.runtime.peak_memory", "autopar.verification", "autopar.calibration.measure"),
+    *("autopar.runtime", "autopar.runtime.peak_memory", "autopar.verification.run", "autopar.calibration.measure"),
     *("autopar.search.known.baselines", "autopar.search.known.random_plan"),
 ]
 """Imported once for all ranks: what their functions need takes each of them two seconds, were it to import it."""
@@ -43,6 +46,12 @@ def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def begin_copying() -> None:
+    """Start the process that all are copies of, those too that are started otherwise than here."""
+    _context()
+    forkserver.ensure_running()
 
 
 class Pool:
@@ -125,6 +134,38 @@ class Ranks:
 
 def ranks(world: int) -> Ranks:
     return Ranks(world)
+
+
+def run_apart(world: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[tuple[int, Any]]:
+    """`function(tell, *args)` in processes of a launcher, which join by themselves and may die: how each ended, and the
+    last that it told."""
+    store, started = meeting_place(), []
+    for rank in range(world):
+        here, there = _context().Pipe(duplex=False)
+        own = environment(rank, world, store.port) | {"GLOO_SOCKET_IFNAME": "lo"}
+        process = _context().Process(target=_apart, args=(own, there, function, args), daemon=True)
+        process.start()
+        there.close()
+        started.append((process, here))
+    deadline, ended = time.monotonic() + timeout, []
+    try:
+        for process, here in started:
+            process.join(max(1.0, deadline - time.monotonic()))
+            told = None
+            with contextlib.suppress(EOFError):
+                while here.poll():
+                    told = here.recv()
+            ended.append((process.exitcode, told))
+    finally:
+        for process, _ in started:
+            process.kill()
+    return ended
+
+
+def _apart(own: dict[str, str], pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(own)
+    torch.set_num_threads(1)
+    function(pipe.send, *args)
 
 
 @atexit.register

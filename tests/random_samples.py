@@ -1,10 +1,9 @@
 """Sample calls of ops that draw random numbers."""
 
-from op_sample import Input, Sample, X
-
 from autopar.ops.drawn import drawn
 from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 from autopar.ops.noise import noise
+from tests.op_sample import Input, Sample, X
 
 RANDOM = (
     Sample(name="dropout", target=dropout, args=(X(0), 0.4), kwargs={"site": 5}, inputs=(Input(shape=(4, 6, 5)),)),

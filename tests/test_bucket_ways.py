@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from test_runtime_train_step import exported, train_distributed, train_whole
 
+import tests.runtime_cases as cases
 from autopar.cluster import Cluster, load_cluster
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
@@ -32,6 +31,7 @@ from autopar.search.known.random_plan import random_buckets, random_plan, random
 from autopar.search.timeline.buckets import with_buckets
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
+from tests.process_group import ranks
 from tests.search_cases import captured_of, exact_of, program_of
 from tests.zoo import zoo
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from test_runtime_train_step import PLANS, exported, train_distributed, train_whole
 
+import tests.runtime_cases as cases
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
@@ -27,6 +26,7 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.timeline import buckets
 from autopar.search.timeline.buckets import choose_buckets, with_buckets
+from tests.process_group import ranks
 from tests.search_cases import captured_of, machine, program_of
 
 

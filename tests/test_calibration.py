@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_group import ranks
 
 from autopar.api import plan
 from autopar.calibration.check import check_ranks, compared, median_errors
@@ -31,6 +30,9 @@ from autopar.cost_models.links import axis_links
 from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError, MeshError, RankError
 from autopar.link import Line, LinkLevel
+from tests.process_group import ranks
+
+pytestmark = pytest.mark.usefixtures("copied_processes")
 
 SIZES = sizes_between(1 << 10, 64 << 20, 13)
 

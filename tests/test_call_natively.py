@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from op_sample import Sample, as_results
-from op_samples import SAMPLES
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.call_natively import call_natively, native
+from tests.op_sample import Sample, as_results
+from tests.op_samples import SAMPLES
 
 aten = torch.ops.aten
 BOUND = [sample for sample in SAMPLES if native(sample.target) is not sample.target]

@@ -19,6 +19,8 @@ from autopar.models import load_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.staged_model_plan import staged_model_plan
 
+pytestmark = pytest.mark.usefixtures("copied_processes")
+
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

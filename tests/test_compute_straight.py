@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from process_group import ranks
 from test_peak_memory import case, measured
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
 from autopar.serialize import dump
+from tests.process_group import ranks
 from tests.search_cases import captured_of, machine, program_of
 
 EXTRA = torch.tensor([3.0, 4.0], dtype=torch.float64)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from process_group import ranks
 from test_api import inputs, make
 
 import autopar
 from autopar.decorator import OPTIONS
 from autopar.errors import ArgumentError
 from autopar.staged_model_plan import StagedModelPlan
+from tests.process_group import ranks
 
 STEPS = 2
 BATCH = 8

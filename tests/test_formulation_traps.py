@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from strategy_graphs import random_graph
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -44,6 +43,7 @@ from autopar.search.graph.strategy_graph import (
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.planner import make_plan
 from tests.search_cases import machine, pricer_of, program_of
+from tests.strategy_graphs import random_graph
 
 OVER = 1.02
 """By how much a plan's own walk may hold more than the graph counted (test_search_recompute)."""

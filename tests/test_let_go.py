@@ -5,15 +5,15 @@ import gc
 import weakref
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor
 
+import tests.runtime_cases as cases
 from autopar.errors import ArgumentError
 from autopar.ops.groups import use_groups
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Prepared
+from tests.process_group import ranks
 
 
 def forgotten(plan: Plan) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from process_group import ranks
 from test_pipeline_memory import case
 from torch import Tensor, fx, nn
 
@@ -25,6 +24,7 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import peaks_of_actions
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from tests.process_group import ranks
 from tests.search_cases import machine
 
 Peaks = list[tuple[int, int]]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,6 +39,7 @@ from autopar.search.known.random_plan import random_cuts, random_plan, random_st
 from autopar.serialize import dump, load
 from autopar.staged_plan import staged_plan_from_json
 from autopar.verification import reference_gradients
+from tests.process_group import ranks
 from tests.runtime_cases import whole as whole_of
 from tests.search_cases import machine
 from tests.test_peak_memory import measured

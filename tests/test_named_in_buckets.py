@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import runtime_cases as cases
-from search_cases import machine, program_of
 
 import autopar
+import tests.runtime_cases as cases
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
@@ -15,6 +14,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
+from tests.search_cases import machine, program_of
 
 ROOM = 1e12
 

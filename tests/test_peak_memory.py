@@ -8,7 +8,6 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import ranks
 from torch import Tensor
 
 from autopar.graph import CapturedModel
@@ -35,6 +34,7 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
 from autopar.serialize import dump, load
 from autopar.verification import Check
+from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import runtime_cases as cases
-from process_group import ranks
 from torch.distributed import pipelining
-from word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 import autopar
+import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError, RankError
 from autopar.passes.split_stages import owners, split_stages
 from autopar.placement import INVARIANT, Layout
 from autopar.staged_plan import staged_plan_from_json
+from tests.process_group import ranks
+from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 
 def refusals(texts: list[str]) -> list[str]:

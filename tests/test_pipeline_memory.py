@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +29,7 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer, stage_memory
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
 

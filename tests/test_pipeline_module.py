@@ -9,13 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
-from word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 import autopar
+import tests.runtime_cases as cases
 from autopar.calls import Call
 from autopar.captures import captured_model
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
@@ -36,6 +34,8 @@ from autopar.runtime import (
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.staged_model_plan import StagedModelPlan, staged_model_plan
 from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from tests.process_group import ranks
+from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
 STEPS = 2
 

@@ -3,9 +3,10 @@
 Loss, every gradient on every rank, buffers, and every byte that collectives and stages send.
 """
 
-import pipeline_cases as cases
 import pytest
-from process_group import ranks
+
+import tests.pipeline_cases as cases
+from tests.process_group import ranks
 
 # schedule, mesh of a stage, pipeline ranks, stages, micro-batches
 SHAPES = [

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_cases import pricer_of
 from test_programs_alike import fields_of
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.joint.programs import Programs
 from autopar.search.staged.stages import block_starts, starts_of
+from tests.search_cases import pricer_of
 from tests.zoo import SPLIT_FAMILIES
 from tests.zoo_graphs import zoo_graph
 

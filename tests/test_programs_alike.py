@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from search_cases import captured_of
 
 from autopar.search.costs import program as programs
 from autopar.search.costs.program import Op, make_program
+from tests.search_cases import captured_of
 from tests.zoo import FAMILIES
 
 

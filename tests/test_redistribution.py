@@ -10,8 +10,6 @@ from collections import Counter
 
 import pytest
 import torch
-from dealing import Parts, axis_product, collect, deal, whole_numbers
-from process_group import ranks
 from torch import Tensor
 
 from autopar.mesh import Mesh, make_mesh
@@ -20,6 +18,8 @@ from autopar.passes.collective_call import collective_call
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, Shard, parse_layout
 from autopar.redistribution import TABLE, Step, is_possible, messages, route, steps_from
 from autopar.runtime.groups import build_groups
+from tests.dealing import Parts, axis_product, collect, deal, whole_numbers
+from tests.process_group import ranks
 
 PLACEMENTS: tuple[Placement, ...] = (Shard(0), Shard(1), REPLICATE, INVARIANT, PARTIAL)
 Chain = tuple[Step, ...]

@@ -6,12 +6,11 @@ from math import nan, prod
 from typing import Any
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tests.runtime_cases as cases
 from autopar.capture import capture
 from autopar.graph import CapturedModel, Rider
 from autopar.mesh import make_mesh
@@ -26,6 +25,7 @@ from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices
 from autopar.runtime import count_messages
 from autopar.search.known.baselines import make_baseline
+from tests.process_group import ranks
 from tests.search_cases import machine
 
 

@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
-from op_sample import Input, Sample, X, as_results, aten
-from op_samples import SAMPLES
 from torch import Tensor, fx
 
 from autopar.graph import operands
@@ -18,6 +15,9 @@ from autopar.ops.random import Draws, use_draws
 from autopar.rules.describe import result_values
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Choice, Rule, choices, is_splittable, layouts, localized
+from tests.law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
+from tests.op_sample import Input, Sample, X, as_results, aten
+from tests.op_samples import SAMPLES
 
 Case = tuple[Mesh, tuple[Choice, ...]]
 DRAWS = Draws(seed=1, step=2, exact=True)

@@ -1,15 +1,15 @@
 """Bodies that communicate: right on every rank, and sending exactly the messages that their rule predicts."""
 
 import pytest
-from op_sample import Sample
-from op_samples import SAMPLES
-from ranks_in_threads import run_in_threads
 from test_rules import cases, check, local_of
 
 from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
 from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
+from tests.op_sample import Sample
+from tests.op_samples import SAMPLES
+from tests.ranks_in_threads import run_in_threads
 
 COMMUNICATING = [s for s in SAMPLES if rule_of(s.node()).messages is not None]
 

@@ -3,8 +3,6 @@
 import operator
 
 import torch
-from op_sample import Input, Sample, X
-from op_samples import SAMPLES
 
 from autopar.mesh import make_mesh
 from autopar.ops.batch_norm import batch_norm
@@ -25,6 +23,8 @@ from autopar.rules import (
 from autopar.rules import random as random_rules
 from autopar.rules.registry import RULES, resolve, result_index, rule_of
 from autopar.rules.rule import choices, is_splittable
+from tests.op_sample import Input, Sample, X
+from tests.op_samples import SAMPLES
 
 MODULES = (
     *(

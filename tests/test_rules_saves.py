@@ -7,9 +7,6 @@ import math
 
 import pytest
 import torch
-from op_sample import Sample
-from op_samples import SAMPLES
-from ranks_in_threads import run_in_threads
 from test_rules import local_of
 
 from autopar.graph import operands
@@ -17,6 +14,9 @@ from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.registry import RULES, rule_of
 from autopar.rules.rule import choices
+from tests.op_sample import Sample
+from tests.op_samples import SAMPLES
+from tests.ranks_in_threads import run_in_threads
 
 # Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
 # a gradient, three dims or one head for all.

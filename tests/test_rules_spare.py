@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from op_sample import Sample
-from op_samples import SAMPLES
 
 from autopar.graph import operands
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.registry import rule_of
 from autopar.rules.spare import BACKWARD, gives_all, handed_on, short_name, spare
 from autopar.runtime.peak_memory import PeakMemory
+from tests.op_sample import Sample
+from tests.op_samples import SAMPLES
 
 LARGE = 200
 """Bytes: in samples below, scalars and rows weigh as much as tensors."""

@@ -1,24 +1,21 @@
 """Ranks that do not mean the same, fail, or die: an error on every rank, soon, that says which rank and what."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch.distributed as dist
-from process_group import ranks
 
+import tests.runtime_cases as cases
 from autopar.errors import MeshError, RankError
 from autopar.mesh import make_mesh
 from autopar.plan import Plan
 from autopar.runtime import init
 from autopar.runtime.agreement import agree, compare, failing_together, shared_number
 from autopar.runtime.groups import build_groups
+from tests.process_group import ranks, run_apart
 
 
 def test_what_differs_is_named() -> None:
@@ -98,54 +95,21 @@ def test_init_outside_of_torchrun_says_how_to_start(monkeypatch: pytest.MonkeyPa
         init()
 
 
-DYING = """
-import json, os, signal, sys
-sys.path.insert(0, "tests")
-import runtime_cases as cases
-from autopar.errors import RankError
-from autopar.runtime import init
-
-init(timeout_seconds=20)
-module = cases.distributed(cases.data_parallel((2,)))
-module(**cases.batch(0)).backward()
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    for step in range(100):
-        module(**cases.batch(step)).backward()
-except RankError as error:
-    print(json.dumps(str(error)))
-"""
+def dying(tell: Callable[[str], None]) -> None:
+    init(timeout_seconds=20)
+    module = cases.distributed(cases.data_parallel((2,)))
+    module(**cases.batch(0)).backward()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(100):
+            module(**cases.batch(step)).backward()
+    except RankError as error:
+        tell(str(error))
 
 
-def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_an_error_for_the_others() -> None:
     """Two processes of their own, started as a launcher would; within seconds the survivor knows which group broke."""
-    port = str(free_port())
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).resolve().parents[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", DYING],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert processes[1].returncode == -signal.SIGKILL, outputs[1]
-    assert processes[0].returncode == 0, outputs[0]
-    text = json.loads(outputs[0][0])
+    (code, text), killed = run_apart(2, dying, timeout=120)
+    assert killed == (-signal.SIGKILL, None) and code == 0 and text is not None
     assert "rank 0" in text and "axis data" in text and "[0, 1]" in text and "died" in text
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import tests.runtime_cases as cases
 from autopar.errors import OptimizerError, PlanMismatchError
 from autopar.plan import Plan
 from autopar.runtime import load, save
+from tests.process_group import ranks
 
 State = dict[str, Tensor]
 

@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch.utils.data import DataLoader, Dataset
 
+import tests.runtime_cases as cases
 from autopar.errors import BatchError
 from autopar.placement import parse_layout
 from autopar.plan import Plan
 from autopar.runtime import DistributedBatchSampler, LocalBatch
+from tests.process_group import ranks
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from process_group import ranks
 
 from autopar.capture import capture
 from autopar.errors import DataCheckError, PlanMismatchError
@@ -14,6 +13,7 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.known.random_plan import random_plan
 from tests.branching_models import CHECKS, KNOWN, Asking
+from tests.process_group import ranks
 
 
 def distributed(model: Asking, inputs: dict[str, torch.Tensor]) -> DistributedModule:

@@ -4,12 +4,11 @@ import copy
 from typing import Any
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import LocalModel
 from autopar.passes.insert_collectives import insert_collectives
@@ -17,6 +16,7 @@ from autopar.passes.predict import predicted_messages
 from autopar.placement import parse_layout
 from autopar.plan import Plan
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
+from tests.process_group import ranks
 
 STEPS, MICRO_BATCHES = 3, 2
 Trained = tuple[list[float], list[float], dict[str, Tensor]]

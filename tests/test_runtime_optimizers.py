@@ -9,15 +9,15 @@ import warnings
 from unittest.mock import patch
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 
+import tests.runtime_cases as cases
 from autopar.errors import OptimizerError
 from autopar.plan import Plan
 from autopar.runtime import check_optimizer
 from autopar.runtime.optimizers import REFUSED
+from tests.process_group import ranks
 
 OPTIMIZERS = sorted(
     name

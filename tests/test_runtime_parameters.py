@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from process_group import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +22,7 @@ from autopar.runtime.parameters import (
     to_dtensor,
     torch_placements,
 )
+from tests.process_group import ranks
 
 
 def stored_layouts(mesh: Mesh, rank: int) -> list[Layout]:

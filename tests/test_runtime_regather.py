@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from process_group import ranks
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,6 +14,7 @@ from autopar.ops.collectives import all_gather, pad_dim
 from autopar.ops.groups import use_groups
 from autopar.ops.regather import pack, regathering
 from autopar.runtime.groups import build_groups
+from tests.process_group import ranks
 
 AXES = ("data", "model")
 

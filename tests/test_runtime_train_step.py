@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from torch import Tensor
 
+import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError
 from autopar.passes.predict import predicted_messages
 from autopar.placement import Layout, Shard
 from autopar.plan import Plan
 from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
+from tests.process_group import ranks
 
 STEPS = 2
 

@@ -4,11 +4,10 @@ parts are those of its keys, and what contradicts itself, the model or the clust
 from dataclasses import replace
 from functools import lru_cache
 
-import pipeline_cases as cases
 import pytest
-from process_group import ranks
 from torch import nn
 
+import tests.pipeline_cases as cases
 from autopar import api
 from autopar.calls import Call
 from autopar.captures import captured_model
@@ -35,6 +34,7 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.staged_buckets import stages_in_buckets
 from autopar.staged_model_plan import StagedModelPlan
 from autopar.staged_plan import StagedPlan
+from tests.process_group import ranks
 from tests.search_cases import machine
 from tests.zoo import zoo
 

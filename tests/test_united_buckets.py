@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import runtime_cases as cases
 import torch
-from process_group import ranks
 from test_buckets_trained import deep
 from test_runtime_train_step import train_distributed, train_whole
 
+import tests.runtime_cases as cases
 from autopar.cluster import Cluster, load_cluster
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
@@ -29,6 +28,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.timeline import buckets
 from autopar.search.timeline.buckets import bucketed, used_last, with_buckets
 from tests.plans_in_threads import errors_of, one_process
+from tests.process_group import ranks
 from tests.search_cases import captured_of, exact_of, machine, program_of
 from tests.zoo import zoo
 

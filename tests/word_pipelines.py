@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
-import runtime_cases as cases
 from torch import Tensor, nn
 
+import tests.runtime_cases as cases
 from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
 from autopar.reference import buffers_of, parameters_of

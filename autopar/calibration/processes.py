@@ -4,7 +4,6 @@ Each process joins the others over the loopback and keeps to one thread, as rank
 fails ends the run: its error is raised here and the others are stopped.
 """
 
-import multiprocessing as mp
 import os
 import time
 import traceback
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RankError
-from autopar.runtime.launch import environment, init, meeting_place
+from autopar.runtime.launch import environment, init, meeting_place, new_processes
 
 Tell = Callable[[str], None]
 """Told what is being done; silent on all ranks but the first."""
@@ -31,7 +30,7 @@ def on_processes(
         AutoparError: of the same type as a rank raised.
         RankError: if a rank dies, raises any other error, or `timeout_seconds` are over.
     """
-    context = mp.get_context("spawn")
+    context = new_processes(__name__)
     store = meeting_place()
     pipes, processes = [], []
     try:

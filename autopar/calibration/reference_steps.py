@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
+from autopar.cluster import Cluster, load_cluster
 from autopar.device import Device
 from autopar.mesh import make_mesh
 from autopar.ops.recompute import again
 from autopar.ops.regather import regathering
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
-from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
 from autopar.search.planner import make_plan
@@ -144,9 +144,14 @@ def predicted_step(device: Device, batch: int, size: str = "small", kind: str = 
     program, plan = planned(batch, size, kind == "in pieces")
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
-    cluster = replace(load_cluster("1xcpu"), device=device)
-    charges, _ = itemised(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    cluster = replace(_one_device(), device=device)
+    charges = charges_of(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
     return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
+
+
+@cache
+def _one_device() -> Cluster:
+    return load_cluster("1xcpu")
 
 
 def run_again(program: Program) -> frozenset[str]:

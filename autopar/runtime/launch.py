@@ -1,5 +1,6 @@
 """How does a process join the others? From torchrun's environment, with a bound on how long it waits for them."""
 
+import multiprocessing as mp
 import os
 from datetime import timedelta
 from typing import Any
@@ -66,12 +67,23 @@ def meeting_place() -> Any:
     return untyped.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def new_processes(module: str) -> Any:
+    """How `multiprocessing` starts processes for this machine's CPU: as copies of one that has imported this module
+    where there can be any, for torch takes each some seconds. They are to be told what the environment is by now."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """Of one of `world` new processes on this machine that meet at a store served at this port, as torchrun sets it."""
+    """Of one of `world` new processes on this machine that meet at a store served at this port: this one's, and what
+    torchrun sets."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     served = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in (ranks | store | served).items()}
+    return {**os.environ, **{name: str(value) for name, value in (ranks | store | served).items()}}
 
 
 def _ready() -> torch.device:

@@ -25,7 +25,7 @@ from autopar.errors import ArgumentError, MeshError, RankError
 from autopar.graph import CapturedModel
 from autopar.oracle import Step
 from autopar.plan import Plan, plan_from_json
-from autopar.runtime.launch import environment, meeting_place
+from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.serialize import dump, load
 from autopar.staged_plan import StagedPlan, is_staged, staged_plan_from_json
 from autopar.verification.check import Check, merge
@@ -76,11 +76,13 @@ def verify_plans(
             torch.save([asdict(step) for step in wanted], folder / "wanted.pt")
         (folder / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
         world = sizes.pop()
-        context = mp.get_context("spawn")
+        context = new_processes(__name__) if device == "cpu" else mp.get_context("spawn")  # no GPU survives a copy
         store = meeting_place()
         with _quiet_threads():
             processes = [
-                context.Process(target=_worker, args=(rank, world, str(folder), store.port, device), daemon=True)
+                context.Process(
+                    target=_worker, args=(environment(rank, world, store.port), str(folder), device), daemon=True
+                )
                 for rank in range(world)
             ]
             for process in processes:
@@ -130,7 +132,7 @@ def _results(
         yield pickle.loads(file.read_bytes())
 
 
-def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> None:
+def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> None:
     """One rank: checks plan after plan; rank 0 writes the results."""
     import torch.distributed as dist
 
@@ -138,7 +140,8 @@ def _worker(rank: int, world: int, folder_name: str, port: int, device: str) -> 
 
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # convolutions would be off by more than float32 is
-    os.environ.update(environment(rank, world, port))
+    os.environ.update(environment)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda" and torch.cuda.device_count() >= world:
         own = init(backend="nccl", timeout_seconds=100)
     else:

@@ -131,6 +131,13 @@ def itemised(
     return list(charges), Live(plan, program, pricer, journeys, replays)
 
 
+def charges_of(plan: Plan, program: Program, pricer: Pricer) -> list[Charge]:
+    """The seconds of `itemised`, and no bytes."""
+    plan, program = running(plan, program)
+    journeys = make_journeys(program, plan, pricer)
+    return list(_charges(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys)))
+
+
 def peak_nbytes(plan: Plan, program: Program, pricer: Pricer) -> float:
     """Most bytes at once, and nothing of what a step takes."""
     live = find_live(plan, program, pricer).bytes

@@ -30,7 +30,7 @@ from autopar.graph import CapturedModel, requires_grad
 from autopar.passes.split_stages import owners, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.evaluate import charges_of, itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Op, Program, make_program
 from autopar.search.costs.runs import find_runs
@@ -154,7 +154,7 @@ def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -
         raise InfeasibleError(f"{num_stages} stages need as many blocks; {program.captured.name} has {len(starts) + 1}")
     positions, begins = {op.name: op.position for op in program.ops}, np.array(start_positions(program))
     seconds = np.zeros(len(starts) + 1)
-    for charge in itemised(plan, program, pricer)[0]:
+    for charge in charges_of(plan, program, pricer):
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             continue
         position = positions.get(charge.name)
