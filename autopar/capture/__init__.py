@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopar.capture.counted import Decisions
+from autopar.capture.counted import Decisions, ReadError
 from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
@@ -24,7 +24,15 @@ from autopar.capture.loss import LossModule, unwatched
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
-from autopar.capture.python_state import Change, Constants, Snapshot, drawn_at, next_begin
+from autopar.capture.python_state import (
+    Change,
+    Constants,
+    Snapshot,
+    asked_begin,
+    line_of_change,
+    line_of_draw,
+    next_begin,
+)
 from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
@@ -86,45 +94,64 @@ def _check_state(
     """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
     name, state = captured.name, module.python
     if state.moved:
-        where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or name
+        where = line_of_draw(lambda: _run_on_fakes(model, module, tensors)) or name
         raise CaptureError(
             f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
             "call; draw from torch's, as a tensor"
         )
     if not state.changes:
         return
-    constants = Constants()
+    constants, decisions = Constants(), Decisions()
     with suppress(Exception):
         _run_on_fakes(model, module, tensors, constants)
-    changes, decisions = state.changes, Decisions()
-    if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
-        raise _changing(changes[0])
-    for other in decisions.others:
-        decisions = Decisions(flipped=other)
-        if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
-            raise _changing(changes[0])
+    changes = state.changes
+    state.begin = begin = next_begin(changes, constants, decisions)
+    try:
+        _run_on_fakes(model, module, tensors)
+    except ReadError:
+        raise _changing(model, module, tensors, changes, decisions) from None
+    except Exception as error:
+        logger.info("%s: a second run on fake tensors failed: %s", name, error)
+    finally:
+        state.begin = []
+    changing = state.changes
+    reported = [next((c for c in changes if c.holder is again.holder), again) for again in changing] or changes
+    flip: tuple[int | None, ...] = (None,)
+    while flip:
+        decisions = Decisions(flipped=flip[0])
+        begin = next_begin(changes, constants, decisions)
+        try:
+            begin += asked_begin(changing, state.reached(model), decisions)
+        except CaptureError:
+            raise _changing(model, module, tensors, reported, decisions) from None
+        state.begin = begin
+        try:
+            is_same = is_same_graph(captured, _captured(model, module, tensors, name, repeats))
+        except ReadError:
+            is_same = False
+        finally:
+            state.begin = []
+        if not is_same or decisions.refused is not None:
+            raise _changing(model, module, tensors, reported, decisions)
+        flip = decisions.others if flip == (None,) else flip[1:]
 
 
-def _stays(
+def _changing(
     model: nn.Module,
     module: LossModule,
     tensors: Sequence[tuple[str, Tensor]],
-    captured: CapturedModel,
-    repeats: tuple[Repeat, ...] | None,
-    begin: list[Change],
-) -> bool:
-    """Whether a call that begins with other attributes computes what `captured` does."""
-    module.python.begin = begin
-    try:
-        return is_same_graph(captured, _captured(model, module, tensors, captured.name, repeats))
-    finally:
-        module.python.begin = []
-
-
-def _changing(change: Change) -> CaptureError:
+    changes: Sequence[Change],
+    decisions: Decisions,
+) -> CaptureError:
+    """What goes on changing, and where."""
+    read = decisions.refused
+    known = [change for change in changes if read is not None and read.label.startswith(change.label)]
+    change = (known or list(changes))[0]
+    where = line_of_change(lambda: _run_on_fakes(model, module, tensors), change) or type(model).__name__
+    reads = "computes otherwise with it" if read is None else f"reads it ({read.where})"
     return CaptureError(
-        f"{change.where()} changes from call to call ({change.was!r}, then {change.value!r}), and forward computes "
-        "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+        f"{where}: {change}, and forward {reads}, so one graph cannot stand for the model; keep it in a buffer, and "
+        "compute with that"
     )
 
 
@@ -263,7 +290,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     about values is answered."""
     questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
     module.watch = questions.asked
-    before = Snapshot(model)  # torch.export puts copies of containers in their place
+    before = Snapshot(module.python.reached(model))  # torch.export puts copies of containers in their place
     try:
         with (
             torch.random.fork_rng(devices=[]),

@@ -194,6 +194,38 @@ def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> 
     return None
 
 
+def statement_in(frame: FrameType) -> ast.stmt | None:
+    """The innermost statement that runs in a frame; None where its source is not known."""
+    source = _source_of(frame.f_code.co_filename)
+    around = [
+        node
+        for node in (ast.walk(source.tree) if source is not None else ())
+        if isinstance(node, ast.stmt) and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, key=lambda node: (node.lineno, node.col_offset), default=None)
+
+
+def length_asked(frame: FrameType, length: int, answer: Callable[[bool], bool]) -> int | None:
+    """For `len(x)` that is compared in `frame`: a length of which the comparison is as `answer` says, given what it is
+    of `length`; None where the length is used otherwise."""
+    source = _source_of(frame.f_code.co_filename)
+    node = None if source is None else _asked(frame, source)
+    parent = None if source is None or node is None else source.parents.get(node)
+    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1 or type(parent.ops[0]) not in _COMPARED:
+        return None
+    compare, is_left = _COMPARED[type(parent.ops[0])], parent.left is node
+    other = _evaluate(parent.comparators[0] if is_left else parent.left, frame)
+    if isinstance(other, bool) or type(other) not in (int, float):
+        return None
+
+    def holds(number: int) -> bool:
+        return bool(compare(number, other) if is_left else compare(other, number))
+
+    wanted = answer(holds(length))
+    near = (length, int(other), int(other) + 1, int(other) - 1)
+    return next((number for number in near if number >= 0 and holds(number) is wanted), length)
+
+
 def _path(node: ast.AST, top: ast.AST, source: _Source) -> Iterator[ast.AST]:
     """`node` and what is around it, below `top`."""
     while node is not top:

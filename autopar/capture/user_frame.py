@@ -12,7 +12,7 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _OURS, _HERE = Path(__file__).parents[1], Path(__file__).parent
-_MODEL = str(_HERE / "loss.py")
+MODEL = str(_HERE / "loss.py")
 """The file that calls a model."""
 _WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/functional.py", "torch/__init__.py")
 _STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -47,7 +47,7 @@ def innermost(frames: list[tuple[str, int]]) -> str | None:
 
     While a model runs, only what it runs counts: of a library's model, not the line that asked for its capture.
     """
-    calls = [number for number, (name, _) in enumerate(frames) if name == _MODEL]
+    calls = [number for number, (name, _) in enumerate(frames) if name == MODEL]
     inside = frames[calls[-1] + 1 :] if calls else frames
     known = [(Path(name), line) for name, line in inside if not name.startswith("<")]
     foreign = [(path, line) for path, line in known if not is_machinery(path)]
