@@ -28,6 +28,7 @@ from autopar.capture.python_state import (
     Change,
     Constants,
     Snapshot,
+    UnknownChangeError,
     asked_begin,
     line_of_change,
     line_of_draw,
@@ -114,26 +115,28 @@ def _check_state(
         logger.info("%s: a second run on fake tensors failed: %s", name, error)
     finally:
         state.begin = []
-    changing = state.changes
-    reported = [next((c for c in changes if c.holder is again.holder), again) for again in changing] or changes
-    flip: tuple[int | None, ...] = (None,)
-    while flip:
-        decisions = Decisions(flipped=flip[0])
+    changing, known = list(state.changes), set[Any]().union(*(change.places for change in state.changes))
+    flips: tuple[int | None, ...] = (None,)
+    while flips:
+        reported = [next((c for c in changes if c.holder is again.holder), again) for again in changing] or changes
+        decisions = Decisions(flipped=flips[0])
         begin = next_begin(changes, constants, decisions)
         try:
             begin += asked_begin(changing, state.reached(model), decisions)
-        except CaptureError:
-            raise _changing(model, module, tensors, reported, decisions) from None
-        state.begin = begin
-        try:
+            state.begin = begin
             is_same = is_same_graph(captured, _captured(model, module, tensors, name, repeats))
-        except ReadError:
+        except (ReadError, UnknownChangeError):
             is_same = False
         finally:
             state.begin = []
         if not is_same or decisions.refused is not None:
             raise _changing(model, module, tensors, reported, decisions)
-        flip = decisions.others if flip == (None,) else flip[1:]
+        more = [change for change in state.changes if id(change.holder) not in known and not change.places <= known]
+        if more:  # which only this answer brought about
+            changing, known = [*changing, *more], known.union(*(change.places for change in more))
+            flips = (None,)
+        else:
+            flips = decisions.others if flips == (None,) else flips[1:]
 
 
 def _changing(

@@ -6,17 +6,12 @@ that is computed hangs on it. What no other answer can stand for (an index, a ke
 where it is read, unless it is only told to a person.
 """
 
-import ast
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-from autopar.capture.checks import statement_in
-from autopar.capture.complaints import only_tells
-from autopar.capture.user_frame import MODEL, is_machinery, place_of
+from autopar.capture.told import is_told
+from autopar.capture.user_frame import model_frame, place_of
 from autopar.errors import CaptureError
 
 MANY = 12
@@ -63,11 +58,8 @@ class Decisions:
         Raises:
             ReadError: if it is for more than telling.
         """
-        frame = _reader()
-        if frame is None:
-            return
-        statement = statement_in(frame)
-        if statement is not None and (only_tells([statement]) or isinstance(statement, ast.Raise)):
+        frame = model_frame()
+        if frame is None or is_told(frame):
             return
         self.refused = self.refused or ReadError(label, place_of(frame)[0])
         raise self.refused
@@ -76,16 +68,6 @@ class Decisions:
     def others(self) -> tuple[int, ...]:
         """What to flip in further traces."""
         return (*range(min(self.asked, MANY)), *((-1,) if self.asked > MANY else ()))
-
-
-def _reader() -> FrameType | None:
-    """The innermost frame of the model's own code; None where the machinery around it reads."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_machinery(Path(frame.f_code.co_filename)):
-        if frame.f_code.co_filename == MODEL:
-            return None
-        frame = frame.f_back
-    return frame
 
 
 class Counted:

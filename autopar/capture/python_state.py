@@ -9,6 +9,7 @@ changes by the clock, or outside Python, is not seen.
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autopar.capture.counted import Counted, Decisions
 from autopar.capture.fake_twin import is_fake
+from autopar.capture.numbers import Number
 from autopar.capture.reached import CONTAINERS, PLAIN, TABLES, Holder, Reached
-from autopar.capture.reached_values import Advanced
 from autopar.capture.tracked import Unknown, tracked
 from autopar.capture.user_frame import innermost
 from autopar.errors import CaptureError
@@ -54,6 +55,12 @@ class Change:
         return [k for k in {**self.was, **self.now} if not _alike(self.was.get(k, _MISSING), self.now.get(k, _MISSING))]
 
     @property
+    def places(self) -> set[Any]:
+        """What stands in for it stands in for."""
+        own = id(self.holder)
+        return {own} if self.has_other_parts or self.holder.whole else {(own, key) for key in self.keys}
+
+    @property
     def has_other_parts(self) -> bool:
         """Whether a container has more, fewer or other parts than before."""
         is_container = isinstance(self.holder.owner, CONTAINERS) and not self.holder.names
@@ -78,6 +85,10 @@ def _words(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:37]}..."
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, CONTAINERS) else "")
+
+
+class UnknownChangeError(CaptureError):
+    """Nothing can stand in for what changes."""
 
 
 @dataclass(slots=True)
@@ -107,8 +118,8 @@ class PythonState:
             change()
         with ExitStack() as stack:
             stack.callback(before.restore)
-            for holder, key in reached.iterators:
-                holder.set(key, Advanced(holder.parts()[key], holder.where(key)))
+            for holder, key, own in list(reached.stand_ins()):
+                holder.set(key, own)
             started = Snapshot(reached)
             try:
                 yield
@@ -206,6 +217,10 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
 
     def put(change: Change) -> Callable[[], None]:
         parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
+        for key, value in change.now.items():
+            if type(value) is Number:  # any other will do
+                was = change.was.get(key)
+                parts[key] = was + 1 if type(was) in (int, float) else 1.0
         if isinstance(change.holder.owner, nn.Module):
             return lambda: change.holder.put({t: vars(change.holder.owner)[t] for t in TABLES} | parts)
         return lambda: change.holder.put(parts)
@@ -217,16 +232,17 @@ def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decision
     """Stand-ins for what goes on changing, to be put after `next_begin`.
 
     Raises:
-        CaptureError: if there is none; says what changes.
+        UnknownChangeError: if there is none.
     """
     found: list[Callable[[], None]] = []
     for change in changes:
+        keys = change.was if isinstance(change.holder.owner, list | deque) else change.keys  # they may move
         if change.holder.whole:
-            raise CaptureError(str(change))
+            raise UnknownChangeError(str(change))
         if change.has_other_parts:
             found += _exchanged(change, reached, decisions)
         else:
-            found += [_stand_in(change, key, decisions) for key in change.keys]
+            found += [_stand_in(change, key, decisions) for key in keys]
     return found
 
 
@@ -234,7 +250,7 @@ def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[C
     """Another container wherever this one is."""
     owner, places = change.holder.owner, reached.parents.get(id(change.holder.owner), [])
     if not places or tracked(owner, change.label, decisions) is None:
-        raise CaptureError(str(change))
+        raise UnknownChangeError(str(change))
 
     def exchange() -> None:
         own = tracked(owner, change.label, decisions)
@@ -248,12 +264,16 @@ def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[C
 def _stand_in(change: Change, key: Any, decisions: Decisions) -> Callable[[], None]:
     """Another value at a place; `was` is what the call that begins so finds there."""
     was, now, label = change.was.get(key, _MISSING), change.now.get(key, _MISSING), change.holder.where(key)
-    if was is _MISSING or was is None or now is None or now is _MISSING:
-        raise CaptureError(str(change))
-    if isinstance(was, bool | int | float):
-        own: Any = Counted(was, label, decisions)
+    if was is None or was is _MISSING:
+        was = now  # what a call leaves there; without it the model was traced before
+    elif now is None or now is _MISSING:
+        raise UnknownChangeError(str(change))
+    if type(was) in (bool, int, float, Number):
+        own: Any = Counted(1.0 if type(was) is Number else was, label, decisions)
     elif isinstance(was, Tensor) and not is_fake(was):
         return lambda: None
+    elif was is None or is_fake(was):
+        own = was if was is None else Unknown(label, decisions)
     elif isinstance(was, CONTAINERS):
         parts = [Holder(value, label).parts() if isinstance(value, CONTAINERS) else {} for value in (was, now)]
         if parts[0].keys() == parts[1].keys() or (own := tracked(was, label, decisions)) is None:

@@ -20,6 +20,7 @@ from autopar.capture.answers import ANSWERS, ASK
 from autopar.capture.checks import Check
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
+from autopar.capture.numbers import as_tensors
 from autopar.capture.real_values import real_values
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError
@@ -51,7 +52,7 @@ class Questions(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = as_tensors((args, kwargs or {}))
         handler = HANDLERS.get(func)
         if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
             return answer

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.reached_values import is_advanced, is_whole, put_whole, whole
+from autopar.capture.reached_values import CACHED, Advanced, Cache, is_advanced, is_whole, put_whole, whole
 from autopar.capture.user_frame import is_machinery
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -142,12 +142,12 @@ class Holder:
 
 @dataclass(slots=True)
 class Reached:
-    """All holders that a model's forward can reach. parents: where an owner is a part of others, by its id; iterators:
-    where those are."""
+    """All holders that a model's forward can reach. parents: where an owner is a part of others, by its id; exchanged:
+    where iterators and caches are."""
 
     holders: dict[Any, Holder] = field(default_factory=dict)
     parents: dict[int, list[tuple[Holder, Any]]] = field(default_factory=dict)
-    iterators: list[tuple[Holder, Any]] = field(default_factory=list)
+    exchanged: list[tuple[Holder, Any]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
     _globals: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
 
@@ -208,11 +208,20 @@ class Reached:
         for key, part in parts.items():
             if isinstance(owner, nn.Module) and key in TABLES:
                 continue
-            if is_advanced(part):
-                self.iterators.append((holder, key))
+            if is_advanced(part) or type(part) is CACHED:
+                self.exchanged.append((holder, key))
+                if type(part) is CACHED:
+                    yield part, holder.where(key)
             elif not isinstance(part, PLAIN):
                 self.parents.setdefault(id(part), []).append((holder, key))
                 yield part, holder.where(key)
+
+    def stand_ins(self) -> Iterator[tuple[Holder, Any, Any]]:
+        """What is put in place of iterators and caches for one run."""
+        for holder, key in self.exchanged:
+            value = holder.parts()[key]
+            kind = Cache if type(value) is CACHED else Advanced
+            yield holder, key, kind(value, holder.where(key))
 
     def _class(self, cls: type) -> Iterator[tuple[Any, str]]:
         if is_foreign(cls):
@@ -253,8 +262,10 @@ class Reached:
                 file = getattr(value, "__file__", None)
                 if file is not None and not _is_machinery(file):
                     yield from self._named(vars(value), names)
-            elif is_advanced(value):
-                self.iterators.append((holder, name))
+            elif is_advanced(value) or type(value) is CACHED:
+                self.exchanged.append((holder, name))
+                if type(value) is CACHED:
+                    yield value, name
             elif not isinstance(value, PLAIN):
                 self.parents.setdefault(id(value), []).append((holder, name))
                 yield value, name

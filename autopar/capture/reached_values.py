@@ -1,7 +1,8 @@
-"""What else holds state that calls change: arrays, bytes, generators of numbers, context variables, iterators.
+"""What else holds state that calls change: arrays, bytes, generators of numbers, context variables, iterators, caches.
 
 Each is compared and put back as a whole; what none can be put back of (an iterator) is exchanged for `Advanced`, which
-refuses to be advanced, while a model is traced.
+refuses to be advanced, while a model is traced. A `functools` cache is exchanged for an empty one (`Cache`), so that
+none keeps what a trace made.
 """
 
 import os
@@ -10,6 +11,8 @@ import random
 from array import array
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import lru_cache
+from types import MethodType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,7 +22,6 @@ from autopar.errors import CaptureError
 
 LARGEST = 1 << 20
 """Bytes of an array that is compared."""
-_UNSET = object()
 
 
 def is_whole(value: Any) -> bool:
@@ -47,7 +49,10 @@ def whole(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         return pickle.dumps(value.get_state())
     if isinstance(value, ContextVar):
-        return (value.get(_UNSET),)
+        try:
+            return (value.get(),)
+        except LookupError:
+            return (None,)
     return tuple(value.items())
 
 
@@ -66,7 +71,7 @@ def put_whole(value: Any, state: Any) -> None:
     elif isinstance(value, np.random.RandomState):
         value.set_state(pickle.loads(state))
     elif isinstance(value, ContextVar):
-        value.set(None if state[0] is _UNSET else state[0])
+        value.set(state[0])
     else:
         value.clear()
         value.update(state)
@@ -97,3 +102,35 @@ class Advanced:
         if name in ("send", "throw"):
             return lambda *_: self.__next__()
         raise AttributeError(name)
+
+
+CACHED = type(lru_cache(lambda: None))
+
+
+class Cache:
+    """In place of a `functools.lru_cache`, for one run."""
+
+    def __init__(self, cached: Any, label: str) -> None:
+        self.__wrapped__, self._label = cached, label
+        self.made: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = args, tuple(sorted(kwargs.items()))
+        if key not in self.made:
+            made = self.__wrapped__.__wrapped__(*args, **kwargs)
+            self.made[key] = Advanced(made, f"{self._label}(...)") if is_advanced(made) else made
+        return self.made[key]
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    def cache_clear(self) -> None:
+        self.made.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cache_info":
+            raise CaptureError(
+                f"{own_frame()}: forward reads how often the cache of {self._label} was asked, which is another number "
+                "at every call, so one graph cannot stand for the model; keep it in a buffer, and compute with that"
+            )
+        return getattr(vars(self)["__wrapped__"], name)

@@ -8,8 +8,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
-from autopar.capture.checks import length_asked
 from autopar.capture.counted import Decisions, refused_in
+from autopar.capture.told import length_asked
 from autopar.capture.user_frame import asker
 
 KINDS: tuple[type, ...] = (list, deque, dict, OrderedDict, defaultdict, Counter, set)

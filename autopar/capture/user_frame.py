@@ -65,6 +65,16 @@ def asker() -> FrameType:
     return frame
 
 
+def model_frame() -> FrameType | None:
+    """The innermost frame of the model's own code that runs now; None where only the machinery around it does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_machinery(Path(frame.f_code.co_filename)):
+        if frame.f_code.co_filename == MODEL:
+            return None
+        frame = frame.f_back
+    return frame
+
+
 def place_of(frame: FrameType | None) -> tuple[str, str]:
     """`file:line` of the user's innermost frame from here outwards, and that line in brackets."""
     frames: list[tuple[str, int]] = []
