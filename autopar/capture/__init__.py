@@ -1,7 +1,6 @@
 """What does a model compute? Its forward pass and loss as one normalised graph, traced without memory or device."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from autopar.capture.python_state import (
     next_begin,
 )
 from autopar.capture.questions import Questions
+from autopar.capture.quiet import quiet
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
 from autopar.capture.user_frame import files_of, user_frame
@@ -253,7 +253,7 @@ def _traced_once(
     except AutoparError:
         raise
     except Exception as error:
-        raise questions.refused or CaptureError(_explain(error, name)) from error
+        raise questions.refused or CaptureError(_explain(error, name, questions)) from error
     if questions.refused is not None:  # the model caught it
         raise questions.refused
     captured = normalize(
@@ -312,22 +312,24 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
-    with warnings.catch_warnings():
-        # torch.export's own use of deprecated torch functions is not for our users to read.
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with quiet():
         program = torch.export.export(module, inputs, strict=False)
         stop_gradients(program)
         return decompose(program)
 
 
-def _explain(error: Exception, name: str) -> str:
+def _explain(error: Exception, name: str, questions: Questions) -> str:
     where = user_frame(error) or name
     first = str(error).strip().split("\n")[0] or type(error).__name__
     if any("eager_transforms" in frame for frame in files_of(error)):
         return (
             f"{where}: forward differentiates inside itself (torch.func), which is not captured; compute it "
             "by a formula of its own, or give the loss that needs it to a step outside"
+        )
+    if isinstance(error, GuardOnDataDependentSymNode) and questions.unsized:
+        return (
+            f"{questions.unsized}, so one graph cannot stand for the model; use a mask or torch.where, or pad to a "
+            "fixed number (of repeat_interleave: give output_size)"
         )
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
