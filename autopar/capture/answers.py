@@ -12,7 +12,7 @@ from autopar.capture.checks import find_check, find_comparison, violated_of
 from autopar.capture.fake_twin import has_constant
 from autopar.capture.numbers import Number
 from autopar.capture.real_values import ASSERTIONS, real_values
-from autopar.capture.told import is_part_of_answer, is_told
+from autopar.capture.told import is_identified, is_part_of_answer, is_told
 from autopar.capture.user_frame import asker, model_frame, place_of
 from autopar.errors import CaptureError
 from autopar.ops.checked import ERROR
@@ -85,6 +85,8 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
         return ASK
     assert questions.stop is not None
     if func in (Tensor.item, Tensor.tolist):
+        if is_identified(asker()):
+            raise _number_refused(questions, tensor)
         return Number(tensor)
     found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
     if found is not None and not found.check.others:

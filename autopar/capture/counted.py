@@ -78,7 +78,7 @@ class Counted:
     def __init__(self, number: Any, label: str, decisions: Decisions) -> None:
         self._number, self._label, self._decisions = number, label, decisions
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance holds as of the number
         return type(self._number)
 
@@ -97,9 +97,10 @@ class Counted:
         raise refused_in((args, kwargs), cls)
 
 
-def refused_in(given: Any, kind: type) -> Exception:
+def refused_in(given: Any, kind: Any) -> Exception:
     """What a value of `kind` among the arguments of a call of torch says to that."""
-    if type(given) is kind:
+    own: Any = type(given)
+    if own is kind:
         try:
             given._decisions.read(given._label)
         except ReadError as error:

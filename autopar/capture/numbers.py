@@ -34,8 +34,8 @@ class Number:
             tensor.detach().to(wide, copy=True).reshape(())
         )  # Python's numbers do not overflow or round sooner
 
-    @property
-    def __class__(self) -> type:  # isinstance holds as of a number
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance holds as of the number
         return _kind(self.tensor)
 
     def __hash__(self) -> int:
@@ -51,7 +51,7 @@ class Number:
         rounded = Number(torch.round(self.tensor, decimals=digits or 0))
         return rounded if digits is not None else Number(rounded.tensor.to(torch.int64))
 
-    def is_integer(self) -> "Number":
+    def is_integer(self) -> Any:
         return self == Number(torch.floor(self.tensor))
 
     def conjugate(self) -> "Number":

@@ -219,7 +219,7 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
         parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
         for key, value in change.now.items():
             if type(value) is Number:  # any other will do
-                was = change.was.get(key)
+                was: Any = change.was.get(key)
                 parts[key] = was + 1 if type(was) in (int, float) else 1.0
         if isinstance(change.holder.owner, nn.Module):
             return lambda: change.holder.put({t: vars(change.holder.owner)[t] for t in TABLES} | parts)

@@ -67,3 +67,26 @@ def length_asked(frame: FrameType, length: int, answer: Callable[[bool], bool]) 
     wanted = answer(holds(length))
     near = (length, int(other), int(other) + 1, int(other) - 1)
     return next((number for number in near if number >= 0 and holds(number) is wanted), length)
+
+
+def is_identified(frame: FrameType) -> bool:
+    """Whether forward asks which object a call in a frame gives (`is True`), or of which very type, there or by the
+    variable that it gives it to."""
+    source = source_of(frame.f_code.co_filename)
+    node = None if source is None else asked(frame, source)
+    if source is None or node is None:
+        return False
+    parent = source.parents.get(node)
+    places: list[ast.AST] = [node]
+    function = function_of(node, source)
+    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name) and function is not None:
+        name = parent.targets[0].id
+        places += [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    return any(_identifies(source.parents.get(place), place) for place in places)
+
+
+def _identifies(parent: ast.AST | None, place: ast.AST) -> bool:
+    if isinstance(parent, ast.Compare) and isinstance(parent.ops[0], ast.Is | ast.IsNot):
+        sides = [parent.left, *parent.comparators]
+        return any(side is not place and not (isinstance(side, ast.Constant) and side.value is None) for side in sides)
+    return isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("type", "id")

@@ -39,7 +39,7 @@ class Unknown:
         return f"<{vars(self)['_label']}>"
 
     __getattr__ = __setattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __call__ = _refuse
-    __contains__ = __next__ = __enter__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+    __contains__ = __next__ = __enter__ = __eq__ = __ne__ = __hash__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
@@ -109,14 +109,15 @@ def _put(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _size(owner: Any) -> int:
-    return cast(int, next(k for k in type(owner).__mro__[1:] if "__len__" in vars(k)).__len__(owner))
+    kind: Any = type(owner).__mro__[1]
+    return cast(int, kind.__len__(owner))
 
 
 def _is_fresh(owner: Any, key: Any) -> bool:
     """Whether a part was put in by this call."""
     if not owner._old:
         return True
-    if isinstance(owner, dict):
+    if issubclass(type(owner), dict):
         return key in owner._fresh
     if isinstance(key, slice):
         return key.stop is None and key.step is None and _is_fresh(owner, key.start)
@@ -133,7 +134,7 @@ def _getitem(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _contains(self: Any, part: Any) -> bool:
-    kind = type(self).__mro__[1]
+    kind: Any = type(self).__mro__[1]
     found = kind.__contains__(self, part)
     return found if not self._old or part in self._fresh else cast(bool, self._decisions.answer(found))
 
