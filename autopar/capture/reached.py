@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.reached_values import CACHED, Advanced, Cache, is_advanced, is_whole, put_whole, whole
+from autopar.capture.reached_values import is_advanced, is_cache, is_whole, put_whole, stand_in, whole
 from autopar.capture.user_frame import is_machinery
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -208,10 +208,11 @@ class Reached:
         for key, part in parts.items():
             if isinstance(owner, nn.Module) and key in TABLES:
                 continue
-            if is_advanced(part) or type(part) is CACHED:
+            if is_advanced(part):
                 self.exchanged.append((holder, key))
-                if type(part) is CACHED:
-                    yield part, holder.where(key)
+            elif is_cache(part):
+                self.exchanged.append((holder, key))
+                yield part, holder.where(key)
             elif not isinstance(part, PLAIN):
                 self.parents.setdefault(id(part), []).append((holder, key))
                 yield part, holder.where(key)
@@ -219,9 +220,7 @@ class Reached:
     def stand_ins(self) -> Iterator[tuple[Holder, Any, Any]]:
         """What is put in place of iterators and caches for one run."""
         for holder, key in self.exchanged:
-            value = holder.parts()[key]
-            kind = Cache if type(value) is CACHED else Advanced
-            yield holder, key, kind(value, holder.where(key))
+            yield holder, key, stand_in(holder.parts()[key], holder.where(key))
 
     def _class(self, cls: type) -> Iterator[tuple[Any, str]]:
         if is_foreign(cls):
@@ -262,10 +261,11 @@ class Reached:
                 file = getattr(value, "__file__", None)
                 if file is not None and not _is_machinery(file):
                     yield from self._named(vars(value), names)
-            elif is_advanced(value) or type(value) is CACHED:
+            elif is_advanced(value):
                 self.exchanged.append((holder, name))
-                if type(value) is CACHED:
-                    yield value, name
+            elif is_cache(value):
+                self.exchanged.append((holder, name))
+                yield value, name
             elif not isinstance(value, PLAIN):
                 self.parents.setdefault(id(value), []).append((holder, name))
                 yield value, name
@@ -308,7 +308,9 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether an entry of a class is a value, not code."""
+    """Whether an entry of a class is a value, not code; caches are."""
+    if is_cache(value):
+        return True
     is_code = isinstance(value, FunctionType | classmethod | staticmethod | property) or hasattr(value, "__get__")
     return not is_code and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
 

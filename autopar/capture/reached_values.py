@@ -107,6 +107,20 @@ class Advanced:
 CACHED = type(lru_cache(lambda: None))
 
 
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache, or a method that one stands behind."""
+    return type(value) in (CACHED, Cache) or (
+        isinstance(value, staticmethod | classmethod) and is_cache(value.__func__)
+    )
+
+
+def stand_in(value: Any, label: str) -> Any:
+    """What is put in place of an iterator or a cache."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(Cache(value.__func__, label))
+    return Cache(value, label) if type(value) is CACHED else Advanced(value, label)
+
+
 class Cache:
     """In place of a `functools.lru_cache`, for one run."""
 

@@ -67,9 +67,9 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
                 if pending[operand] == 0 and operand not in frontier:
                     values.pop(operand.name, None)
     placed = {node.name: node for node in graph.nodes}
-    for name in (*captured.constants, *(node.name for node in frontier)):
-        if any(user.target in _READ_AS_CONTIGUOUS for user in placed[name].users):
-            values[name] = replace(values[name], tensor=values[name].whole.contiguous())
+    for own in (*captured.constants, *(node.name for node in frontier)):
+        if any(user.target in _READ_AS_CONTIGUOUS for user in placed[own].users):
+            values[own] = replace(values[own], tensor=values[own].whole.contiguous())
     constants = {name: values[name].tensor for name in captured.constants}
     last = _last_of_constants(captured)
     for node in frontier:
