@@ -45,9 +45,9 @@ def arithmetic(h: Tensor) -> Tensor:
 def widths(h: Tensor) -> Tensor:
     mean = h.detach().abs().mean().item()
     narrow, whole = h.float(), positive(h) + torch.arange(3)
-    scaled, filled = narrow.sum() * mean, whole * mean + torch.full((3,), mean) + torch.tensor(mean)
+    scaled, filled = narrow.sum() * mean, whole * mean + torch.tensor(mean)
     assert scaled.dtype == filled.dtype == torch.float32
-    return h * scaled.double() * filled.double().sum()
+    return h * (scaled.double() * filled.double().sum()).tanh()
 
 
 def kinds(h: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def as_int(h: Tensor) -> Tensor:
 
 
 def as_index(h: Tensor) -> Tensor:
-    return h * list(range(1, 100))[positive(h).item()]
+    return h * list(range(1, 100))[int(positive(h).item())]
 
 
 def largest(h: Tensor) -> Tensor:
