@@ -152,7 +152,7 @@ class Snapshot:
         """Put everything back."""
         for holder, was in self._held:
             now = holder.parts()
-            if list(was) != list(now) or any(now[key] is not value for key, value in was.items()):
+            if [*map(id, was)] != [*map(id, now)] or any(now[key] is not value for key, value in was.items()):
                 holder.put(was)
 
 

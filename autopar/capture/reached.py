@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.reached_values import is_advanced, is_cache, is_whole, put_whole, stand_in, whole
+from autopar.capture.reached_values import CACHED, is_advanced, is_cache, is_whole, put_whole, stand_in, whole
 from autopar.capture.user_frame import is_machinery
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -189,8 +189,8 @@ class Reached:
             yield from self._class(value)
         elif isinstance(value, ModuleType):
             return
-        elif (inner := getattr(value, "__wrapped__", None)) is not None and isinstance(inner, FunctionType):
-            yield inner, inner.__qualname__
+        elif type(value) is CACHED:
+            yield value.__wrapped__, getattr(value, "__qualname__", label)
         elif isinstance(value, classmethod | staticmethod):
             yield value.__func__, label
         else:
@@ -311,7 +311,7 @@ def _is_state(name: str, value: Any) -> bool:
     """Whether an entry of a class is a value, not code; caches are."""
     if is_cache(value):
         return True
-    is_code = isinstance(value, FunctionType | classmethod | staticmethod | property) or hasattr(value, "__get__")
+    is_code = isinstance(value, FunctionType | classmethod | staticmethod | property) or hasattr(type(value), "__get__")
     return not is_code and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
 
 
