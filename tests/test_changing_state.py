@@ -9,7 +9,6 @@ import inspect
 import itertools
 import random
 from argparse import Namespace
-from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,7 +87,7 @@ class Net(nn.Module):
         self.slots, self.deep, self.bag = Slots(), Deep(), Namespace(count=0)
         self.tick = ticking()
         self.numbers, self.cycle, self.naturals = iter(range(1_000)), itertools.cycle([1, 1, 1, 2]), naturals()
-        self.array, self.bytes, self.ints = np.zeros(1), bytearray(1), array("i", [0])
+        self.array, self.bytes = np.zeros(1), bytearray(1)
         self.dice = random.Random(0)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -242,11 +241,6 @@ def byte_array(own: Net, h: Tensor) -> Tensor:
     return h * 2 if own.bytes[0] > 4 else h
 
 
-def int_array(own: Net, h: Tensor) -> Tensor:
-    own.ints[0] += 1
-    return h * 2 if own.ints[0] > 4 else h
-
-
 def own_dice(own: Net, h: Tensor) -> Tensor:
     return h * 2 if own.dice.random() < 0.01 else h
 
@@ -318,7 +312,7 @@ def swallowed(own: Net, h: Tensor) -> Tensor:
 REFUSED = (
     *(list_length, list_truth, list_loop, list_index, list_order, deque_length, dict_keys, dict_value, set_members),
     *(counter, default, slots, deep, bag, closure, module_global, global_list, class_attribute, default_argument),
-    *(iterator, cycled, generator, cached_iterator, cache_hits, numpy_array, byte_array, int_array, own_dice, context),
+    *(iterator, cycled, generator, cached_iterator, cache_hits, numpy_array, byte_array, own_dice, context),
     *(text, growing_tuple, as_index, as_key, as_text, as_range, as_bits, late_phase, late_value, swallowed),
 )
 

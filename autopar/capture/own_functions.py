@@ -7,19 +7,19 @@ Tracing would look into `Function.forward`, and forget `backward`. Private torch
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture.fake_twin import is_fake
+from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
+from autopar.capture.real_values import outside_traces
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
 from autopar.inputs import leaves_of
@@ -167,9 +167,8 @@ def _check_backward(
     """
     drawn = _Drawn()
     are_few = sum(operand.numel() for operand in operands) <= FEW
-    mode = nullcontext() if are_few else FakeTensorMode(allow_non_fake_inputs=True)
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]), mode, suppress(Exception), torch.no_grad():
-        own = [torch.ones(operand.shape, dtype=operand.dtype) for operand in operands]
+    with outside_traces(), torch.random.fork_rng(devices=[]), suppress(Exception), torch.no_grad():
+        own = [torch.ones(o.shape, dtype=o.dtype) for o in operands] if are_few else fake_like(operands)
         made, context = _forward(cls, placed, named, own, needs, where)
         results = [made] if isinstance(made, Tensor) else [part for part in made if isinstance(part, Tensor)]
         with drawn:
