@@ -79,9 +79,15 @@ def _lies_as_query(target: Any, args: Any, value: Any) -> bool:
     return is_attention and isinstance(value, Tensor) and value.shape == args[0].shape
 
 
+def _reads_only_sizes(target: Any) -> bool:
+    """Whether a call makes a tensor as large as its operand: `zeros_like`, `new_full`."""
+    name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def needs_grad(node: fx.Node, value: Any) -> bool:
     """Is a trainable parameter upstream of a call with this value, and the call one that autograd goes through?"""
-    if node.target is aten.detach.default or _is_running_statistic(node):
+    if node.target is aten.detach.default or _is_running_statistic(node) or _reads_only_sizes(node.target):
         return False
     tensors = value if isinstance(value, tuple | list) else (value,)
     floating = any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)

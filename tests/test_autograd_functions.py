@@ -294,3 +294,30 @@ def test_a_function_in_a_file_that_no_import_finds_is_read_from_it(tmp_path: Any
 def test_functions_are_kept_in_promoted_graphs() -> None:
     captured = promote_casts(capture(model(KEPT["several"]).float(), (), {k: v.float() for k, v in inputs().items()}))
     assert any(isinstance(node.target, Applied) for node in captured.graph.nodes)
+
+
+class NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * torch.rand_like(x) if float(gradient.norm()) > 0 else gradient
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoisyBackward.apply(self.a(x)).square().mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_backward_that_draws_numbers_is_refused_by_line() -> None:
+    line = inspect.getsourcelines(Noise.forward)[1] + 1
+    with pytest.raises(CaptureError, match=rf"test_autograd_functions\.py:{line}: the backward of NoisyBackward draws"):
+        capture(Noise(), (), {"x": torch.randn(4, WIDTH, dtype=torch.float64)})

@@ -1,7 +1,6 @@
 """What does a model compute? Its forward pass and loss as one normalised graph, traced without memory or device."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopar.capture.counted import Decisions
+from autopar.capture.counted import Decisions, ReadError
 from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import fake_twin, new_inputs
@@ -29,8 +28,18 @@ from autopar.capture.loss import LossModule, OutputModule, unwatched
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
-from autopar.capture.python_state import Change, Constants, Snapshot, drawn_at, next_begin
+from autopar.capture.python_state import (
+    Change,
+    Constants,
+    Snapshot,
+    UnknownChangeError,
+    asked_begin,
+    line_of_change,
+    line_of_draw,
+    next_begin,
+)
 from autopar.capture.questions import Questions
+from autopar.capture.quiet import quiet
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
 from autopar.capture.user_frame import files_of, user_frame
@@ -133,45 +142,66 @@ def _check_state(
     """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
     name, state = captured.name, module.python
     if state.moved:
-        where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or name
+        where = line_of_draw(lambda: _run_on_fakes(model, module, tensors)) or name
         raise CaptureError(
             f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
             "call; draw from torch's, as a tensor"
         )
     if not state.changes:
         return
-    constants = Constants()
+    constants, decisions = Constants(), Decisions()
     with suppress(Exception):
         _run_on_fakes(model, module, tensors, constants)
-    changes, decisions = state.changes, Decisions()
-    if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
-        raise _changing(changes[0])
-    for other in decisions.others:
-        decisions = Decisions(flipped=other)
-        if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
-            raise _changing(changes[0])
+    changes = state.changes
+    state.begin = begin = next_begin(changes, constants, decisions)
+    try:
+        _run_on_fakes(model, module, tensors)
+    except ReadError:
+        raise _changing(model, module, tensors, changes, decisions) from None
+    except Exception as error:
+        logger.info("%s: a second run on fake tensors failed: %s", name, error)
+    finally:
+        state.begin = []
+    changing, known = list(state.changes), set[Any]().union(*(change.places for change in state.changes))
+    flips: tuple[int | None, ...] = (None,)
+    while flips:
+        reported = [next((c for c in changes if c.holder is again.holder), again) for again in changing] or changes
+        decisions = Decisions(flipped=flips[0])
+        begin = next_begin(changes, constants, decisions)
+        try:
+            begin += asked_begin(changing, state.reached(model), decisions)
+            state.begin = begin
+            is_same = is_same_graph(captured, _captured(model, module, tensors, name, repeats))
+        except (ReadError, UnknownChangeError):
+            is_same = False
+        finally:
+            state.begin = []
+        if not is_same or decisions.refused is not None:
+            raise _changing(model, module, tensors, reported, decisions)
+        more = [change for change in state.changes if id(change.holder) not in known and not change.places <= known]
+        if more:  # which only this answer brought about
+            changing, known = [*changing, *more], known.union(*(change.places for change in more))
+            flips = (None,)
+        else:
+            flips = decisions.others if flips == (None,) else flips[1:]
 
 
-def _stays(
+def _changing(
     model: nn.Module,
     module: LossModule,
     tensors: Sequence[tuple[str, Tensor]],
-    captured: CapturedModel,
-    repeats: tuple[Repeat, ...] | None,
-    begin: list[Change],
-) -> bool:
-    """Whether a call that begins with other attributes computes what `captured` does."""
-    module.python.begin = begin
-    try:
-        return is_same_graph(captured, _captured(model, module, tensors, captured.name, repeats))
-    finally:
-        module.python.begin = []
-
-
-def _changing(change: Change) -> CaptureError:
+    changes: Sequence[Change],
+    decisions: Decisions,
+) -> CaptureError:
+    """What goes on changing, and where."""
+    read = decisions.refused
+    known = [change for change in changes if read is not None and read.label.startswith(change.label)]
+    change = (known or list(changes))[0]
+    where = line_of_change(lambda: _run_on_fakes(model, module, tensors), change) or type(model).__name__
+    reads = "computes otherwise with it" if read is None else f"reads it ({read.where})"
     return CaptureError(
-        f"{change.where()} changes from call to call ({change.was!r}, then {change.value!r}), and forward computes "
-        "otherwise with it, which one graph does not; keep it in a buffer, and compute with that"
+        f"{where}: {change}, and forward {reads}, so one graph cannot stand for the model; keep it in a buffer, and "
+        "compute with that"
     )
 
 
@@ -270,7 +300,7 @@ def _traced_once(
     except AutoparError:
         raise
     except Exception as error:
-        raise questions.refused or CaptureError(_explain(error, name)) from error
+        raise questions.refused or CaptureError(_explain(error, name, questions)) from error
     if questions.refused is not None:  # the model caught it
         raise questions.refused
     captured = normalize(
@@ -318,7 +348,7 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     about values is answered."""
     questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
     module.watch = questions.asked
-    before = Snapshot(model)  # torch.export puts copies of containers in their place
+    before = Snapshot(module.python.reached(model))  # torch.export puts copies of containers in their place
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -349,22 +379,24 @@ def attention_as_written() -> Iterator[None]:
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
-    with warnings.catch_warnings():
-        # torch.export's own use of deprecated torch functions is not for our users to read.
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with quiet():
         program = torch.export.export(module, inputs, strict=False)
         stop_gradients(program)
         return decompose(program)
 
 
-def _explain(error: Exception, name: str) -> str:
+def _explain(error: Exception, name: str, questions: Questions) -> str:
     where = user_frame(error) or name
     first = str(error).strip().split("\n")[0] or type(error).__name__
     if any("eager_transforms" in frame for frame in files_of(error)):
         return (
             f"{where}: forward differentiates inside itself (torch.func), which is not captured; compute it "
             "by a formula of its own, or give the loss that needs it to a step outside"
+        )
+    if isinstance(error, GuardOnDataDependentSymNode) and questions.unsized:
+        return (
+            f"{questions.unsized}, so one graph cannot stand for the model; use a mask or torch.where, or pad to a "
+            "fixed number (of repeat_interleave: give output_size)"
         )
     if isinstance(error, GuardOnDataDependentSymNode):
         return (

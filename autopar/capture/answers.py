@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from autopar.capture.checks import find_check, find_comparison, violated_of
 from autopar.capture.fake_twin import has_constant
+from autopar.capture.numbers import Number
 from autopar.capture.real_values import ASSERTIONS, real_values
-from autopar.capture.user_frame import asker, place_of
+from autopar.capture.told import is_identified, is_part_of_answer, is_told
+from autopar.capture.user_frame import asker, model_frame, place_of
 from autopar.errors import CaptureError
 from autopar.ops.checked import ERROR
 
@@ -40,7 +42,18 @@ def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
             return bool(value)
     if has_constant(tensor) or tensor.numel() != 1:
         return ASK
+    if is_part_of_answer(asker()):
+        raise _branches(questions, tensor)
     return _checked(questions, tensor, tensor)
+
+
+def _branches(questions: "Questions", tensor: Tensor) -> CaptureError:
+    return _refused(
+        questions,
+        tensor,
+        "branches on the values of a tensor",
+        "use torch.where or a mask, or move the decision out of forward",
+    )
 
 
 def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
@@ -48,12 +61,7 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
     assert questions.stop is not None
     check = find_check(asker(), questions.stop)
     if check is None:
-        raise _refused(
-            questions,
-            tensor,
-            "branches on the values of a tensor",
-            "use torch.where or a mask, or move the decision out of forward",
-        )
+        raise _branches(questions, tensor)
     if not check.others:
         questions.keep(tested if check.wanted else torch.logical_not(tested), check)
         return check.wanted
@@ -67,8 +75,7 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
 
 
 def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
-    """item, float, int. In place of a number that is computed with, a tensor without dims or gradient will do: whatever
-    needs a number of Python's asks again."""
+    """item, float, int. In place of a number that is computed with, a `Number` will do."""
     tensor = args[0]
     value = questions.value(tensor)
     if value is not None:
@@ -78,8 +85,9 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
         return ASK
     assert questions.stop is not None
     if func in (Tensor.item, Tensor.tolist):
-        wide = tensor.dtype if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
-        return tensor.detach().to(wide, copy=True).reshape(())  # Python's numbers do not overflow or round sooner
+        if is_identified(asker()):
+            raise _number_refused(questions, tensor)
+        return Number(tensor)
     found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
     if found is not None and not found.check.others:
         number = tensor.long() if func is Tensor.__int__ else tensor
@@ -115,8 +123,13 @@ def _words(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     if value is not None:
         with real_values():
             return func(value, *args[1:])
+    frame = model_frame()
     if has_constant(args[0]):
         return ASK
+    if frame is not None and not is_told(frame):
+        raise _refused(
+            questions, args[0], "makes text of a tensor's values, and uses it", "compute with the tensor instead"
+        )
     return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
 
 

@@ -9,13 +9,9 @@ and a variable to the only tests that read it.
 """
 
 import ast
-import dis
-import linecache
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -24,20 +20,11 @@ import torch
 from torch import Tensor
 
 from autopar.capture.complaints import name_of, only_raises, only_tells, raised, text_of
+from autopar.capture.sources import COMPARED, Source, asked, evaluate, function_of, source_of
 from autopar.capture.user_frame import is_machinery
 
 CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented", "_assert"}
 """Functions of torch that raise where their first argument is false."""
-TESTED = (ast.BoolOp, ast.IfExp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +41,6 @@ class Check:
     frame: FrameType
     raises: bool
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    tree: ast.Module
-    parents: dict[ast.AST, ast.AST]
-    at: dict[tuple[int, int, int, int], list[ast.expr]]
-    guarded: tuple[tuple[int, int], ...]
-    """Lines whose errors are caught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +81,22 @@ class Comparison:
 
 def find_comparison(frame: FrameType, stop: CodeType) -> Comparison | None:
     """What `float()` or `int()` of a tensor is compared with in `frame`; None where it is used otherwise."""
-    source = _source_of(frame.f_code.co_filename)
-    node = None if source is None else _asked(frame, source)
+    source = source_of(frame.f_code.co_filename)
+    node = None if source is None else asked(frame, source)
     parent = None if source is None or node is None else source.parents.get(node)
-    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1 or type(parent.ops[0]) not in _COMPARED:
+    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1 or type(parent.ops[0]) not in COMPARED:
+        return None
+    if not isinstance(node, ast.Call) or name_of(node.func) not in ("int", "float"):
         return None
     check = _climb(frame, stop, parent)
     if check is None or (check.raises and _is_caught(frame, stop)):
         return None
-    compare = _COMPARED[type(parent.ops[0])]
+    compare = COMPARED[type(parent.ops[0])]
     is_left = parent.left is node
-    other = _evaluate(parent.comparators[0] if is_left else parent.left, frame)
+    other = evaluate(parent.comparators[0] if is_left else parent.left, frame)
     if isinstance(other, bool) or not isinstance(other, int | float) or not math.isfinite(other):
         return None
     return Comparison(check=check, compare=compare if is_left else lambda a, b: compare(b, a), other=other)
-
-
-def _evaluate(expression: ast.expr, frame: FrameType) -> Any:
-    return eval(compile(ast.Expression(expression), "<check>", "eval"), frame.f_globals, frame.f_locals)
 
 
 def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool:
@@ -131,7 +107,7 @@ def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool
         return violated_of([(value, wanted) for value in test.values], isinstance(test.op, ast.And) != wanted, frame)
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "bool" and test.args:
         return is_violated(test.args[0], wanted, frame)
-    value = _evaluate(test, frame)
+    value = evaluate(test, frame)
     if isinstance(value, Tensor):
         return torch.logical_not(value) if wanted else value != 0
     return bool(value) != wanted
@@ -158,8 +134,8 @@ def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> 
     asker: FrameType | None = frame
     flipped, others = False, list[tuple[ast.expr, bool]]()
     while asker is not None and asker.f_code is not stop:
-        source = _source_of(asker.f_code.co_filename)
-        node = None if source is None else tested or _asked(asker, source)
+        source = source_of(asker.f_code.co_filename)
+        node = None if source is None else tested or asked(asker, source)
         if source is None or node is None:
             return None
         tested = None
@@ -194,14 +170,14 @@ def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> 
     return None
 
 
-def _path(node: ast.AST, top: ast.AST, source: _Source) -> Iterator[ast.AST]:
+def _path(node: ast.AST, top: ast.AST, source: Source) -> Iterator[ast.AST]:
     """`node` and what is around it, below `top`."""
     while node is not top:
         yield node
         node = source.parents[node]
 
 
-def _top(node: ast.expr, source: _Source) -> ast.expr:
+def _top(node: ast.expr, source: Source) -> ast.expr:
     """The largest expression whose truth follows from that of `node` and of tests beside it."""
     while True:
         parent = source.parents.get(node)
@@ -213,7 +189,7 @@ def _top(node: ast.expr, source: _Source) -> ast.expr:
             return node
 
 
-def _compared(node: ast.expr, source: _Source) -> ast.expr:
+def _compared(node: ast.expr, source: Source) -> ast.expr:
     """The largest expression around a number that is made of arithmetic, comparisons and tests."""
     while isinstance(parent := source.parents.get(node), ast.Compare | ast.BinOp | ast.UnaryOp | ast.BoolOp):
         node = parent
@@ -229,12 +205,12 @@ def _is_bool(call: ast.AST | None, argument: ast.AST) -> bool:
     )
 
 
-def _is_flipped(node: ast.AST, top: ast.AST, source: _Source) -> bool:
+def _is_flipped(node: ast.AST, top: ast.AST, source: Source) -> bool:
     above = [source.parents[step] for step in _path(node, top, source)]
     return sum(isinstance(step, ast.UnaryOp) for step in above) % 2 == 1
 
 
-def _root(top: ast.expr, source: _Source, frame: FrameType, is_number: bool = False) -> _Root | None:
+def _root(top: ast.expr, source: Source, frame: FrameType, is_number: bool = False) -> _Root | None:
     """What complains where the test `top` is not as wanted, None where anything else depends on it.
 
     is_number: a tensor stands for it, which may be compared before it is tested.
@@ -258,12 +234,10 @@ def _root(top: ast.expr, source: _Source, frame: FrameType, is_number: bool = Fa
 
 
 def _root_of_variable(
-    assignment: ast.Assign, name: str, source: _Source, frame: FrameType, is_number: bool
+    assignment: ast.Assign, name: str, source: Source, frame: FrameType, is_number: bool
 ) -> _Root | None:
     """The check that is the only reader of a variable, which is assigned once."""
-    function: ast.AST | None = assignment
-    while function is not None and not isinstance(function, _FUNCTIONS):
-        function = source.parents.get(function)
+    function = function_of(assignment, source)
     if function is None:
         return None
     inside = [node for statement in function.body for node in ast.walk(statement)]
@@ -285,7 +259,7 @@ def _root_of_variable(
     return _Root(root.wanted != _is_flipped(loads[0], top, source), root.statement, root.complaint, root.raises)
 
 
-def _is_complaint(node: ast.AST, source: _Source) -> bool:
+def _is_complaint(node: ast.AST, source: Source) -> bool:
     """Whether an expression is evaluated only where an error is raised."""
     child = node
     while (parent := source.parents.get(child)) is not None:
@@ -297,64 +271,14 @@ def _is_complaint(node: ast.AST, source: _Source) -> bool:
     return False
 
 
-def _asked(frame: FrameType, source: _Source) -> ast.expr | None:
-    """The expression whose value the current instruction tests, or that it calls.
-
-    Jumps carry the position of the statement in some versions of Python, so that what was computed just before says it.
-    """
-    positions = list(frame.f_code.co_positions())
-    index = frame.f_lasti // 2
-    opname = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    is_call = opname.startswith(("CALL", "PRECALL"))
-    for place in (index,) if is_call else range(index, max(index - 3, -1), -1):
-        line, end_line, column, end_column = positions[place]
-        if line is None or end_line is None or column is None or end_column is None:
-            continue
-        for node in source.at.get((line, column, end_line, end_column), ()):
-            is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-            if not is_not and not isinstance(node, TESTED):
-                return node
-    return None
-
-
 def _is_caught(frame: FrameType | None, stop: CodeType) -> bool:
     """Whether somebody between a frame and `stop` catches errors, so that raising one is a branch of the model.
 
     What torch catches while it traces, it would not catch in a call.
     """
     while frame is not None and frame.f_code is not stop:
-        source = None if is_machinery(Path(frame.f_code.co_filename)) else _source_of(frame.f_code.co_filename)
+        source = None if is_machinery(Path(frame.f_code.co_filename)) else source_of(frame.f_code.co_filename)
         if source is not None and any(first <= frame.f_lineno <= last for first, last in source.guarded):
             return True
         frame = frame.f_back
     return False
-
-
-def _source_of(filename: str) -> _Source | None:
-    lines = linecache.getlines(filename)
-    return _parsed("".join(lines)) if lines else None
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: str) -> _Source | None:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return None
-    parents, at = dict[ast.AST, ast.AST](), dict[tuple[int, int, int, int], list[ast.expr]]()
-    guarded: list[tuple[int, int]] = []
-    for node in ast.walk(tree):
-        for child in ast.iter_child_nodes(node):
-            parents[child] = node
-        if isinstance(node, ast.expr) and node.end_lineno is not None and node.end_col_offset is not None:
-            at.setdefault((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), []).append(node)
-        if isinstance(node, ast.Try | ast.With) and _catches(node):
-            guarded.append((node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno))
-    return _Source(tree, parents, at, tuple(guarded))
-
-
-def _catches(node: ast.Try | ast.With) -> bool:
-    if isinstance(node, ast.Try):
-        return any(not only_raises(handler.body) for handler in node.handlers)
-    calls: list[Any] = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-    return any(name_of(call.func) == "suppress" for call in calls)

@@ -33,6 +33,8 @@ def fix_sizes(graph: fx.Graph) -> None:
                 node.meta["val"] = torch.empty(sizes, dtype=value.dtype, device="meta")
                 if node.target is aten.index.Tensor:
                     _select(node, sizes)
+                elif node.target is aten.repeat_interleave.self_Tensor:
+                    _repeat(node, sizes)
     for node in reversed(list(known)):
         graph.erase_node(node)
 
@@ -52,19 +54,40 @@ def _select(node: fx.Node, sizes: list[Any]) -> None:
     mask = first.meta["val"] if isinstance(first, fx.Node) else None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or any(part is not None for part in rest):
         return
-    count, graph = sizes[0], node.graph
-
-    def call(target: Any, shape: list[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta = {**node.meta, "val": torch.empty(shape, dtype=dtype, device="meta")}
-        return made
-
-    with graph.inserting_before(node):
-        places = call(aten.nonzero_static.default, [count, mask.dim()], torch.int64, first, size=count)
-        columns = [call(aten.select.int, [count], torch.int64, places, 1, dim) for dim in range(mask.dim())]
-        found = call(aten.sum.default, [], torch.int64, first)
-        holds = call(aten.eq.Scalar, [], torch.bool, found, count)
-        where = frame_of_stack(str(node.meta.get("stack_trace", ""))) or "the model"
-        message = f"{ERROR}{where}: the mask selects other than {count} places, which does not fit what follows"
-        graph.call_function(aten._assert_async.msg, (holds, message)).meta = {**node.meta, "val": None}
+    count = sizes[0]
+    with node.graph.inserting_before(node):
+        places = _call(node, aten.nonzero_static.default, [count, mask.dim()], torch.int64, first, size=count)
+        columns = [_call(node, aten.select.int, [count], torch.int64, places, 1, dim) for dim in range(mask.dim())]
+        found = _call(node, aten.sum.default, [], torch.int64, first)
+        _expect(node, found, count, "the mask selects")
     node.args = (source, columns)
+
+
+def _repeat(node: fx.Node, sizes: list[Any]) -> None:
+    """Repetition by numbers of the data, one for each place."""
+    source: Any = node.args[0]
+    repeats: Any = node.args[1]
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    whole, given = source.meta["val"], repeats.meta["val"]
+    places, count = (whole.numel(), sizes[0]) if dim is None else (whole.shape[dim], sizes[dim])
+    with node.graph.inserting_before(node):
+        found = _call(node, aten.sum.default, [], torch.int64, repeats)
+        if given.numel() != places:
+            found = _call(node, aten.mul.Scalar, [], torch.int64, found, places)
+        _expect(node, found, count, "repeat_interleave gives")
+    node.kwargs = {**node.kwargs, "output_size": count}
+
+
+def _call(node: fx.Node, target: Any, shape: list[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of the same line as `node`."""
+    made = node.graph.call_function(target, args, kwargs)
+    made.meta = {**node.meta, "val": torch.empty(shape, dtype=dtype, device="meta")}
+    return made
+
+
+def _expect(node: fx.Node, found: fx.Node, count: int, what: str) -> None:
+    """A check that a number of the data is as what follows needs it."""
+    holds = _call(node, aten.eq.Scalar, [], torch.bool, found, count)
+    where = frame_of_stack(str(node.meta.get("stack_trace", ""))) or "the model"
+    message = f"{ERROR}{where}: {what} other than {count} places, which does not fit what follows"
+    node.graph.call_function(aten._assert_async.msg, (holds, message)).meta = {**node.meta, "val": None}

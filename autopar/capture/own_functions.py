@@ -7,7 +7,7 @@ Tracing would look into `Function.forward`, and forget `backward`. Private torch
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture.fake_twin import is_fake
+from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
+from autopar.capture.real_values import outside_traces
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
 from autopar.inputs import leaves_of
 from autopar.ops.own_gradient import Applied, Slot, filled
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, torch.layout)
+FEW = 1 << 20
+"""Elements of operands on which a backward is tried."""
 TORCH_KEPT = ("torch.nn.modules._functions",)
 """Modules of torch whose Functions are layers' own; others belong to its machinery."""
 
@@ -89,6 +92,7 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(*operands: Tensor) -> Sequence[Tensor]:
         own.made, context = _forward(cls, placed, dict(named), operands, needs, where)
         results = [own.made] if isinstance(own.made, Tensor) else [p for p in own.made if isinstance(p, Tensor)]
+        _check_backward(cls, placed, dict(named), operands, needs, where)
         plain = {id(tensor) for tensor in context.plain}
         own.constant = tuple(i for i, tensor in enumerate(results) if id(tensor) in plain)
         return results
@@ -152,6 +156,41 @@ def _forward(
     if not isinstance(made, Tensor | tuple):
         raise CaptureError(f"{where}: {cls.__qualname__} returned {type(made).__name__}; return tensors")
     return made, context
+
+
+def _check_backward(
+    cls: Any, placed: Any, named: dict[str, Any], operands: Sequence[Tensor], needs: tuple[bool, ...], where: str
+) -> None:
+    """Raises CaptureError if backward draws numbers, which would be others on every rank and in every micro-batch.
+
+    It runs on numbers, or where those were many on fake tensors; what fails without the model's own has to do.
+    """
+    drawn = _Drawn()
+    are_few = sum(operand.numel() for operand in operands) <= FEW
+    with outside_traces(), torch.random.fork_rng(devices=[]), suppress(Exception), torch.no_grad():
+        own = [torch.ones(o.shape, dtype=o.dtype) for o in operands] if are_few else fake_like(operands)
+        made, context = _forward(cls, placed, named, own, needs, where)
+        results = [made] if isinstance(made, Tensor) else [part for part in made if isinstance(part, Tensor)]
+        with drawn:
+            cls.backward(context, *(torch.ones_like(result) for result in results))
+    if drawn.by:
+        raise CaptureError(
+            f"{where}: the backward of {cls.__qualname__} draws random numbers ({drawn.by}), which ranks and "
+            "micro-batches could not agree on; draw them outside and pass them to apply()"
+        )
+
+
+class _Drawn(TorchDispatchMode):
+    """The first op that drew numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.by = self.by or str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _has_setup(cls: Any) -> bool:

@@ -1,156 +1,36 @@
-"""What does forward leave behind in Python? Attributes and lists that it changed, and numbers drawn outside torch.
+"""What does forward leave behind in Python? State that it changed, and numbers drawn outside torch.
 
-A run of forward leaves a model as it was. Where the run changed something, the model is traced again from there: if
-that gives the same graph, the change is a note that nobody reads (or a constant that is made once); if not, one graph
-cannot stand for the model. Looked at are attributes of modules, lists and dicts among them, what such a list or object
-holds (one level deep), and lists that hooks close over. What changes in globals or by the clock is not seen.
+A run of forward leaves the model, and whatever else of Python its code reaches (`reached`), as it was. Where the run
+changed something, another run begins from there. What that one leaves alone has settled: the model is traced again
+with it, and the same graph stands for all further calls. What changes again goes on changing: it is traced with
+stand-ins that note what is asked of it (`counted`, `tracked`), and refused where an answer changes the graph. What
+changes by the clock, or outside Python, is not seen.
 """
 
-import inspect
 import random
-import re
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from types import FrameType, MethodType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autopar.capture.counted import Decisions, counted
+from autopar.capture.counted import Counted, Decisions
 from autopar.capture.fake_twin import is_fake
-from autopar.capture.gradient_hooks import held_by
+from autopar.capture.numbers import Number
+from autopar.capture.reached import CONTAINERS, PLAIN, TABLES, Holder, Reached
+from autopar.capture.tracked import Unknown, tracked
 from autopar.capture.user_frame import innermost
 from autopar.errors import CaptureError
 from autopar.inputs import leaves_of, mapped_tensors
 
-_LISTS = (list, dict, set, deque, OrderedDict)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_CLOSED = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-"""What is not looked into: it is looked at elsewhere, or does not change."""
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An attribute of a module that a run changed: `owner` holds what is now `value` under `name`."""
-
-    module: nn.Module
-    name: str
-    was: Any
-    value: Any
-
-    def where(self) -> str:
-        """`file:line: Class.name`, the line that is likely to have written it."""
-        pattern = re.compile(rf"\.{re.escape(self.name)}\b\s*([-+*/%&|@]?=[^=]|\[.*\]\s*=|\.(append|add|extend|insert|"
-                             r"update|pop|popleft|appendleft|setdefault|clear)\b)")  # fmt: skip
-        for cls in type(self.module).__mro__:
-            try:
-                lines, first = inspect.getsourcelines(cls)
-            except (OSError, TypeError):
-                continue
-            starts = [i for i, line in enumerate(lines) if "def " in line and "def __init__" not in line]
-            for number, line in enumerate(lines):
-                if starts and number >= starts[0] and pattern.search(line) and _method(lines, number) != "__init__":
-                    return f"{inspect.getsourcefile(cls)}:{first + number}: {cls.__name__}.{self.name}"
-        return f"{type(self.module).__name__}.{self.name}"
-
-
-def _method(lines: Sequence[str], number: int) -> str:
-    """The name of the method that a line of a class is in."""
-    for line in reversed(lines[: number + 1]):
-        if found := re.match(r"\s*def (\w+)", line):
-            return found[1]
-    return ""
-
-
-@dataclass(slots=True)
-class PythonState:
-    """What runs left behind. begin: values to begin with, in place of the model's; changes: of the last run; moved:
-    whose random numbers were drawn."""
-
-    begin: list[Change] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    moved: str = ""
-
-    @contextmanager
-    def kept(self, model: nn.Module) -> Iterator[None]:
-        """Inside, forward runs from `begin`; afterwards the model is as it was before."""
-        before = Snapshot(model)
-        draws = _draws()
-        python, numpy = random.getstate(), np.random.get_state()
-        for change in self.begin:
-            _put(change)
-        started = Snapshot(model) if self.begin else before
-        try:
-            yield
-        finally:
-            self.changes = started.changes()
-            now = _draws()
-            self.moved = "" if now == draws else "Python's" if now[0] != draws[0] else "NumPy's"
-            before.restore()
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-class Snapshot:
-    """Attributes of all modules of a model, and what lists and objects among them hold."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(module, dict(vars(module))) for module in model.modules()]
-        self.held: dict[int, tuple[Any, Any, nn.Module, str]] = {}
-        for module, own in self.modules:
-            for name, value in own.items():
-                if name in _TABLES:
-                    continue
-                self._hold(value, module, name)
-                if name in ("_forward_hooks", "_forward_pre_hooks"):
-                    for hook in value.values():
-                        is_ours = str(getattr(hook, "__module__", "")).startswith("autopar.")
-                        for place in () if is_ours else held_by(hook):
-                            self._hold(place, module, getattr(hook, "__name__", name), deep=False)
-
-    def _hold(self, value: Any, module: nn.Module, name: str, *, deep: bool = True) -> None:
-        if id(value) in self.held or isinstance(value, _PLAIN):
-            return
-        if type(value) in _LISTS:
-            self.held[id(value)] = value, _copied(value), module, name
-            if deep and type(value) is not set and len(value) <= 64:
-                for part in list(value.values()) if isinstance(value, dict) else list(value):
-                    self._hold(part, module, name, deep=False)
-        elif not isinstance(value, _CLOSED) and (state := _inside(value)) is not None:
-            self.held[id(value)] = value, state, module, name
-
-    def changes(self) -> list[Change]:
-        """What is not as it was."""
-        found = []
-        for module, own in self.modules:
-            now = vars(module)
-            for name in {**own, **now}:
-                was, value = own.get(name, _MISSING), now.get(name, _MISSING)
-                if name not in _TABLES and not _alike(was, value):
-                    found.append(Change(module, name, was, value))
-        seen = {(id(change.module), change.name) for change in found}
-        for value, state, module, name in self.held.values():
-            now_inside: Any = _copied(value) if type(value) in _LISTS else _inside(value)
-            if not _all_alike(state, now_inside) and (id(module), name) not in seen:
-                found.append(Change(module, name, _Inside(value, state), _Inside(value, now_inside)))
-        return found
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for module, own in self.modules:
-            now = vars(module)
-            if len(now) != len(own) or any(now.get(name, _MISSING) is not value for name, value in own.items()):
-                now.clear()
-                now.update(own)
-        for value, state, _, _ in self.held.values():
-            _fill(value, state)
+_PLAIN = (*PLAIN, torch.dtype, torch.device, torch.Size, np.generic)
 
 
 class _Missing:
@@ -162,109 +42,130 @@ _MISSING = _Missing()
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """What a list or object holds at some time."""
+class Change:
+    """What a run changed of a holder: all its parts before and after."""
 
-    owner: Any
-    state: Any
+    holder: Holder
+    was: dict[Any, Any]
+    now: dict[Any, Any]
 
-    def __repr__(self) -> str:
-        return f"{type(self.owner).__name__} of {len(self.state)}"
+    @property
+    def keys(self) -> list[Any]:
+        """Of the parts that changed."""
+        return [k for k in {**self.was, **self.now} if not _alike(self.was.get(k, _MISSING), self.now.get(k, _MISSING))]
+
+    @property
+    def places(self) -> set[Any]:
+        """What stands in for it stands in for."""
+        own = id(self.holder)
+        return {own} if self.has_other_parts or self.holder.whole else {(own, key) for key in self.keys}
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Whether a container has more, fewer or other parts than before."""
+        is_container = isinstance(self.holder.owner, CONTAINERS) and not self.holder.names
+        return is_container and self.was.keys() != self.now.keys()
+
+    @property
+    def label(self) -> str:
+        return self.holder.label if self.has_other_parts or self.holder.whole else self.holder.where(self.keys[0])
+
+    def __str__(self) -> str:
+        if self.holder.whole:
+            return f"{self.label}, a {type(self.holder.owner).__name__}, changes from call to call"
+        if self.has_other_parts:
+            kind = type(self.holder.owner).__name__
+            return f"{self.label} changes from call to call ({kind} of {len(self.was)}, then of {len(self.now)})"
+        was, now = (_words(parts.get(self.keys[0], _MISSING)) for parts in (self.was, self.now))
+        return f"{self.label} changes from call to call ({was}, then {now})"
 
 
-def _put(change: Change) -> None:
-    if isinstance(change.value, _Inside):
-        _fill(change.value.owner, change.value.state)
-    elif change.value is _MISSING:
-        vars(change.module).pop(change.name, None)
-    else:
-        vars(change.module)[change.name] = change.value
+def _words(value: Any) -> str:
+    if isinstance(value, _PLAIN) or value is _MISSING:
+        text = repr(value)
+        return text if len(text) <= 40 else f"{text[:37]}..."
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, CONTAINERS) else "")
 
 
-def _copied(value: Any) -> Any:
-    return type(value)(value) if not isinstance(value, deque) else deque(value, value.maxlen)
+class UnknownChangeError(CaptureError):
+    """Nothing can stand in for what changes."""
 
 
-def _inside(value: Any) -> Any:
-    """What an object holds; None where nobody can tell."""
-    if isinstance(value, random.Random):
-        return {"state": value.getstate()}
-    if isinstance(value, np.random.Generator):
-        return {"state": value.bit_generator.state}
-    if isinstance(value, np.random.RandomState):
-        return {"state": value.get_state()}
-    return dict(vars(value)) if hasattr(value, "__dict__") else None
+@dataclass(slots=True)
+class PythonState:
+    """What runs left behind. begin: done before each run, on top of what the model holds; changes: of the last run;
+    moved: whose random numbers were drawn."""
+
+    begin: list[Callable[[], None]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    moved: str = ""
+    _reached: Reached | None = None
+
+    def reached(self, model: nn.Module) -> Reached:
+        """What the forward of a model can reach, as it was when first asked."""
+        if self._reached is None:
+            self._reached = Reached.of(model)
+        return self._reached
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """Inside, forward runs from `begin`; afterwards everything is as it was before."""
+        reached = self.reached(model)
+        before = Snapshot(reached)
+        draws = _draws()
+        python, numpy = random.getstate(), np.random.get_state()
+        for change in self.begin:
+            change()
+        with ExitStack() as stack:
+            stack.callback(before.restore)
+            for holder, key, own in list(reached.stand_ins()):
+                holder.set(key, own)
+            started = Snapshot(reached)
+            try:
+                yield
+            finally:
+                self.changes = started.changes()
+                now = _draws()
+                self.moved = "" if now == draws else "Python's" if now[0] != draws[0] else "NumPy's"
+                random.setstate(python)
+                np.random.set_state(numpy)
 
 
-def _fill(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state["state"])
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state["state"]
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(state["state"])
-    elif type(value) not in _LISTS:
-        if not _all_alike(state, vars(value)):
-            vars(value).clear()
-            vars(value).update(state)
-    elif not _all_alike(state, _copied(value)):
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(state)
+class Snapshot:
+    """What all that forward reaches holds."""
+
+    def __init__(self, reached: Reached) -> None:
+        self._held = [(holder, holder.parts()) for holder in reached.holders.values()]
+
+    def changes(self) -> list[Change]:
+        """What is not as it was."""
+        found = []
+        for holder, was in self._held:
+            now = holder.parts()
+            if isinstance(holder.owner, nn.Module):
+                was, now = ({k: v for k, v in parts.items() if k not in TABLES} for parts in (was, now))
+            if was.keys() != now.keys() or not all(_alike(value, now[key]) for key, value in was.items()):
+                found.append(Change(holder, was, now))
+        return sorted(found, key=lambda change: not isinstance(change.holder.owner, nn.Module))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for holder, was in self._held:
+            now = holder.parts()
+            if [*map(id, was)] != [*map(id, now)] or any(now[key] is not value for key, value in was.items()):
+                holder.put(was)
 
 
 def _alike(was: Any, now: Any) -> bool:
     if was is now:
         return True
-    if isinstance(was, _PLAIN) and type(was) is type(now):
+    if type(was) is not type(now):
+        return False
+    if isinstance(was, _PLAIN):
         return bool(was == now) or (was != was and now != now)
+    if isinstance(was, tuple):
+        return len(was) == len(now) and all(map(_alike, was, now))
     return isinstance(was, MethodType) and was == now
-
-
-def _all_alike(was: Any, now: Any) -> bool:
-    if isinstance(was, set):
-        return bool(was == now)
-    if isinstance(was, dict):
-        return list(was) == list(now) and all(_same(value, now[key]) for key, value in was.items())
-    return len(was) == len(now) and all(map(_same, was, now))
-
-
-def _same(was: Any, now: Any) -> bool:
-    """Alike, or states of generators, which are plain through and through."""
-    if _alike(was, now):
-        return True
-    if isinstance(was, tuple | dict) and not isinstance(was, torch.Size) and type(was) is type(now):
-        return repr(was) == repr(now) and "Tensor" not in repr(was)
-    return False
-
-
-class _Unknown:
-    """In place of a tensor that a call left behind: whoever reads it is told which it is."""
-
-    def __init__(self, change: Change) -> None:
-        vars(self)["_change"] = change
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        change: Change = vars(self)["_change"]
-        raise CaptureError(
-            f"{change.where()} is a tensor that forward leaves behind and the next call reads, which one graph does "
-            "not; register it as a buffer"
-        )
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __float__ = __int__ = __index__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise next(_error(leaf) for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, cls))
-
-
-def _error(unknown: _Unknown) -> CaptureError:
-    try:
-        unknown._refuse()
-    except CaptureError as error:
-        return error
 
 
 class Constants(TorchDispatchMode):
@@ -299,44 +200,104 @@ class Constants(TorchDispatchMode):
         return made
 
 
-def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Change]:
-    """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown,
-    and counters that tell `decisions` what is decided on them."""
+def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Callable[[], None]]:
+    """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown."""
 
-    def known(value: Any, change: Change, was: Any) -> Any:
-        if type(value) in (int, float) and type(was) in (int, float) and value != was:
-            return counted(value, decisions)
-        if is_fake(value) and type(change.was) in (int, float) and not value.dim():
-            return change.was + 1  # of a number that a tensor stands for (`answers`) any other will do
+    def known(value: Any, label: str) -> Any:
         if is_fake(value):
-            return constants.values[id(value)][1] if id(value) in constants.values else _Unknown(change)
-        if isinstance(value, _Inside):
-            return _Inside(value.owner, known(value.state, change, getattr(was, "state", None)))
-        if isinstance(value, deque):
-            return deque((known(part, change, None) for part in value), value.maxlen)
-        if type(value) in (list, tuple):
-            before = was if type(was) is type(value) and len(was) == len(value) else (None,) * len(value)
-            return type(value)(known(part, change, b) for part, b in zip(value, before, strict=True))
-        if type(value) in (dict, OrderedDict):
-            before = was if isinstance(was, dict) else {}
-            return type(value)((key, known(part, change, before.get(key))) for key, part in value.items())
+            return constants.values[id(value)][1] if id(value) in constants.values else Unknown(label, decisions)
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(known(part, label) for part in value)
+        if isinstance(value, CONTAINERS) and not isinstance(value, set):
+            inside = Holder(value, label)
+            for key, part in inside.parts().items():
+                if (own := known(part, label)) is not part:
+                    inside.set(key, own)
         return value
 
-    return [Change(c.module, c.name, c.was, known(c.value, c, c.was)) for c in changes]
+    def put(change: Change) -> Callable[[], None]:
+        parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
+        for key, value in change.now.items():
+            if type(value) is Number:  # any other will do
+                was: Any = change.was.get(key)
+                parts[key] = was + 1 if type(was) in (int, float) else 1.0
+        if isinstance(change.holder.owner, nn.Module):
+            return lambda: change.holder.put({t: vars(change.holder.owner)[t] for t in TABLES} | parts)
+        return lambda: change.holder.put(parts)
+
+    return [put(change) for change in changes]
 
 
-def drawn_at(run: Callable[[], Any]) -> str | None:
-    """`file:line` of the user's first line in a run after which Python's or NumPy's generators stand elsewhere."""
+def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decisions) -> list[Callable[[], None]]:
+    """Stand-ins for what goes on changing, to be put after `next_begin`.
+
+    Raises:
+        UnknownChangeError: if there is none.
+    """
+    found: list[Callable[[], None]] = []
+    for change in changes:
+        keys = change.was if isinstance(change.holder.owner, list | deque) else change.keys  # they may move
+        if change.holder.whole:
+            raise UnknownChangeError(str(change))
+        if change.has_other_parts:
+            found += _exchanged(change, reached, decisions)
+        else:
+            found += [_stand_in(change, key, decisions) for key in keys]
+    return found
+
+
+def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[Callable[[], None]]:
+    """Another container wherever this one is."""
+    owner, places = change.holder.owner, reached.parents.get(id(change.holder.owner), [])
+    if not places or tracked(owner, change.label, decisions) is None:
+        raise UnknownChangeError(str(change))
+
+    def exchange() -> None:
+        own = tracked(owner, change.label, decisions)
+        for holder, key in places:
+            if holder.parts().get(key) is owner:
+                holder.set(key, own)
+
+    return [exchange]
+
+
+def _stand_in(change: Change, key: Any, decisions: Decisions) -> Callable[[], None]:
+    """Another value at a place; `was` is what the call that begins so finds there."""
+    was, now, label = change.was.get(key, _MISSING), change.now.get(key, _MISSING), change.holder.where(key)
+    if was is None or was is _MISSING:
+        was = now  # what a call leaves there; without it the model was traced before
+    elif now is None or now is _MISSING:
+        raise UnknownChangeError(str(change))
+    if type(was) in (bool, int, float, Number):
+        own: Any = Counted(1.0 if type(was) is Number else was, label, decisions)
+    elif isinstance(was, Tensor) and not is_fake(was):
+        return lambda: None
+    elif was is None or is_fake(was):
+        own = was if was is None else Unknown(label, decisions)
+    elif isinstance(was, CONTAINERS):
+        parts = [Holder(value, label).parts() if isinstance(value, CONTAINERS) else {} for value in (was, now)]
+        if parts[0].keys() == parts[1].keys() or (own := tracked(was, label, decisions)) is None:
+            return lambda: None
+    elif type(was) is Unknown:
+        return lambda: None
+    else:
+        own = Unknown(label, decisions)
+    return lambda: change.holder.set(key, own)
+
+
+def line_of(run: Callable[[], Any], state: Callable[[], Any]) -> str | None:
+    """`file:line` of the user's first line in a run after which `state()` is another."""
     found: list[str] = []
-    seen: dict[str, Any] = {"line": None, "draws": _draws()}
+    seen: dict[str, Any] = {"line": None, "state": None}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if found or innermost([(frame.f_code.co_filename, frame.f_lineno)]) is None:
             return None
-        if _draws() != seen["draws"] and seen["line"] is not None:
+        now = state()
+        if seen["line"] is not None and now != seen["state"]:
             found.append(seen["line"])
             return None
-        seen.update(line=f"{frame.f_code.co_filename}:{frame.f_lineno}", draws=_draws())
+        seen.update(line=f"{frame.f_code.co_filename}:{frame.f_lineno}", state=now)
         return trace
 
     before = sys.gettrace()
@@ -348,6 +309,25 @@ def drawn_at(run: Callable[[], Any]) -> str | None:
     finally:
         sys.settrace(before)
     return found[0] if found else None
+
+
+def line_of_draw(run: Callable[[], Any]) -> str | None:
+    """Of the line that draws numbers from Python's or NumPy's own generator."""
+    return line_of(run, _draws)
+
+
+def line_of_change(run: Callable[[], Any], change: Change) -> str | None:
+    """Of the line that writes what a run was seen to change."""
+    key = None if change.has_other_parts or change.holder.whole else change.keys[0]
+
+    def state() -> Any:
+        parts = change.holder.parts()
+        if key is None:
+            return tuple(map(id, parts.values())) if not change.holder.whole else parts[""]
+        value = parts.get(key, _MISSING)
+        return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+    return line_of(run, state)
 
 
 def _draws() -> tuple[Any, ...]:

@@ -20,19 +20,27 @@ from autopar.capture.answers import ANSWERS, ASK
 from autopar.capture.checks import Check
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
+from autopar.capture.numbers import as_tensors
 from autopar.capture.real_values import real_values
 from autopar.capture.user_frame import asker, place_of
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ops.checked import ERROR, WARNING
 
 HANDLERS = {**ANSWERS, **SHAPES}
+
+
+def has_unknown_size(result: Any) -> bool:
+    """Whether a call made a tensor with a size that is no number yet."""
+    first = result[0] if type(result) is tuple and result else result
+    return isinstance(first, Tensor) and not all(type(n) is int for n in first.shape)
 
 
 class Questions(TorchFunctionMode):
     """Answers questions about values inside `asked`, for one trace of a model.
 
     buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
-    refused: the first question that had no answer, whatever the model made of the error.
+    refused: the first question that had no answer, whatever the model made of the error. unsized: where the first
+    tensor was made of whose size only the data knows.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
@@ -40,6 +48,7 @@ class Questions(TorchFunctionMode):
         self.known = KnownValues(buffers)
         self.guards: dict[str, str] = {}
         self.refused: AutoparError | None = None
+        self.unsized = ""
         self.stop: CodeType | None = None
 
     @contextmanager
@@ -51,11 +60,21 @@ class Questions(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = as_tensors((args, kwargs or {}))
+        if kwargs.get("generator") is not None:
+            place, text = place_of(asker())
+            self.refused = self.refused or CaptureError(
+                f"{place}: forward draws from a torch.Generator of its own{text}, whose numbers ranks could not agree "
+                "on; leave out generator=, so that torch's default generator is drawn from, which plans keep in step"
+            )
+            raise self.refused
         handler = HANDLERS.get(func)
         if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
             return answer
         result = func(*args, **kwargs)
+        if not self.unsized and has_unknown_size(result):
+            place, text = place_of(asker())
+            self.unsized = f"{place}: the data says how many places {func.__name__} gives{text}"
         if result is None or isinstance(result, Tensor | tuple | list):
             self.known.note(func, args, kwargs, result)
         return result

@@ -30,6 +30,13 @@ def real_values() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_traces() -> Iterator[None]:
+    """Calls made inside are real, whatever they are."""
+    with _disable_current_modes():
+        yield
+
+
 def storage_of(value: Tensor) -> int:
     """A number for the storage that a tensor is a view of, as long as that lives."""
     return int(value.untyped_storage()._cdata)

@@ -12,9 +12,12 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _OURS, _HERE = Path(__file__).parents[1], Path(__file__).parent
-_MODEL = str(_HERE / "loss.py")
+MODEL = str(_HERE / "loss.py")
 """The file that calls a model."""
-_WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/functional.py", "torch/__init__.py")
+_WRAPPERS = (
+    *("torch/_tensor.py", "torch/overrides.py", "torch/functional.py", "torch/__init__.py"),
+    "torch/_export/non_strict_utils.py",  # whose max and min stand for Python's while a trace is on
+)
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -47,7 +50,7 @@ def innermost(frames: list[tuple[str, int]]) -> str | None:
 
     While a model runs, only what it runs counts: of a library's model, not the line that asked for its capture.
     """
-    calls = [number for number, (name, _) in enumerate(frames) if name == _MODEL]
+    calls = [number for number, (name, _) in enumerate(frames) if name == MODEL]
     inside = frames[calls[-1] + 1 :] if calls else frames
     known = [(Path(name), line) for name, line in inside if not name.startswith("<")]
     foreign = [(path, line) for path, line in known if not is_machinery(path)]
@@ -61,6 +64,16 @@ def asker() -> FrameType:
     frame = sys._getframe(1)
     while Path(frame.f_code.co_filename).parent == _HERE or frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+def model_frame() -> FrameType | None:
+    """The innermost frame of the model's own code that runs now; None where only the machinery around it does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_machinery(Path(frame.f_code.co_filename)):
+        if frame.f_code.co_filename == MODEL:
+            return None
         frame = frame.f_back
     return frame
 

@@ -3,30 +3,29 @@
 The module itself runs, not a copy: copies lose hooks of parameters, and some modules cannot be copied.
 """
 
-import copy
 import random
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-CONTAINERS = (list, dict, set, deque)
+from autopar.capture.python_state import Snapshot
+from autopar.capture.reached import TABLES, Reached
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside, the module runs as it likes; after, its tensors, gradients and attributes, and the random generators of
-    torch, NumPy and Python, are what they were."""
+    """Inside, the module runs as it likes; after, its tensors, their gradients, the state of Python that it reaches,
+    and the random generators of torch, NumPy and Python, are what they were."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     storages = {key: tensor.data for key, tensor in tensors.items()}
     values = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     gradients = {key: tensor.grad for key, tensor in tensors.items()}
     needs = {key: tensor.requires_grad for key, tensor in tensors.items()}
-    attributes = [(module, dict(vars(module)), _contents(vars(module))) for module in model.modules()]
+    attributes = Snapshot(Reached.of(model))
+    tables = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in TABLES]
     python, numbers = random.getstate(), numpy.random.get_state()
     for tensor in tensors.values():
         tensor.grad = None
@@ -36,11 +35,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(numbers)
-        for module, table, contents in attributes:
-            vars(module).clear()
-            vars(module).update(table)
-            for holder, content in contents:
-                _refill(holder, content)
+        attributes.restore()
+        for table, content in tables:
+            table.clear()
+            table.update(content)
         with torch.no_grad():
             for key, tensor in tensors.items():
                 if tensor.requires_grad != needs[key]:
@@ -50,29 +48,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 elif not _same(tensor, storages[key]) or not torch.equal(tensor, values[key]):
                     tensor.data = storages[key].copy_(values[key])
                 tensor.grad = gradients[key]
-
-
-def _contents(table: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Containers among attributes, the tables of parameters, buffers and modules too, each with a shallow copy."""
-    found: list[tuple[Any, Any]] = []
-    for value in table.values():
-        if isinstance(value, CONTAINERS) and not isinstance(value, Tensor):
-            try:
-                found.append((value, copy.copy(value)))
-            except Exception:  # a container that cannot be copied is left to itself
-                continue
-    return found
-
-
-def _refill(holder: Any, content: Any) -> None:
-    if isinstance(holder, list):
-        holder[:] = content
-    elif isinstance(holder, deque):
-        holder.clear()
-        holder.extend(content)
-    else:
-        holder.clear()
-        holder.update(content)
 
 
 def _same(tensor: Tensor, storage: Tensor) -> bool:

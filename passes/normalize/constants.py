@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.graph import CapturedModel, shape_of
+from autopar.ops.batch_norm import batch_norm
 from autopar.passes.graph_tools import aten, insert, is_aten, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
 from autopar.passes.normalize.storage import READS_STORAGE
@@ -20,6 +21,8 @@ ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
 """Calls that do the same along one dim whatever the others hold."""
 MASKS = (torch.bool, torch.uint8)
 """dtypes by which `index` selects, where others say the place."""
+_READ_AS_CONTIGUOUS = (aten.batch_norm.default, batch_norm)
+"""Calls whose kernels read a tensor's memory whatever its strides: what they read is not compressed."""
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 """Copies that they rest on are not kept (`drop_noops`), nor are the strides of a compressed value."""
 
@@ -63,6 +66,10 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
                 pending[operand] -= 1
                 if pending[operand] == 0 and operand not in frontier:
                     values.pop(operand.name, None)
+    placed = {node.name: node for node in graph.nodes}
+    for own in (*captured.constants, *(node.name for node in frontier)):
+        if any(user.target in _READ_AS_CONTIGUOUS for user in placed[own].users):
+            values[own] = replace(values[own], tensor=values[own].whole.contiguous())
     constants = {name: values[name].tensor for name in captured.constants}
     last = _last_of_constants(captured)
     for node in frontier:
