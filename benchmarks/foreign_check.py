@@ -21,6 +21,7 @@ from autopar.captures import captured_model
 from autopar.errors import AutoparError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.oracle.compare import FLOOR
 from autopar.passes.promote_casts import promote_casts
 from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.search.known.random_plan import random_plan
@@ -28,8 +29,6 @@ from tests.plans_in_threads import errors_of, one_process
 
 STEPS = 3
 MESHES = ((2, 2), (4,))
-FLOOR = 1e-6
-"""Of the largest gradient: a gradient below it is compared with that."""
 TIGHT, LOOSE = (1e-10, 1e-8), (1e-5, 1e-3)
 """Largest relative error of loss and gradients that rounding explains in float64, and where float32 is in the graph."""
 LARGEST = 50_000_000

@@ -18,6 +18,7 @@ from autopar.ops import collectives
 from autopar.ops.buckets import use_sink
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.oracle.compare import FLOOR
 from autopar.passes import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
@@ -32,8 +33,6 @@ from autopar.reference import run_captured
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.reductions import Late
 from tests.ranks_in_threads import Done, run_in_threads
-
-FLOOR = 1e-6
 
 
 def all_gather(out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Done:
