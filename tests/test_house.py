@@ -28,21 +28,8 @@ PACKAGES = {"autopar": "autopar", "passes": "autopar.passes", "cost_models": "au
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "version", "precision", "mesh", "placement", "redistribution", "graph", "plan", "staged_plan"),
-        *(
-            "device",
-            "link",
-            "link_file",
-            "toml_tables",
-            "cluster",
-            "inputs",
-            "calls",
-            "outputs",
-            "binding",
-            "blocks",
-            "custom_ops",
-            "guards",
-            "serialize",
-        ),
+        *("device", "link", "link_file", "toml_tables", "cluster", "inputs", "calls"),
+        *("outputs", "binding", "blocks", "custom_ops", "guards", "serialize"),
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
