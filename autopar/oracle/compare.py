@@ -13,8 +13,8 @@ from torch import Tensor
 from autopar.oracle.steps import Step
 
 FLOOR = 1e-5
-"""What is smaller than this part of the largest gradient entry, a gradient that is zero in truth (a bias before batch norm
-over a whole image) misses by rounding in fp64. Half of it would do; at a fifth two of 630 models are called wrong."""
+"""Smaller than this part of the largest gradient entry, what is zero in truth (a bias before batch norm over an image)
+misses by rounding in fp64. Half of it would do; at a fifth two of 630 models are called wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
