@@ -40,7 +40,8 @@ def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[Captur
     """
     if captured.loss:
         check_cuts(captured, cuts)
-    return _Split(captured, cuts).run() if cuts else (captured,)
+    is_whole = captured.loss and not cuts  # a call leaves out what it does not read, which its stage may lack
+    return (captured,) if is_whole else _Split(captured, cuts).run()
 
 
 def cuts_by_state(captured: CapturedModel, stages_of: Mapping[str, Sequence[int]]) -> dict[int, str]:

@@ -1,7 +1,9 @@
 """The decorator takes what `autopar.plan` takes: micro-batches, pipelines, meshes to search, named configurations."""
 
+import copy
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from test_api import inputs, make
 import autopar
 from autopar.decorator import OPTIONS
 from autopar.errors import ArgumentError
+from autopar.runtime import load, save
 from autopar.staged_model_plan import StagedModelPlan
 from tests.process_group import ranks
+from tests.runtime_cases import whole
 
 STEPS = 2
 BATCH = 8
@@ -93,3 +97,76 @@ def test_a_decorated_model_trains_as_in_one_process(options: dict[str, Any], kin
         assert answer[0] == pytest.approx(losses, rel=1e-5)
         assert answer[1] == pytest.approx(norms, rel=1e-4)
         assert answer[2] == kind
+
+
+def used(folder: str) -> None:
+    """What scripts do with a model, after it was distributed."""
+    model = autopar.auto_parallel(make(), cluster="2xcpu", baseline="fsdp", with_baselines=False)
+    eager = make()
+    loss = model(**inputs(BATCH))
+    loss.backward()
+    eager(**inputs(BATCH)).backward()
+    first = model.blocks[0]
+    assert isinstance(first, torch.nn.Linear) and first.weight is dict(model.named_parameters())["blocks.0.weight"]
+    torch.testing.assert_close(whole(first.weight.grad), eager.blocks[0].weight.grad)
+    model.eval()
+    eager.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs(5)["x"]), eager(inputs(5)["x"]))
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(average(inputs(5)["x"]), eager(inputs(5)["x"]))
+        for parameter in eager.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(model(inputs(5)["x"]), eager(inputs(5)["x"]))
+    torch.save(model.state_dict(), f"{folder}/{torch.distributed.get_rank()}.pt")
+    save(model, None, f"{folder}/checkpoint")
+    load(average, None, f"{folder}/checkpoint")
+    for name, parameter in average.named_parameters():
+        torch.testing.assert_close(whole(parameter), eager.get_parameter(name).detach())
+    model.load_state_dict(make(seed=3).state_dict())
+    torch.testing.assert_close(whole(model.blocks[1].weight), make(seed=3).blocks[1].weight.detach())
+    other = make().state_dict()
+    other.pop("blocks.0.bias")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(other)
+    with pytest.raises(ArgumentError, match="freezing blocks"):
+        model.requires_grad_(False)
+    with pytest.raises(ArgumentError, match="leave DistributedDataParallel out"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    seen: list[int] = []
+    handle = model.register_forward_hook(lambda *_: seen.append(1))
+    model(**inputs(BATCH))
+    assert seen == [1]
+    handle.remove()
+    first.register_forward_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="would never run"):
+        model(**inputs(BATCH))
+
+
+def test_a_decorated_model_is_used_as_before(tmp_path: Path) -> None:
+    ranks(2).run(used, str(tmp_path))
+
+
+def parts() -> None:
+    """The parts of a distributed module are the model's, by type, and say what they do not do."""
+    model = make(dropout=0.1)
+    module = autopar.distribute(model, autopar.plan(model, inputs(BATCH), cluster="2xcpu", with_baselines=False))
+    assert [n for n, _ in module.named_modules()] == [n for n, _ in model.named_modules()]
+    assert all(isinstance(part, type(model.get_submodule(n))) for n, part in module.named_modules() if n)
+    dropout: Any = module.get_submodule("dropout")
+    assert dropout.p == 0.1
+    with pytest.raises(ArgumentError, match=r"Dropout.p was captured as 0.1"):
+        dropout.p = 0.5
+    with pytest.raises(ArgumentError, match="does not run alone"):
+        dropout(torch.zeros(2))
+    with pytest.raises(ArgumentError, match="would never run"):
+        dropout.register_forward_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="forward takes"):
+        module(inputs(BATCH)["x"], 3)
+
+
+def test_parts_are_those_of_the_model() -> None:
+    ranks(2).run(parts)
