@@ -106,9 +106,7 @@ def outside(seed: int, name: str) -> None:
         check_gradients(module, eager)
 
 
-@pytest.mark.parametrize(
-    ("seed", "name"), [(0, "cross_entropy"), (1, "cross_entropy"), (2, "smoothed"), (3, "smoothed")]
-)
+@pytest.mark.parametrize(("seed", "name"), [(0, "cross_entropy"), (2, "smoothed"), (3, "smoothed")])
 def test_a_criterion_outside_is_the_loss_inside_at_its_cost(seed: int, name: str) -> None:
     ranks(4).run(outside, seed, name)
 

@@ -121,6 +121,7 @@ class Trainable(nn.Module):
         self._outputs = outputs
         if captor is not None:
             self._variants = Variants(captor, make)
+            self.register_state_dict_pre_hook(lambda module, *_: module._variants.flush())  # type: ignore[no-untyped-call]
             take_form(self, captor.parts(), complete=not any(self.names_elsewhere()))
             for name, part in self.named_modules():
                 part.training = self._variants.modes.get(name, True)
