@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from autopar.errors import ArgumentError
 from autopar.inputs import taken_apart
 from autopar.outputs import flatten_outputs
+from autopar.runtime.agreement import agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,19 @@ class DeferredCall:
         self.num_returned = len(metas)
         return [self.new(meta) for meta in metas]
 
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Which values the graph makes: what the model returns and what nothing else was computed of, whoever holds it
+        (one rank may read what others have let go), and what else is held."""
+        read = {leaf.number for note in self.noted for leaf in note.arguments if isinstance(leaf, _Value)}
+        kept = (n for n in range(len(self.metas)) if n < self.num_returned or n not in read or self._is_held(n))
+        return tuple(kept)
+
+    def _is_held(self, number: int) -> bool:
+        return self.alive[number]() is not None
+
     def finish(self) -> None:
-        """Run the call, with what was noted as far as somebody still holds it."""
+        """Run the call, with what was noted."""
         if self.values is not None:
             return
         for extra, version in zip(self.extras, self.versions, strict=True):
@@ -83,9 +95,9 @@ class DeferredCall:
                 raise ArgumentError(
                     "a tensor was changed in place between a loss that reads it and backward(); change it afterwards"
                 )
-        wanted = tuple(number for number, held in self.alive.items() if held() is not None)
+        wanted = self.wanted
         found = self.run(Following(tuple(self.noted), self.num_returned, wanted), self.extras)
-        self.values = dict(zip(wanted, found, strict=True))
+        self.values = {number: own for number, own in zip(wanted, found, strict=True) if self._is_held(number)}
         self.noted, self.metas, self.extras = [], [], []
 
 
@@ -134,7 +146,10 @@ class Deferred(Tensor):
         self.call.finish()
         assert self.call.values is not None
         held = self.call.values[self.number]
-        return held.full_tensor() if isinstance(held, DTensor) else held
+        if not isinstance(held, DTensor):
+            return held
+        agree({"what is read": f"an output {tuple(held.shape)} that ranks share out, which all ranks read together"})
+        return held.full_tensor()
 
     def shared(self) -> Tensor:
         """The tensor as ranks share it: a DTensor where they do, else plain."""
@@ -165,6 +180,8 @@ class Deferred(Tensor):
         attribute = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
         if name in _ABOUT or attribute in _PROPERTIES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if name == "__repr__" and len(args[0].shape):  # often on one rank alone, where nothing can be gathered
+            return f"{cls.__name__}(shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         if name == "__iter__":
             return iter(torch.unbind(args[0]))
         leaves, rebuild = taken_apart((args, kwargs))

@@ -153,12 +153,18 @@ class Trainable(nn.Module):
             first = -self.num_evaluated
         return [Draws(seed=self.seed, step=first + i, exact=self.exact_random) for i in range(count)]
 
+    def flush(self) -> None:
+        """Run a call that waits for what is made of it."""
+        if self._variants is not None:
+            self._variants.flush()
+
     @abstractmethod
     def _twin(self) -> "Trainable":
         """Another module of the same plan, without values."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trainable":
         """A module of its own with the same values, for a moving average; all ranks copy together."""
+        self.flush()
         twin = self._twin()
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         with torch.no_grad():

@@ -132,8 +132,11 @@ class Variants:
             metas = [node.meta["val"].detach().requires_grad_(requires_grad(node)) for node in nodes]
             self._returned[key] = metas, returned
 
+        dtype, kind = _autocast(module), module.device.type
+
         def finish(following: Following, extras: list[Tensor]) -> Sequence[Tensor]:
-            with torch.enable_grad():
+            region = torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+            with torch.enable_grad(), region:  # as where it was called
                 made: Sequence[Tensor] = self._run(module, asked.followed_by(following, extras), DTENSOR)
             return made
 
