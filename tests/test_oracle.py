@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -148,15 +149,16 @@ def test_each_kind_of_difference_is_one(name: str, target: Callable[..., Any], s
         check_module(replace(own, captured=changed(own.captured, name, target)))
 
 
-CALLS: list[int] = []
+CALLS: list[int] = vars(sys).setdefault("counted_calls", [])
 
 
 class Counting(Net):
-    """It counts where tracing does not look: in a list of this file."""
+    """It counts where tracing does not look: in a list of Python's own library."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        CALLS.append(1)
-        return F.mse_loss(self.first(x), y) * len(CALLS)
+        calls: list[int] = vars(sys)["counted_calls"]
+        calls.append(1)
+        return F.mse_loss(self.first(x), y) * len(calls)
 
 
 def test_what_changes_from_call_to_call_is_said_to() -> None:

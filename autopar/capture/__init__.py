@@ -197,7 +197,8 @@ def _changing(
     read = decisions.refused
     known = [change for change in changes if read is not None and read.label.startswith(change.label)]
     change = (known or list(changes))[0]
-    where = line_of_change(lambda: _run_on_fakes(model, module, tensors), change) or type(model).__name__
+    where = line_of_change(lambda: _run_on_fakes(model, module, tensors), change)
+    where = where or (type(model).__name__ if read is None else read.where)
     reads = "computes otherwise with it" if read is None else f"reads it ({read.where})"
     return CaptureError(
         f"{where}: {change}, and forward {reads}, so one graph cannot stand for the model; keep it in a buffer, and "

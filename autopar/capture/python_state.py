@@ -84,6 +84,8 @@ def _words(value: Any) -> str:
     if isinstance(value, _PLAIN) or value is _MISSING:
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:37]}..."
+    if isinstance(value, Tensor):
+        return "a tensor"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, CONTAINERS) else "")
 
 
