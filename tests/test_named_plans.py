@@ -3,9 +3,14 @@
 And the search's promise: in its own cost model no baseline is cheaper than the plan it returns.
 """
 
+import contextlib
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
@@ -54,3 +59,22 @@ def test_named_plans_equal_one_process(family: str) -> None:
     if "megatron" in plans:
         sharded = {choice for choices in plans["megatron"].choices.values() for choice in choices}
         assert {"columns", "heads"} <= sharded
+
+
+class Rearranged(nn.Module):
+    """Rows of the input change places before the first layer, so that no way of a parameter serves data parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = x.chunk(2)
+        return F.mse_loss(self.linear(torch.cat([second, first])), y)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_that_serves_no_reader_does_not_apply(name: str) -> None:
+    captured = capture(Rearranged(), (), {"x": torch.zeros(8, 8), "y": torch.zeros(8, 8)})
+    with contextlib.suppress(InfeasibleError):
+        make_baseline(name, captured, load_cluster("4xcpu"), make_mesh((2, 2)), TrainConfig())

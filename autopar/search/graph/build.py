@@ -366,7 +366,8 @@ class Builder:
             return
         group, rest = len(self.problem.groups) - 1, len(arcs) - len(space.ways)
         lifetimes = [*(space.options[way.option][1] for way in space.ways), *[""] * rest]
-        nbytes = np.array([*((way.copy, way.gradient) for way in space.ways), *[(0.0, 0.0)] * rest]).T
+        held = [*((way.copy, way.gradient) for way in space.ways), *[(0.0, 0.0)] * rest]
+        nbytes = np.array(held, dtype=np.float64).reshape(-1, 2).T
         self.arc_memory += [(group, *term) for term in copies_held(names, readers, lifetimes, nbytes, self.moments)]
 
     def _unread(self) -> int:
