@@ -123,6 +123,12 @@ def main() -> int:
     console, failed = Console(), 0
     for name in asked.models.split(","):
         model, kwargs = model_of(name)
+        try:
+            model(**kwargs)
+        except RuntimeError as problem:
+            reason = str(problem).splitlines()[0]
+            console.print(f"{name}: left out, the module itself fails: {reason}", soft_wrap=True)
+            continue
         captured = capture(model, (), kwargs)
         narrow = any(
             isinstance(v := n.meta.get("val"), Tensor) and v.dtype == torch.float32 for n in captured.graph.nodes
