@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
 from autopar.again import Again
 from autopar.calls import Call
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RankError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.model_plan import plan_from_text
@@ -301,3 +302,33 @@ def train_casting(text: str, precision: str, autocast: bool) -> None:
 def test_what_casts_inside_runs_in_every_precision(precision: str, autocast: bool) -> None:
     plan = autopar.plan(casting(), batch(0), cluster="4xcpu", mesh="2x2", precision=precision, with_baselines=False)
     ranks(4).run(train_casting, plan.to_json(), precision, autocast)
+
+
+def shared_out(outputs: str) -> None:
+    captured, plan = planned(1)
+    module, eager = distributed(captured, plan, outputs=outputs), model()
+    module.eval(), eager.eval()
+    data = batch(4)
+    with torch.no_grad():
+        found, wanted = module(**data), eager(**data)
+    assert isinstance(found.loss, Tensor) and not isinstance(found.loss, DTensor)
+    same(found.loss, wanted.loss)
+    if outputs == "dtensor":
+        assert isinstance(found.logits, DTensor)
+        same(found.logits, wanted.logits)
+    else:
+        assert not isinstance(found.logits, DTensor) and found.logits.shape[-1] <= wanted.logits.shape[-1]
+        every: list[Any] = [None] * 4
+        torch.distributed.all_gather_object(every, found.logits)
+        held = {round(float(v), 9) for part in every for v in part.flatten()}
+        assert held == {round(float(v), 9) for v in wanted.logits.flatten()}, "together ranks have all of it"
+    with torch.no_grad():  # a rank's own rows, of the planned batch
+        same(module(module.local_batch(data)).loss, wanted.loss)
+    rank = torch.distributed.get_rank()
+    with torch.no_grad(), pytest.raises(RankError, match=r"values of inputs.*LocalBatch"):
+        module(ids=batch(20 + rank, 2)["ids"])
+
+
+@pytest.mark.parametrize("outputs", ["dtensor", "local"])
+def test_outputs_stay_shared_out_where_asked(outputs: str) -> None:
+    ranks(4).run(shared_out, outputs)
