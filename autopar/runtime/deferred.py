@@ -77,11 +77,10 @@ class DeferredCall:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Which values the graph makes: what the model returns and what nothing else was computed of, whoever holds it
-        (one rank may read what others have let go), and what else is held."""
+        """Which values the graph makes: what nothing else was computed of, whoever holds it (one rank may read what
+        others have let go), and what else is held."""
         read = {leaf.number for note in self.noted for leaf in note.arguments if isinstance(leaf, _Value)}
-        kept = (n for n in range(len(self.metas)) if n < self.num_returned or n not in read or self._is_held(n))
-        return tuple(kept)
+        return tuple(number for number in range(len(self.metas)) if number not in read or self._is_held(number))
 
     def _is_held(self, number: int) -> bool:
         return self.alive[number]() is not None
