@@ -28,7 +28,7 @@ from autopar.capture.python_state import Change, Constants, Snapshot, drawn_at, 
 from autopar.capture.questions import Questions
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
-from autopar.capture.user_frame import files_of, user_frame
+from autopar.capture.user_frame import files_of, raising_frame, user_frame
 from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel, is_same_graph
@@ -84,25 +84,26 @@ def _check_state(
     repeats: tuple[Repeat, ...] | None,
 ) -> None:
     """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
-    name, state = captured.name, module.python
-    if state.moved:
-        where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or name
-        raise CaptureError(
-            f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
-            "call; draw from torch's, as a tensor"
-        )
-    if not state.changes:
-        return
-    constants = Constants()
-    with suppress(Exception):
-        _run_on_fakes(model, module, tensors, constants)
-    changes, decisions = state.changes, Decisions()
-    if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
-        raise _changing(changes[0])
-    for other in decisions.others:
-        decisions = Decisions(flipped=other)
+    for path, (changes, moved) in list(module.branches.left):
+        module.branches.path = path
+        if moved:
+            where = drawn_at(lambda: _run_on_fakes(model, module, tensors)) or captured.name
+            raise CaptureError(
+                f"{where}: forward draws from {moved} random generator, which a captured graph would repeat at every "
+                "call; draw from torch's, as a tensor"
+            )
+        if not changes:
+            continue
+        constants = Constants()
+        with suppress(Exception):
+            _run_on_fakes(model, module, tensors, constants)
+        changes, decisions = module.python.changes, Decisions()
         if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
             raise _changing(changes[0])
+        for other in decisions.others:
+            decisions = Decisions(flipped=other)
+            if not _stays(model, module, tensors, captured, repeats, next_begin(changes, constants, decisions)):
+                raise _changing(changes[0])
 
 
 def _stays(
@@ -151,7 +152,7 @@ def _captured(
         captured = _trace(model, module, tensors, name)
     if not repeats:
         return captured
-    if captured.guards:  # the buffers of layers that are left out have values of their own
+    if captured.guards or len(module.branches.left) > 1:  # layers that are left out have values of their own
         return _trace(model, module, tensors, name)
     try:
         if any(parameter.mutated_by for parameter in captured.parameters):
@@ -196,17 +197,27 @@ def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, 
 
 
 def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
-    """The graph; traced again where parameters were found written that had no shadow from the beginning."""
-    written = module.written = Written()
+    """The graph, the same on all paths through the model."""
+    module.written = Written()
+    return module.branches.explore(
+        lambda: _traced(model, module, tensors, name), lambda: (module.python.changes, module.python.moved)
+    )
+
+
+def _traced(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
+    """The graph of one path; traced again where that found what a trace must know from the beginning: parameters that
+    are written, modules that compute with numbers, buffers that change."""
+    written = module.written
     while True:
-        error: CaptureError | None = None
+        error: AutoparError | None = None
+        before = set(written.names), len(module.shadows.tables), set(module.changing)
         try:
             captured = _traced_once(model, module, tensors, name)
-        except CaptureError as found:
+        except AutoparError as found:
             error = found
-        if written.found <= written.names:
-            break
         written.names |= written.found
+        if before == (written.names, len(module.shadows.tables), module.changing):
+            break
     if error is not None:
         raise error
     return captured
@@ -215,7 +226,7 @@ def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Te
 def _traced_once(
     model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str
 ) -> CapturedModel:
-    questions = Questions(dict(model.named_buffers(remove_duplicate=False)))
+    questions = _questions(model, module)
     try:
         with _setting(model, module, questions) as setting:
             program = _export(module, new_inputs(setting.mode, tensors))
@@ -223,16 +234,20 @@ def _traced_once(
     except AutoparError:
         raise
     except Exception as error:
+        if isinstance(error, GuardOnDataDependentSymNode):
+            module.shadows.may_add(raising_frame(error))
         raise questions.refused or CaptureError(_explain(error, name)) from error
     if questions.refused is not None:  # the model caught it
         raise questions.refused
     captured = normalize(
         import_program(program, name=name, model=model, inputs=tensors, opaques=setting.opaques, written=module.written)
     )
-    return _guarded(captured, model, questions.guards) if questions.guards else captured
+    return _guarded(captured, model, module, questions.guards) if questions.guards else captured
 
 
-def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str]) -> CapturedModel:
+def _guarded(
+    captured: CapturedModel, model: nn.Module, module: LossModule, places: Mapping[str, str]
+) -> CapturedModel:
     """With the values that the model's answers depend on, none of which a step changes.
 
     Raises:
@@ -240,6 +255,7 @@ def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str
     """
     changed = sorted(name for b in captured.buffers if b.mutated_by is not None for name in b.names if name in places)
     if changed:
+        module.changing |= set(changed)
         raise CaptureError(
             f"{places[changed[0]]}: forward decides on buffer {changed[0]}, which the step itself changes, so that one "
             "graph cannot stand for the model; if it is a flag that turns at the first batch, call the model on one "
@@ -261,7 +277,7 @@ class _Setting:
 def _setting(model: nn.Module, module: LossModule, questions: Questions | None = None) -> Iterator[_Setting]:
     """Inside, the model runs on fake tensors as one process would, what export drops is kept, and what Python asks
     about values is answered."""
-    questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
+    questions = questions or _questions(model, module)
     module.watch = questions.asked
     before = Snapshot(model)  # torch.export puts copies of containers in their place
     try:
@@ -279,6 +295,11 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
     finally:
         before.restore()
         module.watch = unwatched
+
+
+def _questions(model: nn.Module, module: LossModule) -> Questions:
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return Questions(buffers, module.shadows, module.branches, module.changing)
 
 
 def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:

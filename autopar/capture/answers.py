@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.capture.checks import find_check, find_comparison, violated_of
+from autopar.capture.arrays import as_array
+from autopar.capture.checks import find_check, find_comparison, is_formatted, violated_of
 from autopar.capture.fake_twin import has_constant
+from autopar.capture.numbers import MANY, as_number, as_numbers
 from autopar.capture.real_values import ASSERTIONS, real_values
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import CaptureError
@@ -23,13 +25,11 @@ ASK = object()
 """What a handler returns that has no answer: the call is made."""
 
 
-def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
+def _refusal(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
     place, text = place_of(asker())
     if missing := questions.known.lacking(tensor):
         instead = f"buffer {missing}, from which they follow, has no value on the meta device; build it on the CPU"
-    error = CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
-    questions.refused = questions.refused or error
-    return error
+    return CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
 
 
 def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,12 +48,8 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
     assert questions.stop is not None
     check = find_check(asker(), questions.stop)
     if check is None:
-        raise _refused(
-            questions,
-            tensor,
-            "branches on the values of a tensor",
-            "use torch.where or a mask, or move the decision out of forward",
-        )
+        instead = "use torch.where or a mask, or move the decision out of forward"
+        return questions.branches.answer(_refusal(questions, tensor, "branches on the values of a tensor", instead))
     if not check.others:
         questions.keep(tested if check.wanted else torch.logical_not(tested), check)
         return check.wanted
@@ -70,27 +66,39 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     """item, float, int. In place of a number that is computed with, a tensor without dims or gradient will do: whatever
     needs a number of Python's asks again."""
     tensor = args[0]
-    value = questions.value(tensor)
-    if value is not None:
+    if is_known(questions, tensor):
+        value = questions.value(tensor)
         with real_values():
             return func(value, *args[1:])
     if has_constant(tensor) or tensor.numel() != 1:
         return ASK
     assert questions.stop is not None
-    if func in (Tensor.item, Tensor.tolist):
-        wide = tensor.dtype if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
-        return tensor.detach().to(wide, copy=True).reshape(())  # Python's numbers do not overflow or round sooner
-    found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
-    if found is not None and not found.check.others:
-        number = tensor.long() if func is Tensor.__int__ else tensor
-        holds = found.compare(number, found.other)
-        questions.keep(holds if found.check.wanted else torch.logical_not(holds), found.check)
-        return int(found.answer) if func is Tensor.__int__ else float(found.answer)
-    raise _number_refused(questions, tensor)
+    frame = asker()
+    if func is Tensor.item:
+        questions.shadows.may_add(frame)
+        return as_number(tensor)
+    if func in (Tensor.__float__, Tensor.__int__):
+        found = find_comparison(frame, questions.stop)
+        if found is not None and not found.check.others:
+            number = tensor.long() if func is Tensor.__int__ else tensor
+            holds = found.compare(number, found.other)
+            questions.keep(holds if found.check.wanted else torch.logical_not(holds), found.check)
+            return int(found.answer) if func is Tensor.__int__ else float(found.answer)
+        if is_formatted(frame):
+            return 0 if func is Tensor.__int__ else math.nan
+        if questions.shadows.may_add(frame):
+            raise _number_refusal(questions, tensor)  # the next trace takes another way here
+    raise questions.refuse(_number_refusal(questions, tensor))
 
 
-def _number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
-    return _refused(
+def is_known(questions: "Questions", tensor: Tensor) -> bool:
+    """Whether a number is answered by a value: not by that of a buffer which the step changes."""
+    found = questions.known.value(tensor)
+    return found is not None and not found[1] & questions.changing
+
+
+def _number_refusal(questions: "Questions", tensor: Tensor) -> CaptureError:
+    return _refusal(
         questions,
         tensor,
         "asks for values of a tensor as Python numbers or a NumPy array",
@@ -100,13 +108,22 @@ def _number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
 
 def _numbers(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     """tolist, numpy and what is like them."""
-    value = questions.value(args[0])
+    tensor = args[0]
+    value = questions.value(tensor)
     if value is not None:
         with real_values():
             return func(value.clone(), *args[1:], **kwargs)
-    if has_constant(args[0]):
+    if has_constant(tensor):
         return ASK
-    raise _number_refused(questions, args[0])
+    if func is Tensor.tolist and tensor.numel() <= MANY:
+        questions.shadows.may_add(asker())
+        return as_numbers(tensor)
+    if func is Tensor.numpy and not tensor.requires_grad:
+        questions.shadows.may_add(asker())
+        return as_array(tensor)
+    if func is Tensor.__array__ and questions.shadows.may_add(asker()):
+        raise _number_refusal(questions, tensor)  # the next trace takes another way here
+    raise questions.refuse(_number_refusal(questions, tensor))
 
 
 def _words(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:

@@ -119,6 +119,17 @@ def find_comparison(frame: FrameType, stop: CodeType) -> Comparison | None:
     return Comparison(check=check, compare=compare if is_left else lambda a, b: compare(b, a), other=other)
 
 
+def is_formatted(frame: FrameType) -> bool:
+    """Whether a number that is asked for in `frame` becomes text (`"%.3f" % x`)."""
+    source = _source_of(frame.f_code.co_filename)
+    node = None if source is None else _asked(frame, source)
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+        return False
+    if isinstance(node.left, ast.Constant | ast.JoinedStr | ast.Name | ast.Attribute):
+        return isinstance(_evaluate(node.left, frame), str)
+    return False
+
+
 def _evaluate(expression: ast.expr, frame: FrameType) -> Any:
     return eval(compile(ast.Expression(expression), "<check>", "eval"), frame.f_globals, frame.f_locals)
 

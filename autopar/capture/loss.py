@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.capture.branches import Branches
 from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
+from autopar.capture.shadows import Shadows
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
 from autopar.inputs import Rebuild, leaves_of
@@ -36,6 +38,7 @@ class LossModule(nn.Module):
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
         self._held = HeldState(model)
+        self.shadows, self.branches, self.changing = Shadows(), Branches(), set[str]()
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""
 

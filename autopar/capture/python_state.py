@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autopar.capture.counted import Decisions, counted
 from autopar.capture.fake_twin import is_fake
 from autopar.capture.gradient_hooks import held_by
+from autopar.capture.numbers import marked
 from autopar.capture.user_frame import innermost
 from autopar.errors import CaptureError
 from autopar.inputs import leaves_of, mapped_tensors
@@ -174,11 +175,11 @@ class _Inside:
 
 def _put(change: Change) -> None:
     if isinstance(change.value, _Inside):
-        _fill(change.value.owner, change.value.state)
+        _fill(change.value.owner, _traced(change.value.state))
     elif change.value is _MISSING:
         vars(change.module).pop(change.name, None)
     else:
-        vars(change.module)[change.name] = change.value
+        vars(change.module)[change.name] = _traced(change.value)
 
 
 def _copied(value: Any) -> Any:
@@ -267,6 +268,26 @@ def _error(unknown: _Unknown) -> CaptureError:
         return error
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """In place of a tensor without dims that a call left behind: in a trace, one that nobody knows."""
+
+    dtype: torch.dtype
+
+
+def _traced(value: Any) -> Any:
+    """What a call begins with, numbers as tensors of its trace."""
+    if isinstance(value, _Number):
+        return marked(torch.empty((), dtype=value.dtype))
+    if isinstance(value, deque):
+        return deque(map(_traced, value), value.maxlen)
+    if type(value) in (list, tuple):
+        return type(value)(map(_traced, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _traced(part)) for key, part in value.items())
+    return value
+
+
 class Constants(TorchDispatchMode):
     """Real values of what a run on fake tensors makes of constants alone, by the fake tensor."""
 
@@ -306,10 +327,10 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
     def known(value: Any, change: Change, was: Any) -> Any:
         if type(value) in (int, float) and type(was) in (int, float) and value != was:
             return counted(value, decisions)
-        if is_fake(value) and type(change.was) in (int, float) and not value.dim():
-            return change.was + 1  # of a number that a tensor stands for (`answers`) any other will do
+        if is_fake(value) and id(value) in constants.values:
+            return constants.values[id(value)][1]
         if is_fake(value):
-            return constants.values[id(value)][1] if id(value) in constants.values else _Unknown(change)
+            return _Unknown(change) if value.dim() else _Number(value.dtype)
         if isinstance(value, _Inside):
             return _Inside(value.owner, known(value.state, change, getattr(was, "state", None)))
         if isinstance(value, deque):

@@ -8,6 +8,7 @@ is left depends on the data, and is refused with the line that asks.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -16,11 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.answers import ANSWERS, ASK
+from autopar.capture.answers import ANSWERS, ASK, is_known
+from autopar.capture.branches import Branches
 from autopar.capture.checks import Check
+from autopar.capture.fake_twin import has_constant
 from autopar.capture.known_shapes import SHAPES
-from autopar.capture.known_values import KnownValues
+from autopar.capture.known_values import KnownValues, tensors_in
+from autopar.capture.number_arguments import with_numbers
+from autopar.capture.numbers import as_number, compute, is_number, marked
 from autopar.capture.real_values import real_values
+from autopar.capture.shadows import Shadows
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError
 from autopar.ops.checked import ERROR, WARNING
@@ -32,12 +38,16 @@ class Questions(TorchFunctionMode):
     """Answers questions about values inside `asked`, for one trace of a model.
 
     buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
-    refused: the first question that had no answer, whatever the model made of the error.
+    refused: the first question that had no answer, whatever the model made of the error. shadows, branches: what all
+    traces of the model found. changing: buffers that the step changes, of whose values no numbers are made.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, buffers: Mapping[str, Tensor], shadows: Shadows, branches: Branches, changing: AbstractSet[str]
+    ) -> None:
         super().__init__()
         self.known = KnownValues(buffers)
+        self.shadows, self.branches, self.changing = shadows, branches, changing
         self.guards: dict[str, str] = {}
         self.refused: AutoparError | None = None
         self.stop: CodeType | None = None
@@ -47,15 +57,19 @@ class Questions(TorchFunctionMode):
         """Inside, which the caller's frame encloses, `model` asks; its buffers are those being traced."""
         self.stop = sys._getframe(2).f_code
         self.known.bind(dict(model.named_buffers(remove_duplicate=False)))
-        with self:
+        self.branches.asked = []
+        with self.shadows.exchanged(self), self:
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
-            return answer
-        result = func(*args, **kwargs)
+        has_numbers = any(map(is_number, tensors_in((args, kwargs))))
+        result = with_numbers(func, args, kwargs) if has_numbers else None
+        if result is None:
+            handler = HANDLERS.get(func)
+            if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
+                return answer
+            result = compute(func, args, kwargs) if has_numbers else func(*args, **kwargs)
         if result is None or isinstance(result, Tensor | tuple | list):
             self.known.note(func, args, kwargs, result)
         return result
@@ -68,6 +82,20 @@ class Questions(TorchFunctionMode):
         value, sources = found
         self.guard(sources)
         return value
+
+    def number(self, tensor: Tensor, kind: type) -> Any:
+        """`float` or `int` of a tensor."""
+        if is_known(self, tensor) or has_constant(tensor) or tensor.numel() != 1:
+            return kind(tensor)
+        number = as_number(tensor)
+        if kind is float:
+            return marked(number.to(torch.float64))
+        return marked(number.to(torch.int64))
+
+    def refuse(self, error: AutoparError) -> AutoparError:
+        """Note that a question has no answer."""
+        self.refused = self.refused or error
+        return error
 
     def guard(self, sources: Iterable[str]) -> None:
         """Note that an answer depends on buffers."""

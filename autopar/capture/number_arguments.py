@@ -1,0 +1,130 @@
+"""Calls that take numbers where a trace has tensors (`numbers`): written with tensor operands, the same in value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.capture.numbers import is_number
+
+
+def with_numbers(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The result of a call that is given numbers, None where it takes tensors as well."""
+    write = _WRITTEN.get(func)
+    return None if write is None else write(func, args, kwargs)
+
+
+def _full(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """full, full_like, new_full."""
+    given = dict(zip(("place", "fill_value") if func in (torch.full, torch.full_like) else ("self", "place", "fill_value"), args))  # fmt: skip
+    rest = {**{name: value for name, value in kwargs.items() if name in ("size", "input", "fill_value")}, **given}
+    options = {name: value for name, value in kwargs.items() if name not in rest}
+    value = rest["fill_value"]
+    if not is_number(value):
+        return None
+    if func is torch.full:
+        place = rest.get("place", rest.get("size"))
+        options.setdefault("dtype", torch.get_default_dtype() if value.is_floating_point() else torch.int64)
+        return torch.zeros(place, **options).fill_(value)
+    if func is torch.full_like:
+        return torch.zeros_like(rest.get("place", rest.get("input")), **options).fill_(value)
+    return rest["self"].new_zeros(rest.get("place", rest.get("size")), **options).fill_(value)  # type: ignore[no-any-return]
+
+
+def _tensor(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """torch.tensor and what is like it, of numbers in lists."""
+    own, *given = args if func is Tensor.new_tensor else (None, *args)
+    data = given[0] if given else kwargs.get("data")
+    if isinstance(data, Tensor) and not is_number(data):
+        return None
+    flat, shape = flat_values(data)
+    if any(isinstance(value, Tensor) and not is_number(value) for value in flat):
+        return None
+    is_floating = any(v.is_floating_point() if isinstance(v, Tensor) else isinstance(v, float) for v in flat)
+    kind = torch.get_default_dtype() if is_floating else torch.int64
+    kind = kwargs.get("dtype") or (kind if own is None else own.dtype)
+    made = torch.stack([v.to(kind) if isinstance(v, Tensor) else torch.full((), v, dtype=kind) for v in flat])
+    made = made.reshape(shape)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def flat_values(data: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """The values of nested lists, and their shape."""
+    if not isinstance(data, list | tuple):
+        return [data], ()
+    parts = [flat_values(part) for part in data]
+    return [value for values, _ in parts for value in values], (len(data), *(parts[0][1] if parts else ()))
+
+
+def _scaled(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """add and sub with alpha."""
+    alpha = kwargs.get("alpha")
+    if not is_number(alpha) or len(args) != 2 or len(kwargs) != 1:
+        return None
+    return func(args[0], args[1] * alpha)  # type: ignore[no-any-return]
+
+
+def _addc(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """addcmul and addcdiv with value."""
+    value = kwargs.get("value")
+    if not is_number(value) or len(args) != 3 or len(kwargs) != 1:
+        return None
+    product = args[1] * args[2] if "mul" in func.__name__ else args[1] / args[2]
+    return args[0].add_(product * value) if func.__name__.endswith("_") else args[0] + product * value  # type: ignore[no-any-return]
+
+
+def _clamp(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """clamp with bounds of which one is a number and one is not; what else it takes as it is."""
+    given = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+    if set(given) - {"input", "min", "max"}:
+        return None
+    x = given["input"]
+
+    def bound(value: Any) -> Tensor | None:
+        if value is None:
+            return None
+        return value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype)
+
+    return func(x, bound(given.get("min")), bound(given.get("max")))  # type: ignore[no-any-return]
+
+
+def _leaky(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    given = {**dict(zip(("input", "negative_slope", "inplace"), args, strict=False)), **kwargs}
+    x, slope = given["input"], given.get("negative_slope", 0.01)
+    return None if given.get("inplace") else torch.where(x > 0, x, x * slope)
+
+
+def _lerp(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    return func(args[0], args[1], weight.to(args[0].dtype)) if is_number(weight) else None  # type: ignore[no-any-return]
+
+
+def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """F.batch_norm whose momentum is a number: statistics of the batch, then their share of the running ones."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    momentum, running = given.get("momentum"), (given.get("running_mean"), given.get("running_var"))
+    if not is_number(momentum) or not given.get("training"):
+        return None
+    if running[0] is None or running[1] is None:
+        return func(**{**given, "momentum": 0.1})  # type: ignore[no-any-return]
+    own = [torch.zeros_like(statistic) for statistic in running]
+    result = func(**{**given, "running_mean": own[0], "running_var": own[1], "momentum": 1.0})
+    with torch.no_grad():
+        for statistic, new in zip(running, own, strict=True):
+            statistic.mul_(1 - momentum).add_(new * momentum)
+    return result  # type: ignore[no-any-return]
+
+
+_WRITTEN: dict[Any, Callable[[Any, Any, Any], Tensor | None]] = {
+    **dict.fromkeys((torch.full, torch.full_like, Tensor.new_full), _full),
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor), _tensor),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _scaled),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul, Tensor.addcmul_, torch.addcdiv, Tensor.addcdiv), _addc),
+    **dict.fromkeys((torch.clamp, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip), _clamp),
+    **dict.fromkeys((torch.lerp, Tensor.lerp, Tensor.lerp_), _lerp),
+    F.leaky_relu: _leaky,
+    F.batch_norm: _batch_norm,
+}
