@@ -110,6 +110,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
     "torch._assert": ("autopar/capture/real_values.py",),
     "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
+    "torch._numpy": ("autopar/capture/arrays.py",),
     "torch._ops": ("*",),
     "torch._dynamo": ("autopar/runtime/backends.py",),
     "torch._inductor": ("autopar/runtime/inductor.py", "autopar/capture/decompose.py"),

@@ -245,9 +245,7 @@ def _traced_once(
     return _guarded(captured, model, module, questions.guards) if questions.guards else captured
 
 
-def _guarded(
-    captured: CapturedModel, model: nn.Module, module: LossModule, places: Mapping[str, str]
-) -> CapturedModel:
+def _guarded(captured: CapturedModel, model: nn.Module, module: LossModule, places: Mapping[str, str]) -> CapturedModel:
     """With the values that the model's answers depend on, none of which a step changes.
 
     Raises:

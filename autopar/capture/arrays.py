@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._numpy as traced
 from torch import Tensor
+from torch import _numpy as traced
 
 from autopar.capture.number_arguments import flat_values
 from autopar.capture.numbers import is_number, marked
 
-Array = traced.ndarray
+Array: Any = traced.ndarray  # type: ignore[attr-defined]
 
 
 def as_array(tensor: Tensor) -> Any:
@@ -35,10 +35,11 @@ def exchanged_in_torch() -> dict[str, Any]:
         return array.tensor if isinstance(array, Array) else array
 
     own, shared, by_array = torch.tensor, torch.as_tensor, torch.from_numpy
+
     def tensor(data: Any, **kwargs: Any) -> Tensor:
         if not isinstance(data, Array):
             return own(data, **kwargs)
-        made = data.tensor.to(kwargs.get("dtype") or data.tensor.dtype, copy=True)
+        made: Tensor = data.tensor.to(kwargs.get("dtype") or data.tensor.dtype, copy=True)
         return made.requires_grad_() if kwargs.get("requires_grad") else made
 
     return {

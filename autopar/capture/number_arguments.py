@@ -18,19 +18,24 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _full(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """full, full_like, new_full."""
-    given = dict(zip(("place", "fill_value") if func in (torch.full, torch.full_like) else ("self", "place", "fill_value"), args))  # fmt: skip
-    rest = {**{name: value for name, value in kwargs.items() if name in ("size", "input", "fill_value")}, **given}
+    names = ("self", "place", "fill_value")[0 if func is Tensor.new_full else 1 :]
+    given = dict(zip(names, args, strict=False))
+    rest: dict[str, Any] = {
+        **{name: value for name, value in kwargs.items() if name in ("size", "input", "fill_value")},
+        **given,
+    }
     options = {name: value for name, value in kwargs.items() if name not in rest}
     value = rest["fill_value"]
     if not is_number(value):
         return None
+    place: Any = rest.get("place", rest.get("size", rest.get("input")))
     if func is torch.full:
-        place = rest.get("place", rest.get("size"))
         options.setdefault("dtype", torch.get_default_dtype() if value.is_floating_point() else torch.int64)
         return torch.zeros(place, **options).fill_(value)
-    if func is torch.full_like:
-        return torch.zeros_like(rest.get("place", rest.get("input")), **options).fill_(value)
-    return rest["self"].new_zeros(rest.get("place", rest.get("size")), **options).fill_(value)  # type: ignore[no-any-return]
+    made: Tensor = (
+        torch.zeros_like(place, **options) if func is torch.full_like else rest["self"].new_zeros(place, **options)
+    )
+    return made.fill_(value)
 
 
 def _tensor(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -98,18 +103,17 @@ def _leaky(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _lerp(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    return func(args[0], args[1], weight.to(args[0].dtype)) if is_number(weight) else None  # type: ignore[no-any-return]
+    return func(args[0], args[1], weight.to(args[0].dtype)) if is_number(weight) else None
 
 
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """F.batch_norm whose momentum is a number: statistics of the batch, then their share of the running ones."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    momentum, running = given.get("momentum"), (given.get("running_mean"), given.get("running_var"))
-    if not is_number(momentum) or not given.get("training"):
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    momentum: Any = given.get("momentum")
+    running = [s for s in (given.get("running_mean"), given.get("running_var")) if s is not None]
+    if not is_number(momentum) or not given.get("training") or len(running) < 2:
         return None
-    if running[0] is None or running[1] is None:
-        return func(**{**given, "momentum": 0.1})  # type: ignore[no-any-return]
     own = [torch.zeros_like(statistic) for statistic in running]
     result = func(**{**given, "running_mean": own[0], "running_var": own[1], "momentum": 1.0})
     with torch.no_grad():

@@ -73,7 +73,7 @@ def _out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
     if name in _IN_PLACE:
         return getattr(Tensor, name.replace("__i", "__", 1))  # type: ignore[no-any-return]
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return getattr(Tensor, name.removesuffix("_")) if is_in_place else func  # type: ignore[no-any-return]
+    return getattr(Tensor, name.removesuffix("_")) if is_in_place else func
 
 
 def _fitted(given: Any, others: list[Tensor]) -> Any:

@@ -327,6 +327,8 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
     def known(value: Any, change: Change, was: Any) -> Any:
         if type(value) in (int, float) and type(was) in (int, float) and value != was:
             return counted(value, decisions)
+        if isinstance(value, torch.SymInt):
+            return _Number(torch.int64)
         if is_fake(value) and id(value) in constants.values:
             return constants.values[id(value)][1]
         if is_fake(value):
