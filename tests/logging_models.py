@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributions as law
 from torch.nn import functional as F
 
 Body = Callable[["Noting", Tensor, Tensor, Tensor], Tensor]
@@ -174,6 +175,33 @@ def counts_of_classes(_: Noting, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
     labels = y.argmax(1)
     counts = torch.bincount(labels, minlength=8) + torch.bincount(labels, weights=y[:, 0], minlength=8)
     return (F.mse_loss(h, y, reduction="none").mean(1) * counts[labels]).mean()
+
+
+@into(KEPT)
+def moves_a_module(model: Noting, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model.linear.to(x.device)(h), y)
+
+
+@into(KEPT)
+def what_returns_itself_without_gradients(model: Noting, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        same = h.to(x.device), h.contiguous(), h.type_as(x), h.cpu(), torch.as_tensor(h), model.linear.weight.to(x)
+        other = h.float()
+    return F.mse_loss(h, y) + sum(t.pow(2).mean() for t in same) + other.double().pow(2).mean() * h.mean()
+
+
+@into(KEPT)
+def a_covariance_is_checked(_: Noting, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    mean = h.mean(0)
+    matrix = torch.eye(8, dtype=h.dtype) + 0.1 * mean[:, None] * mean
+    one = law.MultivariateNormal(h, covariance_matrix=matrix)
+    other = law.MultivariateNormal(y, precision_matrix=matrix)
+    return law.kl_divergence(one, other).mean() - one.log_prob(y).mean()
+
+
+@into(REFUSED)
+def casts_a_module(model: Noting, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model.linear.float()(h.float()).double(), y)
 
 
 @into(REFUSED)
