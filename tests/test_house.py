@@ -107,7 +107,11 @@ FORBIDDEN = {
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
-    "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
+    "torch._C": (
+        "autopar/runtime/private_torch.py",
+        "autopar/capture/real_values.py",
+        "autopar/capture/inner_gradients.py",
+    ),
     "torch._assert": ("autopar/capture/real_values.py",),
     "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
     "torch._numpy": ("autopar/capture/arrays.py",),

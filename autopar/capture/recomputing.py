@@ -141,7 +141,7 @@ def gradients_kept(*, detached: bool) -> Iterator[None]:
     torch.no_grad.__enter__ = lambda own: None  # type: ignore[method-assign]
     torch.no_grad.__exit__ = lambda own, *error: None  # type: ignore[method-assign]
     if detached:
-        Tensor.detach = _viewed
+        Tensor.detach = _viewed  # type: ignore[assignment]
     try:
         yield
     finally:
