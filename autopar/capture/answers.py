@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Handler = Callable[["Questions", Any, tuple[Any, ...], dict[str, Any]], Any]
 ASK = object()
 """What a handler returns that has no answer: the call is made."""
+NOBODYS = -0x6E6F626F6479
+"""A whole number that stands in a text for one that nobody knows: no key of a table looks like it."""
 
 
 def _refusal(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
@@ -85,7 +87,7 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
             questions.keep(holds if found.check.wanted else torch.logical_not(holds), found.check)
             return int(found.answer) if func is Tensor.__int__ else float(found.answer)
         if is_formatted(frame):
-            return 0 if func is Tensor.__int__ else math.nan
+            return NOBODYS if func is Tensor.__int__ else math.nan
         if questions.shadows.may_add(frame):
             raise _number_refusal(questions, tensor)  # the next trace takes another way here
     raise questions.refuse(_number_refusal(questions, tensor))

@@ -5,7 +5,7 @@ answer opens further questions, so that all paths are traced, as many as `PATHS`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import CaptureError
@@ -56,6 +56,8 @@ class Branches:
             for number in range(len(path), len(self.asked)):
                 paths.append(((*path, *(False,) * (number - len(path)), True), self.asked[number]))
             first = first or captured
+            guards = {guard.name: guard for guard in (*first.guards, *captured.guards)}
+            first = replace(first, guards=tuple(guards[name] for name in sorted(guards)))
             if not is_same_graph(first, captured) or len(self.left) > PATHS:
                 raise flipped or self.asked[0]
         assert first is not None
