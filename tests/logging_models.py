@@ -199,6 +199,19 @@ def a_covariance_is_checked(_: Noting, __: Tensor, h: Tensor, y: Tensor) -> Tens
     return law.kl_divergence(one, other).mean() - one.log_prob(y).mean()
 
 
+@into(KEPT)
+def one_hot_of_the_first_classes(_: Noting, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    places = (y > 0).cumsum(0)
+    kept = F.one_hot(places, max(places.max() + 1, 4))[..., :4]
+    return (h[..., None] * kept).pow(2).mean() + F.mse_loss(h, y)
+
+
+@into(REFUSED)
+def one_hot_of_all_classes(_: Noting, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    places = (y > 0).cumsum(0)
+    return F.one_hot(places, max(places.max() + 1, 4)).sum() * h.mean() + F.mse_loss(h, y)
+
+
 @into(REFUSED)
 def casts_a_module(model: Noting, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model.linear.float()(h.float()).double(), y)

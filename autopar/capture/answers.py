@@ -51,7 +51,10 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
     check = find_check(asker(), questions.stop)
     if check is None:
         instead = "use torch.where or a mask, or move the decision out of forward"
-        return questions.branches.answer(_refusal(questions, tensor, "branches on the values of a tensor", instead))
+        refusal = _refusal(questions, tensor, "branches on the values of a tensor", instead)
+        if questions.shadows.may_add(asker()):
+            raise refusal  # the next trace may take another way here (`max(n, 1)`)
+        return questions.branches.answer(refusal)
     if not check.others:
         questions.keep(tested if check.wanted else torch.logical_not(tested), check)
         return check.wanted

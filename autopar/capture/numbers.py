@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.capture.known_values import tensors_in
 from autopar.inputs import mapped_tensors
 
-_MARK = "_stands_for_a_number"
+_MARK, _LEAST = "_stands_for_a_number", "_is_at_least"
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 MANY = 4096
 """Elements of a tensor that become numbers one by one (`tolist`). With more, a trace is mostly made of them."""
@@ -106,8 +106,16 @@ def extreme(values: list[Any], is_larger: bool) -> Any:
             found = value if beyond else found
             continue
         alike = [_like(part, [value, found]) for part in (value, found)]
+        bounds = [bound for part in (value, found) if (bound := least(part)) is not None]
         found = torch.where(beyond, *alike)
+        if is_larger and bounds:
+            setattr(found, _LEAST, max(bounds))
     return found
+
+
+def least(value: Any) -> float | None:
+    """What a number is at least, where that is known."""
+    return getattr(value, _LEAST, None) if isinstance(value, Tensor) else value
 
 
 def _like(value: Any, among: list[Any]) -> Tensor:
