@@ -121,6 +121,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._library": ("autopar/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.nn.Module._apply": ("autopar/capture/moved_modules.py",),
     "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
     "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),
     "torch.utils._python_dispatch": (

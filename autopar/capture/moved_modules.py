@@ -1,4 +1,7 @@
-"""`module.to(x.device)` in forward: where every tensor is in one place, as in a trace, it changes nothing."""
+"""`module.to(x.device)` in forward: where every tensor is in one place, as in a trace, it changes nothing.
+
+(Private torch API, kept in this file: `Module._apply`.)
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
