@@ -122,7 +122,11 @@ FORBIDDEN = {
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
-    "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
+    "torch._C": (
+        "autopar/runtime/private_torch.py",
+        "autopar/capture/real_values.py",
+        "autopar/capture/inner_gradients.py",
+    ),
     "torch.Tensor._make_wrapper_subclass": ("autopar/runtime/deferred.py",),
     "torch._assert": ("autopar/capture/real_values.py",),
     "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
@@ -133,6 +137,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.export._trace": ("autopar/capture/quiet.py",),
     "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.nn.Module._apply": ("autopar/capture/moved_modules.py",),
     "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
     "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),
     "torch.utils._python_dispatch": (

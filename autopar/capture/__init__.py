@@ -25,6 +25,7 @@ from autopar.capture.import_program import (
     written_parameters,
 )
 from autopar.capture.loss import LossModule, OutputModule, unwatched
+from autopar.capture.moved_modules import moved_modules
 from autopar.capture.one_process import as_one_process
 from autopar.capture.opaque import opaque_calls
 from autopar.capture.own_functions import own_functions
@@ -42,6 +43,7 @@ from autopar.capture.questions import Questions
 from autopar.capture.quiet import quiet
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
+from autopar.capture.symmetric_checks import symmetric_checks
 from autopar.capture.user_frame import files_of, user_frame
 from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError, TurningFlagError
@@ -360,6 +362,8 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
             own_functions(),
             module_hooks(),
             grad_modes(),
+            symmetric_checks(),
+            moved_modules(),
         ):
             yield _Setting(mode=mode, opaques=opaques)
     finally:

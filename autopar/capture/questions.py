@@ -21,12 +21,41 @@ from autopar.capture.checks import Check
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
 from autopar.capture.numbers import as_tensors
-from autopar.capture.real_values import real_values
+from autopar.capture.real_values import is_wrapped, real_values
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError, CaptureError
+from autopar.inputs import mapped_tensors
 from autopar.ops.checked import ERROR, WARNING
 
 HANDLERS = {**ANSWERS, **SHAPES}
+
+
+_RETURN_IT = {
+    *("to", "type", "type_as", "contiguous", "cpu", "float", "double", "half", "bfloat16", "as_tensor", "asarray"),
+    *("positive", "__pos__", "real", "conj", "resolve_conj", "resolve_neg", "sum_to_size", "expand_as"),
+    *("atleast_1d", "atleast_2d", "atleast_3d"),
+}
+"""Functions that return the very tensor which they are given, where it is as they are to make it."""
+
+
+def _without_gradients(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, dict[int, Tensor]]:
+    """A call's arguments, under `no_grad` as tensors without gradients, and whose those are.
+
+    A call that returns its very operand (`x.to(x.device)`) would otherwise leave that without a gradient in the trace.
+    """
+    if torch.is_grad_enabled() or getattr(func, "__name__", "") not in _RETURN_IT:
+        return args, kwargs, {}
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or is_wrapped(tensor):
+            return tensor
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor, tensor.detach()
+        return own[id(tensor)][1]
+
+    args, kwargs = mapped_tensors(plain, (args, kwargs))
+    return args, kwargs, {id(made): tensor for tensor, made in own.values()}
 
 
 def has_unknown_size(result: Any) -> bool:
@@ -68,6 +97,11 @@ class Questions(TorchFunctionMode):
                 "on; leave out generator=, so that torch's default generator is drawn from, which plans keep in step"
             )
             raise self.refused
+        args, kwargs, own = _without_gradients(func, args, kwargs)
+        result = self._result(func, args, kwargs)
+        return own.get(id(result), result) if own else result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
             return answer

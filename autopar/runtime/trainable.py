@@ -192,8 +192,8 @@ class Trainable(nn.Module):
         """Raises ArgumentError in an autocast region, of which the planned step's graph knows nothing."""
         if torch.is_autocast_enabled(self.device.type):
             raise ArgumentError(
-                "autocast around a step that was planned without it would compute in another precision; leave it out and "
-                "plan with precision='bf16-mixed'"
+                "autocast around a step that was planned without it would compute in another precision; leave it out "
+                "and plan with precision='bf16-mixed'"
             )
 
     def check_initialized(self) -> None:
