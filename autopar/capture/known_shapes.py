@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autopar.capture.answers import ASK, Handler, both
 from autopar.capture.real_values import real_values
+from autopar.capture.sliced_one_hot import one_hot
 from autopar.capture.user_frame import asker, place_of
 from autopar.ops.checked import ERROR
 
@@ -99,6 +101,11 @@ def _counted(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     elif weights.dtype != torch.float32:
         weights = weights.to(torch.float64)
     return torch.zeros(size, dtype=weights.dtype).index_add(0, values.long().clamp(max=size - 1), weights.detach())
+
+
+def _one_hot(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+    made = one_hot(questions, func, args, kwargs)
+    return ASK if made is None else made
 
 
 def _repeated(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,4 +208,5 @@ SHAPES: dict[Any, Handler] = {
     **dict.fromkeys(both("masked_select"), _masked),
     **dict.fromkeys(both("repeat_interleave"), _repeated),
     **dict.fromkeys(both("bincount"), _counted),
+    F.one_hot: _one_hot,
 }

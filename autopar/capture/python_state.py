@@ -161,6 +161,8 @@ def _alike(was: Any, now: Any) -> bool:
         return True
     if type(was) is not type(now):
         return False
+    if type(was) is Number:  # nobody knows
+        return False
     if isinstance(was, _PLAIN):
         return bool(was == now) or (was != was and now != now)
     if isinstance(was, tuple):
@@ -217,15 +219,22 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
 
     def put(change: Change) -> Callable[[], None]:
         parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
-        for key, value in change.now.items():
-            if type(value) is Number:  # any other will do
-                was: Any = change.was.get(key)
-                parts[key] = was + 1 if type(was) in (int, float) else 1.0
-        if isinstance(change.holder.owner, nn.Module):
-            return lambda: change.holder.put({t: vars(change.holder.owner)[t] for t in TABLES} | parts)
-        return lambda: change.holder.put(parts)
+
+        def begin() -> None:
+            own = {key: _unknown_number(value) for key, value in parts.items()}
+            is_module = isinstance(change.holder.owner, nn.Module)
+            change.holder.put(({t: vars(change.holder.owner)[t] for t in TABLES} if is_module else {}) | own)
+
+        return begin
 
     return [put(change) for change in changes]
+
+
+def _unknown_number(value: Any) -> Any:
+    """In place of a number that a call left behind: in the trace that begins, one that nobody knows."""
+    if type(value) is Number:
+        return Number(torch.empty((), dtype=value.tensor.dtype))
+    return Number(torch.empty((), dtype=torch.int64)) if isinstance(value, torch.SymInt) else value
 
 
 def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decisions) -> list[Callable[[], None]]:
@@ -268,8 +277,11 @@ def _stand_in(change: Change, key: Any, decisions: Decisions) -> Callable[[], No
         was = now  # what a call leaves there; without it the model was traced before
     elif now is None or now is _MISSING:
         raise UnknownChangeError(str(change))
-    if type(was) in (bool, int, float, Number):
-        own: Any = Counted(1.0 if type(was) is Number else was, label, decisions)
+    left = next((value for value in (was, now) if isinstance(value, torch.SymInt) or type(value) is Number), None)
+    if left is not None:
+        return lambda: change.holder.set(key, _unknown_number(left))
+    if type(was) in (bool, int, float):
+        own: Any = Counted(was, label, decisions)
     elif isinstance(was, Tensor) and not is_fake(was):
         return lambda: None
     elif was is None or is_fake(was):
@@ -278,7 +290,7 @@ def _stand_in(change: Change, key: Any, decisions: Decisions) -> Callable[[], No
         parts = [Holder(value, label).parts() if isinstance(value, CONTAINERS) else {} for value in (was, now)]
         if parts[0].keys() == parts[1].keys() or (own := tracked(was, label, decisions)) is None:
             return lambda: None
-    elif type(was) is Unknown:
+    elif type(was) in (Unknown, Counted):  # which stands in already
         return lambda: None
     else:
         own = Unknown(label, decisions)
