@@ -276,6 +276,19 @@ def the_loss_before(model: Noting, _: Tensor, h: Tensor, y: Tensor) -> Tensor:
 
 
 @into(REFUSED)
+def a_moving_average(model: Noting, _: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    model.last = 0.9 * model.last + 0.1 * y.mean().item()
+    return F.mse_loss(h, y) * model.last
+
+
+@into(REFUSED)
+def a_test_of_the_loss_before(model: Noting, _: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(h, y) * (2 + (model.last > 0.5))
+    model.last = loss.item()
+    return loss
+
+
+@into(REFUSED)
 def the_list_before(model: Noting, _: Tensor, h: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(h, y) * (model.notes[-1] if model.notes else 1)
     model.notes.append(round(loss.item(), 3))

@@ -12,9 +12,7 @@ from autopar.capture.expand import NotAlikeError, expand
 from autopar.capture.fake_twin import new_inputs
 from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks
 from autopar.capture.hidden_parts import check_parts
-from autopar.capture.import_program import (
-    without_gradients,
-)
+from autopar.capture.import_program import without_gradients
 from autopar.capture.loss import LossModule, OutputModule
 from autopar.capture.one_trace import setting, traced_once
 from autopar.capture.python_state import (

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from autopar.capture.checks import find_check, find_comparison, is_formatted, violated_of
 from autopar.capture.fake_twin import has_constant
 from autopar.capture.numbers import MANY, Number, as_numbers
+from autopar.capture.python_state import NOBODYS
 from autopar.capture.real_values import ASSERTIONS, real_values
 from autopar.capture.told import is_identified, is_part_of_answer, is_told
 from autopar.capture.user_frame import asker, model_frame, place_of
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 Handler = Callable[["Questions", Any, tuple[Any, ...], dict[str, Any]], Any]
 ASK = object()
 """What a handler returns that has no answer: the call is made."""
-NOBODYS = -0x6E6F626F6479
-"""A whole number that stands in a text for one that nobody knows."""
 
 
 def _refusal(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
