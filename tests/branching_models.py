@@ -1,7 +1,6 @@
 """Small models whose forward asks for values: of constants, of buffers, in checks, of the world, of the data."""
 
 import itertools
-import math
 from collections.abc import Callable
 
 import torch
@@ -231,7 +230,7 @@ def loop(_: Asking, __: Tensor, h: Tensor, y: Tensor) -> Tensor:
 
 @into(REFUSED)
 def number(_: Asking, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(h, y) * math.log(x.abs().mean().item())  # number
+    return F.mse_loss(h, y) * len(range(int(x.abs().sum())))  # number
 
 
 @into(REFUSED)

@@ -108,8 +108,10 @@ FORBIDDEN = {
 
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.
 # One file each, so that a new torch is one file's work. The type of an ATen op is the exception: it has no other name.
+_C_FILES = ("runtime/private_torch", "capture/real_values", "capture/inner_gradients")
+_MODE_FILES = [f"capture/{n}" for n in ("layer_traces", "real_values", "own_functions", "python_state")]
 PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
-    "torch._C": ("autopar/runtime/private_torch.py", "autopar/capture/real_values.py"),
+    "torch._C": tuple(f"autopar/{n}.py" for n in _C_FILES),
     "torch.Tensor._make_wrapper_subclass": ("autopar/runtime/deferred.py",),
     "torch._assert": ("autopar/capture/real_values.py",),
     "torch._assert_async": ("autopar/capture/real_values.py", "autopar/ops/checked.py"),
@@ -120,15 +122,10 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.export._trace": ("autopar/capture/quiet.py",),
     "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.nn.Module._apply": ("autopar/capture/moved_modules.py",),
     "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
     "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),
-    "torch.utils._python_dispatch": (
-        "autopar/capture/layer_traces.py",
-        "autopar/capture/real_values.py",
-        "autopar/capture/own_functions.py",
-        "autopar/capture/python_state.py",
-        "autopar/runtime/peak_memory.py",
-    ),
+    "torch.utils._python_dispatch": tuple(f"autopar/{n}.py" for n in (*_MODE_FILES, "runtime/peak_memory")),
     "torch.utils._pytree": ("autopar/inputs.py",),
     "torch.distributed.tensor.placement_types._StridedShard": ("autopar/runtime/private_torch.py",),
     "torch.distributed.distributed_c10d._get_default_store": ("autopar/runtime/private_torch.py",),

@@ -61,8 +61,17 @@ def told(h: Tensor) -> Tensor:
     return h
 
 
+def largest(h: Tensor) -> Tensor:
+    return h * max(h.detach().mean().item(), 0.1)
+
+
+def asserted_largest(h: Tensor) -> Tensor:
+    assert max(h.detach().mean().item(), 0.1)
+    return h
+
+
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("between", [arithmetic, widths, kinds, told])
+@pytest.mark.parametrize("between", [arithmetic, widths, kinds, told, largest, asserted_largest])
 def test_numbers_compute_as_in_eager(between: Any) -> None:
     assert_as_eager(Net(between), inputs())
 
@@ -125,15 +134,6 @@ def as_index(h: Tensor) -> Tensor:
     return h * list(range(1, 100))[int(positive(h).item())]
 
 
-def largest(h: Tensor) -> Tensor:
-    return h * max(h.detach().mean().item(), 0.1)
-
-
-def asserted_largest(h: Tensor) -> Tensor:
-    assert max(h.detach().mean().item(), 0.1)
-    return h
-
-
 def asserted_in(h: Tensor) -> Tensor:
     assert positive(h).item() in (1, 2)
     return h
@@ -149,7 +149,7 @@ def alike(h: Tensor) -> Tensor:
 
 REFUSED = (
     *(as_key, in_tuple, in_set, in_list, hashed, identified, of_type, matched, as_text, by_variable, as_repr, as_int),
-    *(as_index, largest, asserted_largest, asserted_in, counted, alike),
+    *(as_index, asserted_in, counted, alike),
 )
 
 

@@ -1,55 +1,36 @@
 """What does a model compute? Its forward pass and loss as one normalised graph, traced without memory or device."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.capture.counted import Decisions, ReadError
-from autopar.capture.decompose import decompose
 from autopar.capture.expand import NotAlikeError, expand
-from autopar.capture.fake_twin import fake_twin, new_inputs
-from autopar.capture.grad_modes import grad_modes
-from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks, module_hooks
+from autopar.capture.fake_twin import new_inputs
+from autopar.capture.gradient_hooks import check_hooks, keep_parameter_hooks
 from autopar.capture.hidden_parts import check_parts
-from autopar.capture.import_program import (
-    import_program,
-    stop_gradients,
-    without_gradients,
-    written_parameters,
-)
-from autopar.capture.loss import LossModule, OutputModule, unwatched
-from autopar.capture.one_process import as_one_process
-from autopar.capture.opaque import opaque_calls
-from autopar.capture.own_functions import own_functions
+from autopar.capture.import_program import without_gradients
+from autopar.capture.loss import LossModule, OutputModule
+from autopar.capture.one_trace import setting, traced_once
 from autopar.capture.python_state import (
     Change,
     Constants,
-    Snapshot,
     UnknownChangeError,
     asked_begin,
     line_of_change,
     line_of_draw,
     next_begin,
 )
-from autopar.capture.questions import Questions
-from autopar.capture.quiet import quiet
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
-from autopar.capture.user_frame import files_of, user_frame
 from autopar.capture.written import Written
-from autopar.errors import AutoparError, CaptureError, TurningFlagError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph import CapturedModel, is_same_graph
-from autopar.guards import BufferGuard
 from autopar.inputs import flatten_inputs
 from autopar.outputs import Returned
-from autopar.passes.normalize import normalize
 
 logger = logging.getLogger(__name__)
 
@@ -140,29 +121,46 @@ def _check_state(
     repeats: tuple[Repeat, ...] | None,
 ) -> None:
     """Raises CaptureError if the next call would compute another graph, or if forward draws numbers outside torch."""
-    name, state = captured.name, module.python
-    if state.moved:
-        where = line_of_draw(lambda: _run_on_fakes(model, module, tensors)) or name
-        raise CaptureError(
-            f"{where}: forward draws from {state.moved} random generator, which a captured graph would repeat at every "
-            "call; draw from torch's, as a tensor"
-        )
-    if not state.changes:
-        return
+    for path, (changes, moved) in list(module.branches.left):
+        module.branches.path = path
+        if moved:
+            where = line_of_draw(lambda: _run_on_fakes(model, module, tensors)) or captured.name
+            raise CaptureError(
+                f"{where}: forward draws from {moved} random generator, which a captured graph would repeat at every "
+                "call; draw from torch's, as a tensor"
+            )
+        if changes:
+            _check_next(model, module, tensors, captured, repeats)
+
+
+def _check_next(
+    model: nn.Module,
+    module: LossModule,
+    tensors: Sequence[tuple[str, Tensor]],
+    captured: CapturedModel,
+    repeats: tuple[Repeat, ...] | None,
+) -> None:
+    """Raises CaptureError if the call after one on this path would compute another graph."""
+    name, state, path = captured.name, module.python, module.branches.path
+    paths = [path for path, _ in module.branches.left]
     constants, decisions = Constants(), Decisions()
     with suppress(Exception):
         _run_on_fakes(model, module, tensors, constants)
     changes = state.changes
     state.begin = begin = next_begin(changes, constants, decisions)
-    try:
-        _run_on_fakes(model, module, tensors)
-    except ReadError:
-        raise _changing(model, module, tensors, changes, decisions) from None
-    except Exception as error:
-        logger.info("%s: a second run on fake tensors failed: %s", name, error)
-    finally:
-        state.begin = []
-    changing, known = list(state.changes), set[Any]().union(*(change.places for change in state.changes))
+    changing = list[Change]()
+    for after in paths:
+        module.branches.path = after
+        try:
+            _run_on_fakes(model, module, tensors)
+        except ReadError:
+            state.begin, module.branches.path = [], path
+            raise _changing(model, module, tensors, changes, decisions) from None
+        except Exception as error:
+            logger.info("%s: a second run on fake tensors failed: %s", name, error)
+        changing += state.changes
+    state.begin = []
+    known = set[Any]().union(*(change.places for change in changing))
     flips: tuple[int | None, ...] = (None,)
     while flips:
         reported = [next((c for c in changes if c.holder is again.holder), again) for again in changing] or changes
@@ -178,7 +176,8 @@ def _check_state(
             state.begin = []
         if not is_same or decisions.refused is not None:
             raise _changing(model, module, tensors, reported, decisions)
-        more = [change for change in state.changes if id(change.holder) not in known and not change.places <= known]
+        left = [change for _, (found, _) in module.branches.left for change in found]
+        more = [change for change in left if id(change.holder) not in known and not change.places <= known]
         if more:  # which only this answer brought about
             changing, known = [*changing, *more], known.union(*(change.places for change in more))
             flips = (None,)
@@ -210,9 +209,9 @@ def _run_on_fakes(
     model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], watched: Any = None
 ) -> None:
     """A run outside torch.export."""
-    with _setting(model, module) as setting:
-        inputs = new_inputs(setting.mode, tensors)
-        with setting.mode, watched or nullcontext():
+    with setting(model, module) as inside:
+        inputs = new_inputs(inside.mode, tensors)
+        with inside.mode, watched or nullcontext():
             module(*inputs)
 
 
@@ -229,7 +228,7 @@ def _captured(
         captured = _trace(model, module, tensors, name)
     if not repeats:
         return captured
-    if captured.guards:  # the buffers of layers that are left out have values of their own
+    if captured.guards or len(module.branches.left) > 1:  # layers that are left out have values of their own
         return _trace(model, module, tensors, name)
     try:
         if any(parameter.mutated_by for parameter in captured.parameters):
@@ -264,9 +263,9 @@ def _call(
 def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Repeat, ...]:
     """The layers that need no tracing; none where the model does not run on fake tensors outside torch.export."""
     try:
-        with _setting(model, module) as setting:
-            inputs = new_inputs(setting.mode, tensors)
-            with setting.mode:
+        with setting(model, module) as inside:
+            inputs = new_inputs(inside.mode, tensors)
+            with inside.mode:
                 return find_repeats(model, lambda: module(*inputs))
     except Exception as error:
         logger.info("%s: every layer is traced, for a run on fake tensors failed: %s", type(model).__name__, error)
@@ -274,137 +273,38 @@ def _repeats(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, 
 
 
 def _trace(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
-    """The graph; traced again where parameters were found written that had no shadow from the beginning."""
-    written = module.written = Written()
+    """The graph, the same on all paths through the model."""
+    module.written = Written()
+    first: list[str] = []
+
+    def traced() -> CapturedModel:
+        captured = _traced(model, module, tensors, name)
+        if isinstance(module, OutputModule):
+            first.append(repr(module.returned.rebuild(list(module.returned.leaves))))
+            if first[-1] != first[0]:
+                raise CaptureError(f"{name}: what forward returns depends on the values of a tensor")
+        return captured
+
+    try:
+        return module.branches.explore(traced, lambda: (module.python.changes, module.python.moved))
+    except CaptureError as error:
+        raise module.turning or error from error
+
+
+def _traced(model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str) -> CapturedModel:
+    """The graph of one path; traced again where that found what a trace must know from the beginning: parameters that
+    are written, modules that compute with numbers, buffers that change."""
+    written = module.written
     while True:
-        error: CaptureError | None = None
+        error: AutoparError | None = None
+        before = set(written.names), len(module.shadows.tables), set(module.changing)
         try:
-            captured = _traced_once(model, module, tensors, name)
-        except CaptureError as found:
+            captured = traced_once(model, module, tensors, name)
+        except AutoparError as found:
             error = found
-        if written.found <= written.names:
-            break
         written.names |= written.found
+        if before == (written.names, len(module.shadows.tables), module.changing):
+            break
     if error is not None:
         raise error
     return captured
-
-
-def _traced_once(
-    model: nn.Module, module: LossModule, tensors: Sequence[tuple[str, Tensor]], name: str
-) -> CapturedModel:
-    questions = Questions(dict(model.named_buffers(remove_duplicate=False)))
-    try:
-        with _setting(model, module, questions) as setting:
-            program = _export(module, new_inputs(setting.mode, tensors))
-            module.written.found |= written_parameters(program)
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise questions.refused or CaptureError(_explain(error, name, questions)) from error
-    if questions.refused is not None:  # the model caught it
-        raise questions.refused
-    captured = normalize(
-        import_program(
-            program,
-            name=name,
-            model=model,
-            inputs=tensors,
-            opaques=setting.opaques,
-            written=module.written,
-            has_loss=module.has_loss,
-        )
-    )
-    return _guarded(captured, model, questions.guards, turns=module.turns) if questions.guards else captured
-
-
-def _guarded(captured: CapturedModel, model: nn.Module, places: Mapping[str, str], *, turns: bool) -> CapturedModel:
-    """With the values that the model's answers depend on.
-
-    Raises:
-        TurningFlagError: if the step changes one, and none may turn.
-    """
-    changed = sorted(name for b in captured.buffers if b.mutated_by is not None for name in b.names if name in places)
-    if changed and not turns:
-        raise TurningFlagError(
-            f"{places[changed[0]]}: forward decides on buffer {changed[0]}, which the step itself changes, so that one "
-            "graph cannot stand for the model; if it is a flag that turns at the first batch, call the model on one "
-            "before planning (`model(**batch)` in one process); if it changes at every step, compute with the tensor"
-        )
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    return replace(captured, guards=tuple(BufferGuard.of(name, buffers[name]) for name in sorted(places)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """What a run of the model for tracing takes place in."""
-
-    mode: Any
-    opaques: Any
-
-
-@contextmanager
-def _setting(model: nn.Module, module: LossModule, questions: Questions | None = None) -> Iterator[_Setting]:
-    """Inside, the model runs on fake tensors as one process would, what export drops is kept, and what Python asks
-    about values is answered."""
-    questions = questions or Questions(dict(model.named_buffers(remove_duplicate=False)))
-    module.watch = questions.asked
-    before = Snapshot(module.python.reached(model))  # torch.export puts copies of containers in their place
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            as_one_process(),
-            opaque_calls() as opaques,
-            fake_twin(model) as mode,
-            torch.set_grad_enabled(module.gradients),
-            attention_as_written(),
-            own_functions(),
-            module_hooks(),
-            grad_modes(),
-        ):
-            yield _Setting(mode=mode, opaques=opaques)
-    finally:
-        before.restore()
-        module.watch = unwatched
-
-
-@contextmanager
-def attention_as_written() -> Iterator[None]:
-    """Inside, torch's attention and encoder layers run op by op without gradients too, not as one kernel."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
-    with quiet():
-        program = torch.export.export(module, inputs, strict=False)
-        stop_gradients(program)
-        return decompose(program)
-
-
-def _explain(error: Exception, name: str, questions: Questions) -> str:
-    where = user_frame(error) or name
-    first = str(error).strip().split("\n")[0] or type(error).__name__
-    if any("eager_transforms" in frame for frame in files_of(error)):
-        return (
-            f"{where}: forward differentiates inside itself (torch.func), which is not captured; compute it "
-            "by a formula of its own, or give the loss that needs it to a step outside"
-        )
-    if isinstance(error, GuardOnDataDependentSymNode) and questions.unsized:
-        return (
-            f"{questions.unsized}, so one graph cannot stand for the model; use a mask or torch.where, or pad to a "
-            "fixed number (of repeat_interleave: give output_size)"
-        )
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return (
-            f"{where}: Python control flow depends on the values of a tensor ({first}), so one graph cannot stand for "
-            f"the model; use torch.where or a mask, or move the decision out of forward"
-        )
-    return (
-        f"{where}: {name} cannot be traced: {type(error).__name__}: {first}; the forward must run on "
-        "fake tensors: no .item(), .numpy() or file access, and inputs as in a real call"
-    )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.capture.checks import find_check, find_comparison, violated_of
+from autopar.capture.checks import find_check, find_comparison, is_formatted, violated_of
 from autopar.capture.fake_twin import has_constant
-from autopar.capture.numbers import Number
+from autopar.capture.numbers import MANY, Number, as_numbers
+from autopar.capture.python_state import NOBODYS
 from autopar.capture.real_values import ASSERTIONS, real_values
 from autopar.capture.told import is_identified, is_part_of_answer, is_told
 from autopar.capture.user_frame import asker, model_frame, place_of
@@ -25,11 +26,15 @@ ASK = object()
 """What a handler returns that has no answer: the call is made."""
 
 
-def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
+def _refusal(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
     place, text = place_of(asker())
     if missing := questions.known.lacking(tensor):
         instead = f"buffer {missing}, from which they follow, has no value on the meta device; build it on the CPU"
-    error = CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
+    return CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
+
+
+def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
+    error = _refusal(questions, tensor, what, instead)
     questions.refused = questions.refused or error
     return error
 
@@ -43,17 +48,16 @@ def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     if has_constant(tensor) or tensor.numel() != 1:
         return ASK
     if is_part_of_answer(asker()):
+        questions.shadows.may_add(asker())
         raise _branches(questions, tensor)
     return _checked(questions, tensor, tensor)
 
 
+_BRANCHES = "branches on the values of a tensor", "use torch.where or a mask, or move the decision out of forward"
+
+
 def _branches(questions: "Questions", tensor: Tensor) -> CaptureError:
-    return _refused(
-        questions,
-        tensor,
-        "branches on the values of a tensor",
-        "use torch.where or a mask, or move the decision out of forward",
-    )
+    return _refused(questions, tensor, *_BRANCHES)
 
 
 def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
@@ -61,7 +65,9 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
     assert questions.stop is not None
     check = find_check(asker(), questions.stop)
     if check is None:
-        raise _branches(questions, tensor)
+        if questions.shadows.may_add(asker()):
+            raise _branches(questions, tensor)  # the next trace may take another way here (`max(n, 1)`)
+        return questions.branches.answer(_refusal(questions, tensor, *_BRANCHES))
     if not check.others:
         questions.keep(tested if check.wanted else torch.logical_not(tested), check)
         return check.wanted
@@ -77,27 +83,37 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
 def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     """item, float, int. In place of a number that is computed with, a `Number` will do."""
     tensor = args[0]
-    value = questions.value(tensor)
-    if value is not None:
+    if is_known(questions, tensor):
+        value = questions.value(tensor)
         with real_values():
             return func(value, *args[1:])
     if has_constant(tensor) or tensor.numel() != 1:
         return ASK
     assert questions.stop is not None
-    if func in (Tensor.item, Tensor.tolist):
-        if is_identified(asker()):
-            raise _number_refused(questions, tensor)
+    frame = asker()
+    is_new = questions.shadows.may_add(frame)  # where it is, the next trace takes another way here
+    if func is Tensor.item:
+        if is_identified(frame):
+            raise number_refused(questions, tensor)
         return Number(tensor)
-    found = find_comparison(asker(), questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
+    found = find_comparison(frame, questions.stop) if func in (Tensor.__float__, Tensor.__int__) else None
     if found is not None and not found.check.others:
         number = tensor.long() if func is Tensor.__int__ else tensor
         holds = found.compare(number, found.other)
         questions.keep(holds if found.check.wanted else torch.logical_not(holds), found.check)
         return int(found.answer) if func is Tensor.__int__ else float(found.answer)
-    raise _number_refused(questions, tensor)
+    if func in (Tensor.__float__, Tensor.__int__) and not is_new and is_formatted(frame) and is_told(frame):
+        return NOBODYS if func is Tensor.__int__ else math.nan
+    raise number_refused(questions, tensor)
 
 
-def _number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
+def is_known(questions: "Questions", tensor: Tensor) -> bool:
+    """Whether a number is answered by a value: not by that of a buffer which the step changes."""
+    found = questions.known.value(tensor)
+    return found is not None and not found[1] & questions.changing
+
+
+def number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
     return _refused(
         questions,
         tensor,
@@ -114,7 +130,10 @@ def _numbers(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
             return func(value.clone(), *args[1:], **kwargs)
     if has_constant(args[0]):
         return ASK
-    raise _number_refused(questions, args[0])
+    is_new = questions.shadows.may_add(asker())
+    if func is Tensor.tolist and args[0].numel() <= MANY and not is_new and not is_identified(asker()):
+        return as_numbers(args[0])
+    raise number_refused(questions, args[0])
 
 
 def _words(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:

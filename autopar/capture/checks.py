@@ -99,6 +99,17 @@ def find_comparison(frame: FrameType, stop: CodeType) -> Comparison | None:
     return Comparison(check=check, compare=compare if is_left else lambda a, b: compare(b, a), other=other)
 
 
+def is_formatted(frame: FrameType) -> bool:
+    """Whether a number that is asked for in `frame` becomes text (`"%.3f" % x`)."""
+    source = source_of(frame.f_code.co_filename)
+    node = None if source is None else asked(frame, source)
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+        return False
+    if isinstance(node.left, ast.Constant | ast.JoinedStr | ast.Name | ast.Attribute):
+        return isinstance(evaluate(node.left, frame), str)
+    return False
+
+
 def is_violated(test: ast.expr, wanted: bool, frame: FrameType) -> Tensor | bool:
     """Whether a test has another value than is wanted, evaluated anew; a tensor where it follows from tensors."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

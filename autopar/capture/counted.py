@@ -86,6 +86,10 @@ class Counted:
         self._decisions.read(self._label)
         return getattr(self._number, name)
 
+    def undecided(self) -> bool:
+        """The answer to a comparison with what nobody knows."""
+        return self._decisions.answer(True)
+
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 

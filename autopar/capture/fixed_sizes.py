@@ -37,6 +37,23 @@ def fix_sizes(graph: fx.Graph) -> None:
                     _repeat(node, sizes)
     for node in reversed(list(known)):
         graph.erase_node(node)
+    _drop_unread(graph)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Remove what is only counted (`len(torch.unique(x))` in a log), which nothing reads but export's assertions."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            value = node.meta.get("val")
+            parts = value if isinstance(value, tuple | list) else [value]
+            if node.target is aten._assert_scalar.default or any(map(_is_unknown, parts)):
+                graph.erase_node(node)
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether a value is a size that tracing does not know, or has one."""
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(isinstance(size, _SYMBOLIC) for size in sizes)
 
 
 def _number(value: Any) -> Any:

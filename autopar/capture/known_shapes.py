@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autopar.capture.answers import ASK, Handler, both
 from autopar.capture.real_values import real_values
+from autopar.capture.sliced_one_hot import one_hot
+from autopar.capture.user_frame import asker, place_of
+from autopar.ops.checked import ERROR
 
 if TYPE_CHECKING:
     from autopar.capture.questions import Questions
@@ -81,6 +85,27 @@ def _masked(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     with real_values():
         places = mask.expand(shape).nonzero(as_tuple=True)
     return args[0].expand(shape)[tuple(questions.constant(place) for place in places)]
+
+
+def _counted(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+    """bincount: of unknown values as many counts as `minlength` says, with a check that there are no more."""
+    given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
+    values, weights, size = given["input"], given.get("weights"), given.get("minlength", 0)
+    if not isinstance(size, int) or not size or questions.value(values) is not None:
+        return _shaped(questions, func, args, kwargs)
+    place, _ = place_of(asker())
+    message = f"{ERROR}{place}: bincount(minlength={size}) of values that are {size} or larger has more entries"
+    torch.ops.aten._assert_async.msg((values < size).all(), message)
+    if weights is None:
+        weights = torch.ones_like(values, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.to(torch.float64)
+    return torch.zeros(size, dtype=weights.dtype).index_add(0, values.long().clamp(max=size - 1), weights.detach())
+
+
+def _one_hot(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+    made = one_hot(questions, func, args, kwargs)
+    return ASK if made is None else made
 
 
 def _repeated(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
@@ -178,8 +203,10 @@ SHAPES: dict[Any, Handler] = {
     **dict.fromkeys((*both(*_SIZED), *_CREATE), _sized),
     **dict.fromkeys(both(*_PLAIN), _shape_only),
     **dict.fromkeys(_AS_OTHER, _as_other),
-    **dict.fromkeys(both("nonzero", "argwhere", "where", "unique", "unique_consecutive", "bincount"), _shaped),
+    **dict.fromkeys(both("nonzero", "argwhere", "where", "unique", "unique_consecutive"), _shaped),
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _indexed),
     **dict.fromkeys(both("masked_select"), _masked),
     **dict.fromkeys(both("repeat_interleave"), _repeated),
+    **dict.fromkeys(both("bincount"), _counted),
+    F.one_hot: _one_hot,
 }

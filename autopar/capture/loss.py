@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from autopar.capture.branches import Branches
 from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
+from autopar.capture.shadows import Shadows
 from autopar.capture.written import Watch, Written
-from autopar.errors import NoLossError
+from autopar.errors import NoLossError, TurningFlagError
 from autopar.inputs import Rebuild, leaves_of
 from autopar.outputs import FOLLOWING, Returned, flatten_outputs
 
@@ -38,6 +40,8 @@ class LossModule(nn.Module):
         self.written, self.python = Written(), PythonState()
         self.gradients, self.turns = True, False
         self._held = HeldState(model)
+        self.shadows, self.branches = Shadows(), Branches()
+        self.changing, self.turning = set[str](), cast(TurningFlagError | None, None)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""
 

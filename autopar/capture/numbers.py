@@ -70,6 +70,24 @@ class Number:
         return func(*args, **kwargs)
 
 
+MANY = 4096
+"""Elements of a tensor that become numbers one by one (`tolist`). With more, a trace is mostly made of them."""
+
+
+def as_number(value: Any, kind: type | None) -> Number:
+    """A tensor of one element, or a number, as one of the trace: of this kind, or of its own."""
+    tensor = value.tensor if type(value) is Number else value
+    if not isinstance(tensor, Tensor):
+        wide = torch.complex128 if isinstance(tensor, complex) else torch.float64
+        tensor = torch.scalar_tensor(tensor, dtype=torch.int64 if isinstance(tensor, int) else wide)
+    return Number(tensor if kind is None else tensor.to(torch.float64 if kind is float else torch.int64))
+
+
+def as_numbers(tensor: Tensor) -> Any:
+    """What `tolist` makes of a tensor."""
+    return [as_numbers(part) for part in tensor.unbind()] if tensor.dim() else Number(tensor)
+
+
 def _kept(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.is_floating_point() else torch.int64
 
@@ -84,6 +102,13 @@ def _asked(number: Number) -> Any:
     """The number itself, which the tensor refuses where nobody knows it."""
     kind = _kind(number.tensor)
     return kind(number.tensor) if kind is not bool else bool(int(number.tensor))
+
+
+def has_numbers(given: Any) -> bool:
+    """Whether there is a number among arguments of torch."""
+    numbers = list[Number]()
+    _collect(given, numbers, [])
+    return bool(numbers)
 
 
 def as_tensors(given: Any) -> Any:
@@ -164,6 +189,8 @@ def _comparing(name: str) -> Callable[[Number, Any], Any]:
     function = getattr(operator, f"__{name}__")
 
     def compare(self: Number, other: Any) -> Any:
+        if type(other) is Counted:  # as a branch that the data decide
+            return other.undecided()
         if isinstance(other, Tensor):
             return function(*as_tensors([self, other]))
         operand = _operand(other, self.tensor)

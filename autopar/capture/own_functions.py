@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
 from autopar.capture.real_values import outside_traces
+from autopar.capture.recomputing import gradients_kept, is_recomputing
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
-from autopar.inputs import leaves_of
+from autopar.inputs import leaves_of, mapped_tensors
 from autopar.ops.own_gradient import Applied, Slot, filled
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, torch.layout)
@@ -69,7 +71,7 @@ def _is_traced(given: Any) -> bool:
 
 def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     where = own_frame() or cls.__qualname__
-    tensors: list[Tensor] = []
+    tensors, objects = list[Tensor](), list[Any]()
 
     def slots(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -79,14 +81,13 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return type(value)(slots(part) for part in value)
         if type(value) is dict:
             return {key: slots(part) for key, part in value.items()}
-        if isinstance(value, PLAIN) or inspect.isfunction(value) or inspect.isclass(value):
-            return value
-        raise CaptureError(
-            f"{where}: {cls.__qualname__}.apply is given an object of {type(value).__name__}, which no other process "
-            "has; give it tensors and plain values"
-        )
+        if not isinstance(value, PLAIN) and not inspect.isfunction(value) and not inspect.isclass(value):
+            objects.append(value)
+        return value
 
     placed, named = slots(args), tuple((name, slots(value)) for name, value in sorted(kwargs.items()))
+    if objects:
+        return _inlined(cls, args, kwargs, objects[0], where)
     needs = tuple(tensor.requires_grad for tensor in tensors)
 
     def run(*operands: Tensor) -> Sequence[Tensor]:
@@ -108,6 +109,31 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(alike.made, Tensor):
         return results[0]
     return tuple(next(made) if isinstance(part, Tensor) else part for part in alike.made)
+
+
+def _inlined(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], thing: Any, where: str) -> Any:
+    """The ops of forward, where the Function's backward is their gradient."""
+
+    def forward(*args: Any, detached: bool = False, **kwargs: Any) -> Any:
+        context = _Context(tuple(isinstance(arg, Tensor) and arg.requires_grad for arg in args), where)
+        with gradients_kept(detached=detached):
+            if not _has_setup(cls):
+                made = cls.forward(context, *args, **kwargs)
+            else:
+                made = cls.forward(*args, **kwargs)
+                cls.setup_context(context, args, made)
+        plain = {id(tensor) for tensor in context.plain}
+        return mapped_tensors(lambda t: t.detach() if id(t) in plain else t, made)
+
+    run = super(_SingleLevelFunction, cls).apply
+    for call in (forward, partial(forward, detached=True)):
+        if is_recomputing(run, call, args, kwargs):
+            return call(*args, **kwargs)
+    raise CaptureError(
+        f"{where}: {cls.__qualname__}.apply is given an object of {type(thing).__name__}, which no other process has, "
+        "and its backward is not what autograd makes of its forward (or that could not be tried on random numbers); "
+        "give it tensors and plain values"
+    )
 
 
 class _Context:

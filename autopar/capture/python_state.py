@@ -30,6 +30,10 @@ from autopar.capture.user_frame import innermost
 from autopar.errors import CaptureError
 from autopar.inputs import leaves_of, mapped_tensors
 
+NOBODYS = -0x6E6F626F6479
+"""A number that stands for one that nobody knows, in text and in what a call left behind."""
+Begin = Callable[[nn.Module], None]
+"""What is done to a model before a run."""
 _PLAIN = (*PLAIN, torch.dtype, torch.device, torch.Size, np.generic)
 
 
@@ -98,7 +102,7 @@ class PythonState:
     """What runs left behind. begin: done before each run, on top of what the model holds; changes: of the last run;
     moved: whose random numbers were drawn."""
 
-    begin: list[Callable[[], None]] = field(default_factory=list)
+    begin: list[Begin] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     moved: str = ""
     _reached: Reached | None = None
@@ -117,7 +121,7 @@ class PythonState:
         draws = _draws()
         python, numpy = random.getstate(), np.random.get_state()
         for change in self.begin:
-            change()
+            change(model)
         with ExitStack() as stack:
             stack.callback(before.restore)
             for holder, key, own in list(reached.stand_ins()):
@@ -163,6 +167,8 @@ def _alike(was: Any, now: Any) -> bool:
         return True
     if type(was) is not type(now):
         return False
+    if type(was) is Number:  # nobody knows
+        return False
     if isinstance(was, _PLAIN):
         return bool(was == now) or (was != was and now != now)
     if isinstance(was, tuple):
@@ -202,7 +208,7 @@ class Constants(TorchDispatchMode):
         return made
 
 
-def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Callable[[], None]]:
+def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Begin]:
     """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown."""
 
     def known(value: Any, label: str) -> Any:
@@ -217,26 +223,39 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
                     inside.set(key, own)
         return value
 
-    def put(change: Change) -> Callable[[], None]:
+    def put(change: Change) -> Begin:
         parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
-        for key, value in change.now.items():
-            if type(value) is Number:  # any other will do
-                was: Any = change.was.get(key)
-                parts[key] = was + 1 if type(was) in (int, float) else 1.0
-        if isinstance(change.holder.owner, nn.Module):
-            return lambda: change.holder.put({t: vars(change.holder.owner)[t] for t in TABLES} | parts)
-        return lambda: change.holder.put(parts)
+
+        def begin(model: nn.Module) -> None:
+            own = {key: _unknown_number(value, model) for key, value in parts.items()}
+            is_module = isinstance(change.holder.owner, nn.Module)
+            change.holder.put(({t: vars(change.holder.owner)[t] for t in TABLES} if is_module else {}) | own)
+
+        return begin
 
     return [put(change) for change in changes]
 
 
-def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decisions) -> list[Callable[[], None]]:
+def _unknown_number(value: Any, model: nn.Module) -> Any:
+    """In place of a number that a call left behind: in the trace that begins, one that nobody knows.
+
+    No pass may find out what it is, and no model computes it itself: it is made of a parameter.
+    """
+    if type(value) is not Number and not isinstance(value, torch.SymInt):
+        return value
+    kind = value.tensor.dtype if type(value) is Number else torch.int64
+    parameter = next(p for p in model.parameters() if p.numel())
+    first = parameter.detach().reshape(-1)[0].to(torch.complex128 if kind.is_complex else torch.float64)
+    return Number((first * NOBODYS).to(kind))
+
+
+def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decisions) -> list[Begin]:
     """Stand-ins for what goes on changing, to be put after `next_begin`.
 
     Raises:
         UnknownChangeError: if there is none.
     """
-    found: list[Callable[[], None]] = []
+    found: list[Begin] = []
     for change in changes:
         keys = change.was if isinstance(change.holder.owner, list | deque) else change.keys  # they may move
         if change.holder.whole:
@@ -248,13 +267,13 @@ def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decision
     return found
 
 
-def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[Callable[[], None]]:
+def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[Begin]:
     """Another container wherever this one is."""
     owner, places = change.holder.owner, reached.parents.get(id(change.holder.owner), [])
     if not places or tracked(owner, change.label, decisions) is None:
         raise UnknownChangeError(str(change))
 
-    def exchange() -> None:
+    def exchange(model: nn.Module) -> None:
         own = tracked(owner, change.label, decisions)
         for holder, key in places:
             if holder.parts().get(key) is owner:
@@ -263,28 +282,31 @@ def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[C
     return [exchange]
 
 
-def _stand_in(change: Change, key: Any, decisions: Decisions) -> Callable[[], None]:
+def _stand_in(change: Change, key: Any, decisions: Decisions) -> Begin:
     """Another value at a place; `was` is what the call that begins so finds there."""
     was, now, label = change.was.get(key, _MISSING), change.now.get(key, _MISSING), change.holder.where(key)
     if was is None or was is _MISSING:
         was = now  # what a call leaves there; without it the model was traced before
     elif now is None or now is _MISSING:
         raise UnknownChangeError(str(change))
-    if type(was) in (bool, int, float, Number):
-        own: Any = Counted(1.0 if type(was) is Number else was, label, decisions)
+    left = next((value for value in (was, now) if isinstance(value, torch.SymInt) or type(value) is Number), None)
+    if left is not None:
+        return lambda model: change.holder.set(key, _unknown_number(left, model))
+    if type(was) in (bool, int, float):
+        own: Any = Counted(was, label, decisions)
     elif isinstance(was, Tensor) and not is_fake(was):
-        return lambda: None
+        return lambda model: None
     elif was is None or is_fake(was):
         own = was if was is None else Unknown(label, decisions)
     elif isinstance(was, CONTAINERS):
         parts = [Holder(value, label).parts() if isinstance(value, CONTAINERS) else {} for value in (was, now)]
         if parts[0].keys() == parts[1].keys() or (own := tracked(was, label, decisions)) is None:
-            return lambda: None
-    elif type(was) is Unknown:
-        return lambda: None
+            return lambda model: None
+    elif type(was) in (Unknown, Counted):  # which stands in already
+        return lambda model: None
     else:
         own = Unknown(label, decisions)
-    return lambda: change.holder.set(key, own)
+    return lambda model: change.holder.set(key, own)
 
 
 def line_of(run: Callable[[], Any], state: Callable[[], Any]) -> str | None:

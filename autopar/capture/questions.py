@@ -8,6 +8,7 @@ is left depends on the data, and is refused with the line that asks.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -16,17 +17,51 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.answers import ANSWERS, ASK
+from autopar.capture.answers import ANSWERS, ASK, is_known, number_refused
+from autopar.capture.branches import Branches
 from autopar.capture.checks import Check
+from autopar.capture.fake_twin import has_constant
 from autopar.capture.known_shapes import SHAPES
 from autopar.capture.known_values import KnownValues
-from autopar.capture.numbers import as_tensors
-from autopar.capture.real_values import real_values
+from autopar.capture.number_arguments import with_numbers
+from autopar.capture.numbers import Number, as_number, as_tensors, has_numbers
+from autopar.capture.real_values import is_wrapped, real_values
+from autopar.capture.shadows import Shadows
+from autopar.capture.told import is_identified
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError, CaptureError
+from autopar.inputs import mapped_tensors
 from autopar.ops.checked import ERROR, WARNING
 
 HANDLERS = {**ANSWERS, **SHAPES}
+
+
+_RETURN_IT = {
+    *("to", "type", "type_as", "contiguous", "cpu", "float", "double", "half", "bfloat16", "as_tensor", "asarray"),
+    *("positive", "__pos__", "real", "conj", "resolve_conj", "resolve_neg", "sum_to_size", "expand_as"),
+    *("atleast_1d", "atleast_2d", "atleast_3d"),
+}
+"""Functions that return the very tensor which they are given, where it is as they are to make it."""
+
+
+def _without_gradients(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, dict[int, Tensor]]:
+    """A call's arguments, under `no_grad` as tensors without gradients, and whose those are.
+
+    A call that returns its very operand (`x.to(x.device)`) would otherwise leave that without a gradient in the trace.
+    """
+    if torch.is_grad_enabled() or getattr(func, "__name__", "") not in _RETURN_IT:
+        return args, kwargs, {}
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or is_wrapped(tensor):
+            return tensor
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor, tensor.detach()
+        return own[id(tensor)][1]
+
+    args, kwargs = mapped_tensors(plain, (args, kwargs))
+    return args, kwargs, {id(made): tensor for tensor, made in own.values()}
 
 
 def has_unknown_size(result: Any) -> bool:
@@ -40,12 +75,16 @@ class Questions(TorchFunctionMode):
 
     buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
     refused: the first question that had no answer, whatever the model made of the error. unsized: where the first
-    tensor was made of whose size only the data knows.
+    tensor was made of whose size only the data knows. shadows, branches: what all traces of the model found. changing:
+    buffers that the step changes, of whose values no numbers are made.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, buffers: Mapping[str, Tensor], shadows: Shadows, branches: Branches, changing: AbstractSet[str]
+    ) -> None:
         super().__init__()
         self.known = KnownValues(buffers)
+        self.shadows, self.branches, self.changing = shadows, branches, changing
         self.guards: dict[str, str] = {}
         self.refused: AutoparError | None = None
         self.unsized = ""
@@ -56,11 +95,16 @@ class Questions(TorchFunctionMode):
         """Inside, which the caller's frame encloses, `model` asks; its buffers are those being traced."""
         self.stop = sys._getframe(2).f_code
         self.known.bind(dict(model.named_buffers(remove_duplicate=False)))
-        with self:
+        self.branches.asked = []
+        with self.shadows.exchanged(self), self:
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = as_tensors((args, kwargs or {}))
+        kwargs = kwargs or {}
+        if has_numbers((args, kwargs)):
+            if (made := with_numbers(func, args, kwargs)) is not None:
+                return made
+            args, kwargs = as_tensors((args, kwargs))
         if kwargs.get("generator") is not None:
             place, text = place_of(asker())
             self.refused = self.refused or CaptureError(
@@ -68,6 +112,11 @@ class Questions(TorchFunctionMode):
                 "on; leave out generator=, so that torch's default generator is drawn from, which plans keep in step"
             )
             raise self.refused
+        args, kwargs, own = _without_gradients(func, args, kwargs)
+        result = self._result(func, args, kwargs)
+        return own.get(id(result), result) if own else result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None and (answer := handler(self, func, args, kwargs)) is not ASK:
             return answer
@@ -87,6 +136,16 @@ class Questions(TorchFunctionMode):
         value, sources = found
         self.guard(sources)
         return value
+
+    def number(self, value: Tensor | Number, kind: type) -> Any:
+        """`float` or `int` of a tensor or number."""
+        tensor = value.tensor if type(value) is Number else value
+        assert isinstance(tensor, Tensor)
+        if is_known(self, tensor) or has_constant(tensor) or tensor.numel() != 1 or tensor.is_complex():
+            return kind(value)
+        if is_identified(asker()):
+            raise number_refused(self, tensor)
+        return as_number(tensor, kind)
 
     def guard(self, sources: Iterable[str]) -> None:
         """Note that an answer depends on buffers."""

@@ -37,6 +37,18 @@ def outside_traces() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def real_run() -> Iterator[None]:
+    """Calls made inside are real, may have gradients and draw numbers; what torch draws later is as without them."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        yield
+
+
 def storage_of(value: Tensor) -> int:
     """A number for the storage that a tensor is a view of, as long as that lives."""
     return int(value.untyped_storage()._cdata)

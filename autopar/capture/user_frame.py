@@ -32,6 +32,17 @@ def files_of(error: BaseException) -> list[str]:
     return [name for link in _chain(error) for name, _ in _frames(link.__traceback__)]
 
 
+def raising_frame(error: BaseException) -> FrameType:
+    """The innermost frame of an error that is neither torch's nor ours nor Python's, or else the outermost."""
+    assert error.__traceback__ is not None
+    found, link = error.__traceback__.tb_frame, error.__traceback__
+    while link is not None:
+        if not is_machinery(Path(link.tb_frame.f_code.co_filename)):
+            found = link.tb_frame
+        link = link.tb_next  # type: ignore[assignment]
+    return found
+
+
 def frame_of_stack(text: str) -> str | None:
     """The same for a stack trace printed as text, as fx nodes carry it."""
     return user_and_library([(name, int(line)) for name, line in _FRAME.findall(text)])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.gradient_hooks import hook_in_forward
+from autopar.capture.inner_gradients import inner_gradients, is_tracing
 from autopar.capture.opaque import Opaque, active_opaques
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
@@ -100,6 +101,9 @@ class Watch(TorchFunctionMode):
             return self._shadow(args[0]).value
         if kind == "hook":
             return hook_in_forward(*args, **kwargs, is_parameter=id(args[0]) in self.names)
+        if kind == "grad":
+            args, kwargs = mapped_tensors(self._read, (args, kwargs))
+            return inner_gradients(*args, **kwargs) if is_tracing() else func(*args, **kwargs)
         if kind == "lookup":
             args, kwargs = self._renormed(func, args, kwargs)
         elif kind is not None and kind != "detach":
@@ -230,10 +234,6 @@ _PARAMETERS: dict[Any, Collection[str]] = {
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type"),
 }
-_INSIDE = (
-    "forward differentiates inside itself (torch.autograd.grad), which is not captured; compute the derivative by a "
-    "formula of its own, or give the loss that needs it to a step outside"
-)
 _BACKWARD = "forward calls backward(); a captured model has one backward pass, after forward"
 _KINDS: dict[Any, str] = {
     Tensor.data.__set__: "set",  # type: ignore[attr-defined]
@@ -246,7 +246,7 @@ _KINDS: dict[Any, str] = {
     Tensor.register_post_accumulate_grad_hook: (
         "register_post_accumulate_grad_hook in forward is not captured; change gradients after backward instead"
     ),
-    torch.autograd.grad: _INSIDE,
+    torch.autograd.grad: "grad",
     Tensor.backward: _BACKWARD,
     torch.autograd.backward: _BACKWARD,
 }
