@@ -33,6 +33,7 @@ class _Shadow:
     tensor: Tensor
     value: Tensor
     seen: tuple[int, Tensor] | None = None
+    is_stopped: bool = False
 
     @property
     def is_written(self) -> bool:
@@ -40,6 +41,8 @@ class _Shadow:
 
     def read(self) -> Tensor:
         """What a function with gradients reads instead of the tensor."""
+        if self.is_stopped:
+            return self.value
         if not self.is_written:
             return self.tensor
         if not self.tensor.requires_grad:
@@ -86,6 +89,8 @@ class Watch(TorchFunctionMode):
             (m, dict(m._buffers), dict(m._parameters)) for m in model.modules() if m._buffers or m._parameters
         ]
         self.shadows: dict[int, _Shadow] = {}
+        self.frozen: dict[int, Tensor] = {}
+        self.toggled: dict[str, str] = {}
         for name in written.names & set(self.parameters):
             self._shadow(self.parameters[name])
 
@@ -98,15 +103,19 @@ class Watch(TorchFunctionMode):
             return self._data(args[0])
         if kind == "detach" and args and id(args[0]) in self.shadows:
             return self._shadow(args[0]).value
+        if kind == "stop" and args[0].requires_grad:
+            return self._stop(func, args[0])
+        if kind == "freeze" and id(args[0]) in self.names:
+            return self._freeze(func, args[0], bool([*args[1:], *kwargs.values(), True][0]))
         if kind == "hook":
             return hook_in_forward(*args, **kwargs, is_parameter=id(args[0]) in self.names)
         if kind == "lookup":
             args, kwargs = self._renormed(func, args, kwargs)
-        elif kind is not None and kind != "detach":
+        elif kind is not None and kind not in ("detach", "stop", "freeze"):
             raise CaptureError(f"{own_frame()}: {kind}")
         if _writes(func) and args and isinstance(args[0], Tensor):
             self._written_to(args[0])
-        if self.shadows:
+        if self.shadows or self.frozen:
             args, kwargs = mapped_tensors(self._read, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -131,7 +140,7 @@ class Watch(TorchFunctionMode):
     def _read(self, tensor: Tensor) -> Tensor:
         shadow = self.shadows.get(id(tensor))
         if shadow is None:
-            return tensor
+            return self.frozen.get(id(tensor), tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return shadow.read()
         return shadow.value
@@ -141,6 +150,30 @@ class Watch(TorchFunctionMode):
             with torch.no_grad():
                 self.shadows[id(tensor)] = _Shadow(tensor, tensor.detach().clone())
         return self.shadows[id(tensor)]
+
+    def _stop(self, func: Any, tensor: Tensor) -> Tensor:
+        """`detach_`: what reads the tensor from here on reads a value without gradient."""
+        if id(tensor) in self.names:
+            return self._freeze(func, tensor, False)
+        shadow = self._shadow(tensor)
+        shadow.value, shadow.is_stopped = shadow.value.detach().clone(), True  # a view would stop what is written later
+        func(tensor)
+        return tensor
+
+    def _freeze(self, func: Any, parameter: Tensor, needs: bool) -> Tensor:
+        """`requires_grad` of a parameter: while it is off, what reads the parameter reads it without gradient."""
+        name = self.names[id(parameter)]
+        if needs and not self.needs[name]:
+            raise CaptureError(
+                f"{own_frame()}: forward turns requires_grad of the parameter {name} on; set it before the model is "
+                "captured"
+            )
+        self.toggled[name] = own_frame() or "forward"
+        self.frozen.pop(id(parameter), None)
+        if not needs and self.needs[name]:
+            self.frozen[id(parameter)] = parameter.detach()
+        parameter.requires_grad = needs
+        return parameter
 
     def _data(self, tensor: Tensor) -> Tensor:
         """`.data` of a tensor: its shadow's value, if it has one or a gradient may flow through it."""
@@ -187,8 +220,10 @@ class Watch(TorchFunctionMode):
         """
         for name, parameter in self.parameters.items():
             if parameter.requires_grad != self.needs[name]:
+                where = self.toggled.get(name, "forward")
                 raise CaptureError(
-                    f"forward changes requires_grad of the parameter {name} of {type(self.model).__name__}; set it "
+                    f"{where}: forward changes requires_grad of the parameter {name} of {type(self.model).__name__} "
+                    "and leaves it so; set it "
                     "before the model is captured"
                 )
         for module, buffers, parameters in self.tables:
@@ -240,6 +275,10 @@ _KINDS: dict[Any, str] = {
     Tensor.data.__get__: "data",  # type: ignore[attr-defined]
     Tensor.detach: "detach",
     torch.detach: "detach",
+    Tensor.detach_: "stop",
+    torch.detach_: "stop",
+    Tensor.requires_grad_: "freeze",
+    Tensor.requires_grad.__set__: "freeze",  # type: ignore[attr-defined]
     Tensor.register_hook: "hook",
     F.embedding: "lookup",
     F.embedding_bag: "lookup",
