@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
+from autopar.capture.tensor_attributes import TensorAttributes
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
 from autopar.inputs import Rebuild, leaves_of
@@ -37,7 +38,7 @@ class LossModule(nn.Module):
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
         self.gradients, self.turns = True, False
-        self._held = HeldState(model)
+        self._held, self._attributes = HeldState(model), TensorAttributes(model)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
         """Entered around every run, with the model."""
 
@@ -45,7 +46,7 @@ class LossModule(nn.Module):
         with self._held.followed(), self.python.kept(self.model), self.watch(self.model):
             watch = Watch(self.model, self.written)
             try:
-                with watch:
+                with self._attributes.followed(self.model), watch:
                     ends = self.ends(*tensors)
             except Exception:
                 watch.check()
