@@ -12,11 +12,13 @@ from torch.nn import functional as F
 from torch.random import manual_seed
 from torch.utils.checkpoint import checkpoint
 
+from autopar.api import plan
 from autopar.calls import call_of
 from autopar.capture import capture
 from autopar.captures import captured_model
 from autopar.errors import CaptureError
 from autopar.oracle import Subject, check_module
+from autopar.passes.promote_casts import promote_casts
 from tests.as_eager import assert_as_eager
 
 WIDTH = 6
@@ -133,3 +135,46 @@ def test_a_first_call_that_is_a_trace_leaves_nothing_in_caches() -> None:
     assert not CACHE
     assert Helper.table is None
     assert_as_eager(copy.deepcopy(own), inputs())
+
+
+class Prior(Net):
+    """A distribution made in the first call, whose constants are alike but for their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(cached)
+        self.prior: torch.distributions.MultivariateNormal | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.prior is None:
+            mean, width = torch.zeros(WIDTH, dtype=x.dtype), torch.eye(WIDTH, dtype=x.dtype)
+            self.prior = torch.distributions.MultivariateNormal(mean, 2 * width)
+        summed = x.new_zeros(len(x)) + self.b(x).sum(1)
+        return torch.as_tensor((summed - self.prior.log_prob(self.a(x))).mean())  # type: ignore[no-untyped-call]
+
+
+def test_a_distribution_that_the_first_call_keeps_has_values() -> None:
+    own = Prior().double()
+    captured = assert_as_eager(own, inputs())
+    assert own.prior is None
+    assert all(not value.is_meta for value in captured.constants.values())
+
+
+class Counted(Net):
+    """`bincount` has no meta kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(cached)
+        self.register_buffer("counts", torch.zeros(WIDTH, dtype=torch.int64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.b(self.a(x))
+        self.counts += torch.bincount(made.argmax(1), minlength=WIDTH)
+        return F.mse_loss(made, y)
+
+
+def test_a_call_without_a_meta_kernel_has_a_plan() -> None:
+    own = Counted().double()
+    captured = assert_as_eager(own, inputs())
+    assert promote_casts(captured).results
+    planned = plan(own, inputs(), cluster="4xcpu", mesh="2x2", precision="fp64")
+    assert planned.config.precision == "fp64"

@@ -41,7 +41,6 @@ from autopar.capture.python_state import (
 from autopar.capture.questions import Questions
 from autopar.capture.quiet import quiet
 from autopar.capture.repeats import Repeat, few_layers, find_repeats
-from autopar.capture.seeds import seeds
 from autopar.capture.shared_memory import check_shared_memory
 from autopar.capture.user_frame import files_of, user_frame
 from autopar.capture.written import Written
@@ -361,7 +360,6 @@ def _setting(model: nn.Module, module: LossModule, questions: Questions | None =
             own_functions(),
             module_hooks(),
             grad_modes(),
-            seeds(),
         ):
             yield _Setting(mode=mode, opaques=opaques)
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
+from autopar.capture.seeds import seeds
 from autopar.capture.tensor_attributes import TensorAttributes
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError
@@ -46,7 +47,7 @@ class LossModule(nn.Module):
         with self._held.followed(), self.python.kept(self.model), self.watch(self.model):
             watch = Watch(self.model, self.written)
             try:
-                with self._attributes.followed(self.model), watch:
+                with self._attributes.followed(self.model), seeds(), watch:
                     ends = self.ends(*tensors)
             except Exception:
                 watch.check()

@@ -270,6 +270,10 @@ _INSIDE = (
     "formula of its own, or give the loss that needs it to a step outside"
 )
 _BACKWARD = "forward calls backward(); a captured model has one backward pass, after forward"
+_LENGTHS = (
+    "sizes inside ctc_loss depend on the values of its lengths, so one graph cannot stand for the model; return its "
+    "operands, and compute it in a step outside"
+)
 _KINDS: dict[Any, str] = {
     Tensor.data.__set__: "set",  # type: ignore[attr-defined]
     Tensor.data.__get__: "data",  # type: ignore[attr-defined]
@@ -282,6 +286,8 @@ _KINDS: dict[Any, str] = {
     Tensor.register_hook: "hook",
     F.embedding: "lookup",
     F.embedding_bag: "lookup",
+    F.ctc_loss: _LENGTHS,
+    torch.ctc_loss: _LENGTHS,
     Tensor.register_post_accumulate_grad_hook: (
         "register_post_accumulate_grad_hook in forward is not captured; change gradients after backward instead"
     ),
