@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from autopar.errors import PassError
 from autopar.graph import CapturedModel, is_random, operands
+from autopar.inputs import mapped_tensors
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.own_gradient import is_own as is_own_call
 
@@ -55,7 +56,10 @@ def infer_meta(node: fx.Node) -> None:
     if not operands(node) and any(a.name == "device" for a in node.target._schema.arguments):  # type: ignore[union-attr]
         kwargs = {**kwargs, "device": torch.device("meta")}
     with torch.no_grad():
-        value = run_without_values(node.target, args, kwargs)
+        try:
+            value = run_without_values(node.target, args, kwargs)
+        except NotImplementedError:  # no meta kernel: of the sizes known from the trace
+            value = _run_on_zeros(node.target, args, kwargs, node.meta.get("val"))
     node.meta["val"] = value
     node.meta["requires_grad"] = needs_grad(node, value)
 
@@ -72,6 +76,18 @@ def run_without_values(target: Any, args: Any, kwargs: Any, *, known: Any = None
             raise
         value = known
     return torch.empty_like(args[0]) if _lies_as_query(target, args, value) else value
+
+
+def _run_on_zeros(target: Any, args: Any, kwargs: Any, known: Any) -> Any:
+    """The result of a call without a meta kernel, run on the CPU; of the sizes of `known`, where that is a tensor."""
+
+    def zeros(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+    given = mapped_tensors(zeros, (args, kwargs))
+    value = mapped_tensors(lambda made: torch.empty_like(made, device="meta"), target(*given[0], **given[1]))
+    is_known = isinstance(known, Tensor) and isinstance(value, Tensor)
+    return torch.empty_like(known, dtype=value.dtype) if is_known else value
 
 
 def _lies_as_query(target: Any, args: Any, value: Any) -> bool:

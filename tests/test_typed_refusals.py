@@ -45,6 +45,10 @@ def own_generator(own: Net, h: Tensor, n: Tensor) -> Tensor:
     return h + torch.rand(h.shape, generator=own.generator, dtype=h.dtype)
 
 
+def by_lengths(own: Net, h: Tensor, n: Tensor) -> Tensor:
+    return h + F.ctc_loss(h[:, None].log_softmax(-1), n[None, :2], torch.tensor([6]), torch.tensor([2]))
+
+
 def cut(own: Net, h: Tensor, n: Tensor) -> Tensor:
     return repeated(own, h, n)[:6]
 
@@ -59,6 +63,7 @@ def doubled(own: Net, h: Tensor, n: Tensor) -> Tensor:
     [
         (cut, repeated, "the data says how many places repeat_interleave gives"),
         (doubled, selected, "the data says how many places __getitem__ gives"),
+        (by_lengths, by_lengths, "sizes inside ctc_loss depend on the values"),
         (own_generator, own_generator, "forward draws from a torch.Generator of its own"),
     ],
 )

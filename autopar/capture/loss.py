@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from autopar.capture.branches import Branches
 from autopar.capture.held_state import HeldState
 from autopar.capture.python_state import PythonState
+from autopar.capture.seeds import seeds
 from autopar.capture.shadows import Shadows
+from autopar.capture.tensor_attributes import TensorAttributes
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError, TurningFlagError
 from autopar.inputs import Rebuild, leaves_of
@@ -39,7 +41,7 @@ class LossModule(nn.Module):
         self._loss_fn = loss_fn
         self.written, self.python = Written(), PythonState()
         self.gradients, self.turns = True, False
-        self._held = HeldState(model)
+        self._held, self._attributes = HeldState(model), TensorAttributes(model)
         self.shadows, self.branches = Shadows(), Branches()
         self.changing, self.turning = set[str](), cast(TurningFlagError | None, None)
         self.watch: Callable[[nn.Module], AbstractContextManager[None]] = unwatched
@@ -49,7 +51,7 @@ class LossModule(nn.Module):
         with self._held.followed(), self.python.kept(self.model), self.watch(self.model):
             watch = Watch(self.model, self.written)
             try:
-                with watch:
+                with self._attributes.followed(self.model), seeds(), watch:
                     ends = self.ends(*tensors)
             except Exception:
                 watch.check()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.capture.counted import Counted, Decisions
@@ -216,7 +217,8 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
             return constants.values[id(value)][1] if id(value) in constants.values else Unknown(label, decisions)
         if isinstance(value, tuple) and type(value) is tuple:
             return tuple(known(part, label) for part in value)
-        if isinstance(value, CONTAINERS) and not isinstance(value, set):
+        is_container = isinstance(value, CONTAINERS) and not isinstance(value, set)
+        if is_container or isinstance(value, Distribution):
             inside = Holder(value, label)
             for key, part in inside.parts().items():
                 if (own := known(part, label)) is not part:

@@ -34,6 +34,7 @@ class _Shadow:
     tensor: Tensor
     value: Tensor
     seen: tuple[int, Tensor] | None = None
+    is_stopped: bool = False
 
     @property
     def is_written(self) -> bool:
@@ -41,6 +42,8 @@ class _Shadow:
 
     def read(self) -> Tensor:
         """What a function with gradients reads instead of the tensor."""
+        if self.is_stopped:
+            return self.value
         if not self.is_written:
             return self.tensor
         if not self.tensor.requires_grad:
@@ -87,6 +90,8 @@ class Watch(TorchFunctionMode):
             (m, dict(m._buffers), dict(m._parameters)) for m in model.modules() if m._buffers or m._parameters
         ]
         self.shadows: dict[int, _Shadow] = {}
+        self.frozen: dict[int, Tensor] = {}
+        self.toggled: dict[str, str] = {}
         for name in written.names & set(self.parameters):
             self._shadow(self.parameters[name])
 
@@ -99,6 +104,10 @@ class Watch(TorchFunctionMode):
             return self._data(args[0])
         if kind == "detach" and args and id(args[0]) in self.shadows:
             return self._shadow(args[0]).value
+        if kind == "stop" and args[0].requires_grad:
+            return self._stop(func, args[0])
+        if kind == "freeze" and id(args[0]) in self.names:
+            return self._freeze(func, args[0], bool([*args[1:], *kwargs.values(), True][0]))
         if kind == "hook":
             return hook_in_forward(*args, **kwargs, is_parameter=id(args[0]) in self.names)
         if kind == "grad":
@@ -106,11 +115,11 @@ class Watch(TorchFunctionMode):
             return inner_gradients(*args, **kwargs) if is_tracing() else func(*args, **kwargs)
         if kind == "lookup":
             args, kwargs = self._renormed(func, args, kwargs)
-        elif kind is not None and kind != "detach":
+        elif kind is not None and kind not in ("detach", "stop", "freeze"):
             raise CaptureError(f"{own_frame()}: {kind}")
         if _writes(func) and args and isinstance(args[0], Tensor):
             self._written_to(args[0])
-        if self.shadows:
+        if self.shadows or self.frozen:
             args, kwargs = mapped_tensors(self._read, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -135,7 +144,7 @@ class Watch(TorchFunctionMode):
     def _read(self, tensor: Tensor) -> Tensor:
         shadow = self.shadows.get(id(tensor))
         if shadow is None:
-            return tensor
+            return self.frozen.get(id(tensor), tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return shadow.read()
         return shadow.value
@@ -145,6 +154,30 @@ class Watch(TorchFunctionMode):
             with torch.no_grad():
                 self.shadows[id(tensor)] = _Shadow(tensor, tensor.detach().clone())
         return self.shadows[id(tensor)]
+
+    def _stop(self, func: Any, tensor: Tensor) -> Tensor:
+        """`detach_`: what reads the tensor from here on reads a value without gradient."""
+        if id(tensor) in self.names:
+            return self._freeze(func, tensor, False)
+        shadow = self._shadow(tensor)
+        shadow.value, shadow.is_stopped = shadow.value.detach().clone(), True  # a view would stop what is written later
+        func(tensor)
+        return tensor
+
+    def _freeze(self, func: Any, parameter: Tensor, needs: bool) -> Tensor:
+        """`requires_grad` of a parameter: while it is off, what reads the parameter reads it without gradient."""
+        name = self.names[id(parameter)]
+        if needs and not self.needs[name]:
+            raise CaptureError(
+                f"{own_frame()}: forward turns requires_grad of the parameter {name} on; set it before the model is "
+                "captured"
+            )
+        self.toggled[name] = own_frame() or "forward"
+        self.frozen.pop(id(parameter), None)
+        if not needs and self.needs[name]:
+            self.frozen[id(parameter)] = parameter.detach()
+        parameter.requires_grad = needs
+        return parameter
 
     def _data(self, tensor: Tensor) -> Tensor:
         """`.data` of a tensor: its shadow's value, if it has one or a gradient may flow through it."""
@@ -191,8 +224,10 @@ class Watch(TorchFunctionMode):
         """
         for name, parameter in self.parameters.items():
             if parameter.requires_grad != self.needs[name]:
+                where = self.toggled.get(name, "forward")
                 raise CaptureError(
-                    f"forward changes requires_grad of the parameter {name} of {type(self.model).__name__}; set it "
+                    f"{where}: forward changes requires_grad of the parameter {name} of {type(self.model).__name__} "
+                    "and leaves it so; set it "
                     "before the model is captured"
                 )
         for module, buffers, parameters in self.tables:
@@ -235,14 +270,24 @@ _PARAMETERS: dict[Any, Collection[str]] = {
     F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type"),
 }
 _BACKWARD = "forward calls backward(); a captured model has one backward pass, after forward"
+_LENGTHS = (
+    "sizes inside ctc_loss depend on the values of its lengths, so one graph cannot stand for the model; return its "
+    "operands, and compute it in a step outside"
+)
 _KINDS: dict[Any, str] = {
     Tensor.data.__set__: "set",  # type: ignore[attr-defined]
     Tensor.data.__get__: "data",  # type: ignore[attr-defined]
     Tensor.detach: "detach",
     torch.detach: "detach",
+    Tensor.detach_: "stop",
+    torch.detach_: "stop",
+    Tensor.requires_grad_: "freeze",
+    Tensor.requires_grad.__set__: "freeze",  # type: ignore[attr-defined]
     Tensor.register_hook: "hook",
     F.embedding: "lookup",
     F.embedding_bag: "lookup",
+    F.ctc_loss: _LENGTHS,
+    torch.ctc_loss: _LENGTHS,
     Tensor.register_post_accumulate_grad_hook: (
         "register_post_accumulate_grad_hook in forward is not captured; change gradients after backward instead"
     ),

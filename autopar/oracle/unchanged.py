@@ -24,6 +24,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     values = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     gradients = {key: tensor.grad for key, tensor in tensors.items()}
     needs = {key: tensor.requires_grad for key, tensor in tensors.items()}
+    kept = {key: dict(vars(tensor)) for key, tensor in tensors.items()}
     attributes = Snapshot(Reached.of(model))
     tables = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in TABLES]
     python, numbers = random.getstate(), numpy.random.get_state()
@@ -48,6 +49,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 elif not _same(tensor, storages[key]) or not torch.equal(tensor, values[key]):
                     tensor.data = storages[key].copy_(values[key])
                 tensor.grad = gradients[key]
+                vars(tensor).clear()
+                vars(tensor).update(kept[key])
 
 
 def _same(tensor: Tensor, storage: Tensor) -> bool:

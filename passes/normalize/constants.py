@@ -74,13 +74,13 @@ def fold_constants(captured: CapturedModel) -> CapturedModel:
     last = _last_of_constants(captured)
     for node in frontier:
         value = values[node.name]
-        name = next((n for n, t in constants.items() if _equal(t, value.tensor)), None)
+        alike = (n for n, t in constants.items() if shape_of(placed[n]) == t.shape and _equal(t, value.tensor))
+        name = next(alike, None)  # not one that is compressed below
         if name is None:
             name = _fresh(f"c_{node.name}", graph)
             constants[name] = value.tensor.clone(memory_format=torch.contiguous_format)
-            last = placeholder = _placeholder(last, name, constants[name])
-        else:
-            placeholder = next(n for n in graph.nodes if n.op == "placeholder" and n.name == name)
+            last = placed[name] = _placeholder(last, name, constants[name])
+        placeholder = placed[name]
         if shape_of(placeholder) != value.shape:
             placeholder = insert(node, aten.expand.default, (placeholder, list(value.shape)))
         substitute(node, placeholder)
