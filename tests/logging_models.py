@@ -103,8 +103,6 @@ def keeps_the_best(model: Noting, _: Tensor, h: Tensor, y: Tensor) -> Tensor:
         model.best = loss.item()
     else:
         model.bad += 1
-    if model.lowest is None or loss < model.lowest:
-        model.lowest = loss.item()
     return loss
 
 

@@ -22,7 +22,7 @@ def forgotten(plan: Plan) -> tuple[int, int, int]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     for step in range(2):
         if plan.microbatches > 1:
-            module.train_step(cases.batch(step))
+            module.train_step(cases.batch(step, cases.BATCH * plan.microbatches))
         else:
             module(**cases.batch(step)).backward()
         optimizer.step()

@@ -2,7 +2,8 @@
 
 From the attributes of modules the walk goes into containers, objects and functions; from classes into their attributes
 and methods; from functions into what they close over, their defaults, and those globals that their code names. torch,
-Python's library and autopar itself are not entered. Each container or object found is a `Holder`, whose parts can be
+Python's library, autopar itself, and installed packages that no module of the model is of (progress bars, clients of
+the web) are not entered. Each container or object found is a `Holder`, whose parts can be
 read and put back.
 """
 
@@ -150,10 +151,14 @@ class Reached:
     exchanged: list[tuple[Holder, Any]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
     _globals: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
+    _called: set[str] = field(default_factory=lambda: {"forward"})
+    _waiting: dict[str, list[tuple[Any, str]]] = field(default_factory=dict)
+    """Methods by name, until code that is reached names one: most of a library's class forward never calls."""
+    _packages: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> "Reached":
-        found = cls()
+        found = cls(_packages=frozenset(type(module).__module__.split(".")[0] for module in model.modules()))
         todo: deque[tuple[Any, str]] = deque((module, type(module).__name__) for module in model.modules())
         found.holders["environ"] = Holder(os.environ, "os.environ", whole=True)
         while todo:
@@ -223,18 +228,22 @@ class Reached:
             yield holder, key, stand_in(holder.parts()[key], holder.where(key))
 
     def _class(self, cls: type) -> Iterator[tuple[Any, str]]:
-        if is_foreign(cls):
+        if is_foreign(cls) or self._is_elsewhere(cls.__module__):
             return
         yield from ((base, base.__name__) for base in cls.__mro__[1:])
         yield from self._hold(cls, cls.__name__, ())
         for name, value in list(vars(cls).items()):
             if isinstance(value, property):
-                yield from ((f, f.__qualname__) for f in (value.fget, value.fset) if isinstance(f, FunctionType))
-            elif not _is_state(name, value):
-                yield value, f"{cls.__name__}.{name}"
+                methods = [(f, f.__qualname__) for f in (value.fget, value.fset) if isinstance(f, FunctionType)]
+            else:
+                methods = [] if _is_state(name, value) else [(value, f"{cls.__name__}.{name}")]
+            if name in self._called or name.startswith("__"):
+                yield from methods
+            elif methods:
+                self._waiting.setdefault(name, []).extend(methods)
 
     def _function(self, function: FunctionType, label: str) -> Iterator[tuple[Any, str]]:
-        if _is_machinery(function.__code__.co_filename):
+        if _is_machinery(function.__code__.co_filename) or self._is_elsewhere(function.__module__):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             yield cell, name
@@ -244,7 +253,17 @@ class Reached:
                                reversed(function.__defaults__ or ()), strict=False):  # fmt: skip
             yield value, name
         yield from ((value, name) for name, value in (function.__kwdefaults__ or {}).items())
-        yield from self._named(function.__globals__, _names_in(function.__code__))
+        named = _names_in(function.__code__)
+        yield from self._named(function.__globals__, named)
+        for name in sorted(named - self._called):
+            self._called.add(name)
+            yield from self._waiting.pop(name, ())
+
+    def _is_elsewhere(self, module: str | None) -> bool:
+        """Whether a module is of an installed package that no part of the model is of."""
+        file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+        is_installed = "site-packages" in file or "dist-packages" in file
+        return is_installed and (module or "").split(".")[0] not in self._packages
 
     def _named(self, table: dict[str, Any], names: frozenset[str]) -> Iterator[tuple[Any, str]]:
         """Globals that code names, and attributes of modules among them."""
@@ -259,7 +278,7 @@ class Reached:
             value = table[name]
             if isinstance(value, ModuleType):
                 file = getattr(value, "__file__", None)
-                if file is not None and not _is_machinery(file):
+                if file is not None and not (_is_machinery(file) or self._is_elsewhere(value.__name__)):
                     yield from self._named(vars(value), names)
             elif is_advanced(value):
                 self.exchanged.append((holder, name))
@@ -294,6 +313,8 @@ def _names_in(code: CodeType) -> frozenset[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)  # getattr(self, "step")
     return frozenset(found)
 
 
