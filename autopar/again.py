@@ -163,7 +163,7 @@ def captor_of(plan: ModelPlan | StagedModelPlan, model: nn.Module) -> Again:
         machine = part_of(machine, plan.pipeline)
     return Again(
         model=model,
-        call=plan.call,
+        call=plan.call.mapped(lambda tensor: tensor.detach().to("meta")),  # shapes alone are asked for
         plans=plan.stages if isinstance(plan, StagedModelPlan) else (plan,),
         planned=plan.parts if isinstance(plan, StagedModelPlan) else (plan.graph,),
         precision=plan.config.precision,

@@ -228,7 +228,9 @@ def plan(
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven
 
-        part_at = lambda count: captures.microbatch(count)[0]  # noqa: E731
+        def part_at(count: int) -> CapturedModel:
+            return captures.microbatch(count)[0]
+
         more = part_at if microbatches == "auto" and not searched else None
         found, captured = best_woven(found, captured, machine, planned, more, tell=tell)
     if overlap is not None:

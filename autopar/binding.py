@@ -1,6 +1,8 @@
 """Is a call the one that was planned, written otherwise? Positions, keywords and defaults, by the model's signature."""
 
+import hashlib
 import inspect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +66,7 @@ def is_alike(value: Any, planned: Any) -> bool:
     """Whether two arguments that are no tensors are the same constant."""
     if isinstance(value, Tensor) or isinstance(planned, Tensor):
         return False
-    return value is planned or (type(value) is type(planned) and bool(value == planned))
+    return value is planned or constant_key(value) == constant_key(planned)
 
 
 def form_of(value: Any) -> tuple[Any, ...]:
@@ -72,8 +74,13 @@ def form_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, Tensor):
         needs = value.requires_grad and torch.is_grad_enabled()
         return tuple(value.shape), str(value.dtype), needs
+    return constant_key(value)
+
+
+def constant_key(value: Any) -> tuple[Any, ...]:
+    """Equal for equal constants: values of Python, and of what cannot be hashed (arrays) the whole contents."""
     try:
         hash(value)
     except TypeError:
-        return type(value).__name__, repr(value)
+        return type(value).__name__, hashlib.sha256(pickle.dumps(value)).hexdigest()
     return type(value).__name__, value

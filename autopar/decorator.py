@@ -139,7 +139,7 @@ def _equip(cls: Any, settings: Settings) -> None:
         norm: Tensor = own(max_norm) if own is not None else nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return norm
 
-    call = cls.__call__
+    call, own_deepcopy = cls.__call__, getattr(cls, "__deepcopy__", None)
 
     @wraps(call)
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,9 +154,13 @@ def _equip(cls: Any, settings: Settings) -> None:
     def deepcopy_method(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A model of its own, distributed if this is; all ranks copy together."""
         with _itself(self) as module:
-            made: nn.Module = cls.__new__(cls)
-            memo[id(self)] = made
-            vars(made).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in (_ITSELF, _EMPTY)}, memo))
+            if own_deepcopy is not None:
+                made: nn.Module = own_deepcopy(self, memo)
+            else:
+                made = cls.__new__(cls)
+                memo[id(self)] = made
+                kept = {name: value for name, value in vars(self).items() if name not in (_ITSELF, _EMPTY)}
+                made.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
         if module is not None:
             _become(made, copy.deepcopy(module))
         return made
@@ -169,11 +173,11 @@ def _equip(cls: Any, settings: Settings) -> None:
 
 def _become(model: nn.Module, module: Any) -> None:
     """Let a model's own tree hold the distributed module's parameters and buffers; those it had lose their values."""
+    from autopar.runtime.trainable import NotWrapped
+
     model.__dict__[_EMPTY] = _emptied(model)
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
     model.__dict__[_HOOKS] = _num_hooks(model)
-    from autopar.runtime.trainable import NotWrapped
-
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = NotWrapped()
     variants = module._variants
     variants.captor = replace(variants.captor, model=model, original=lambda: _itself(model), is_live=True)

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.again import Again
+from autopar.binding import constant_key
 from autopar.calls import Call
 from autopar.capture import capture
-from autopar.errors import CaptureError, RankError
+from autopar.errors import ArgumentError, CaptureError, RankError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.model_plan import plan_from_text
@@ -157,10 +158,14 @@ def evaluate_in_stages(seed: int, mesh: tuple[int, ...], num_stages: int) -> Non
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
     captor = Again(model=own, plans=plan.stages, planned=parts, precision="fp64", call=Call(kwargs=batch(0)))
     module = PipelinedModule(captured, parts, plan, values, captor=captor)
+    with pytest.raises(ArgumentError, match="in its mode and with its arguments"):
+        module.train_step({**batch(0), "scale": 2.0})
     for step in range(2):
         loss = module.train_step(batch(step))
         same(loss, eager(**batch(step)).loss)
         module.eval(), eager.eval()
+        with pytest.raises(ArgumentError, match="in its mode and with its arguments"):
+            module.train_step(batch(step))
         with torch.no_grad():
             for rows, length in ((1, LENGTH), (5, 3)):
                 data = batch(10 + step, rows, length)
@@ -332,3 +337,13 @@ def shared_out(outputs: str) -> None:
 @pytest.mark.parametrize("outputs", ["dtensor", "local"])
 def test_outputs_stay_shared_out_where_asked(outputs: str) -> None:
     ranks(4).run(shared_out, outputs)
+
+
+def test_constants_of_a_call_are_compared_whole() -> None:
+    import numpy as np
+
+    one = np.zeros(5000)
+    other = one.copy()
+    other[2500] = 1.0
+    assert constant_key(one) == constant_key(one.copy()) != constant_key(other)
+    assert constant_key(1) != constant_key(1.0) != constant_key(True)

@@ -12,15 +12,18 @@ from torch.nn import functional as F
 
 from autopar.again import Again
 from autopar.calls import Call
-from autopar.capture import capture
+from autopar.capture import capture, capture_call
+from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError
+from autopar.graph import requires_grad
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages
 from autopar.runtime.peak_memory import watch
-from autopar.search.known.random_plan import random_plan
+from autopar.search.following import following_plan
+from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 
@@ -156,3 +159,61 @@ def loops() -> None:
 
 def test_outputs_are_read_in_any_order() -> None:
     ranks(4).run(loops)
+
+
+def alternating() -> None:
+    """Losses that differ in a keyword, or a property, alone are different losses."""
+    module, (eager, x, y) = distributed(1, cross_entropy), made()
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda out: out.clamp(min=0.0).sum(),
+        lambda out: out.clamp(max=0.0).sum(),
+        lambda out: (out.T @ out).square().mean(),
+        lambda out: (out.mT.cumsum(0)).square().mean(),
+        lambda out: F.cross_entropy(out, y, label_smoothing=0.5),
+    ]
+    for loss in losses * 2:
+        found, wanted = loss(module(x)), loss(eager(x))
+        assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
+        found.backward()
+        wanted.backward()
+        check_gradients(module, eager)
+
+
+def test_losses_that_differ_in_a_keyword_alone_are_not_taken_for_each_other() -> None:
+    ranks(4).run(alternating)
+
+
+def changed_meanwhile() -> None:
+    """A call that waits reads its inputs and parameters as they were when it was made, or says that it cannot."""
+    module, (eager, x, y) = distributed(0, cross_entropy), made()
+    own, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (module, eager))
+    for model in (module, eager):
+        cross_entropy(model(x), y).backward()
+    found, wanted = module(x), eager(x)
+    own.step()
+    theirs.step()
+    torch.testing.assert_close(found.detach().sum(), wanted.detach().sum())
+    given = x.clone()
+    waits = module(given)
+    given.zero_()
+    with pytest.raises(ArgumentError, match="changed in place"):
+        waits.sum().backward()
+    with pytest.raises(ArgumentError, match="failed before"):
+        waits.sum().backward()
+    module(x, y)  # the next call is not the failed one's
+
+
+def test_a_call_that_waits_is_of_its_own_time() -> None:
+    ranks(4).run(changed_meanwhile)
+
+
+def test_a_criterion_outside_keeps_what_is_run_again() -> None:
+    own, x, y = made()
+    loss_fn = lambda output, batch: cross_entropy(output, batch[1])  # noqa: E731
+    captured = capture(own, (x, y), loss_fn=loss_fn)
+    plan = random_plan(captured, make_mesh((2,)), random.Random(0))
+    plan = random_recompute(plan, captured, random.Random(1), share=1.0)
+    call = capture_call(own, (x,), {}, loss_fn=loss_fn)[0]
+    followed = following_plan(call, plan, captured, load_cluster("2xcpu"))
+    differentiable = {node.name for node in call.graph.nodes if requires_grad(node)}
+    assert followed.recompute and followed.recompute == plan.recompute & differentiable

@@ -170,3 +170,38 @@ def parts() -> None:
 
 def test_parts_are_those_of_the_model() -> None:
     ranks(2).run(parts)
+
+
+class Named(torch.nn.Module):
+    """Parts that are called as methods of a distributed module are; copies are its own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.step, self.state = torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Dropout(0.0)
+        self.copies = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.state(self.step(self.linear(x))).square().mean()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Named":
+        made = Named()
+        made.load_state_dict(self.state_dict())
+        made.copies = self.copies + 1
+        return made
+
+
+def named() -> None:
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(4, 4)
+    module = autopar.distribute(model, autopar.plan(model, x, cluster="2xcpu", with_baselines=False))
+    torch.testing.assert_close(module(x), model(x))
+    module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x[:3]), model.eval()(x[:3]))
+
+
+def test_parts_may_be_called_as_methods_are() -> None:
+    ranks(2).run(named)
+    model = autopar.auto_parallel(Named(), cluster="2xcpu")
+    assert copy.deepcopy(model).copies == 1

@@ -70,6 +70,7 @@ def distributed_in(module: nn.Module) -> Trainable:
 
 
 def _state(module: Trainable, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    module.flush()
     stream = {name: getattr(module, name) for name in STREAM}
     if optimizer is None:
         return {"model": get_state_dict(module, (), options=_OPTIONS)[0], **stream}

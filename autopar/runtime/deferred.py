@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from autopar.binding import constant_key
 from autopar.errors import ArgumentError
 from autopar.inputs import taken_apart
 from autopar.outputs import flatten_outputs
@@ -38,22 +39,30 @@ class _Extra:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A function of torch that was called. arguments: leaves of (args, kwargs), tensors as `_Value` and `_Extra`."""
+    """A function of torch that was called. arguments: leaves of (args, kwargs), tensors as `_Value` and `_Extra`;
+    form: which leaf stands where."""
 
     function: Any
     arguments: tuple[Any, ...]
     rebuild: Callable[[list[Any]], Any]
+    form: str
     gradients: bool
-    count: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class DeferredCall:
-    """A call that has not run. run: given what follows on the model's output, the caller's tensors and a key of both,
-    the values that are asked for, each as this rank has it."""
+    """A call that has not run.
+
+    run: given what follows on the model's output and the caller's tensors, the values that are asked for, each as this
+        rank has it.
+    given: the call's own tensors, which nobody may change before it runs.
+    """
 
     run: Callable[["Following", list[Tensor]], Sequence[Tensor]]
     device: torch.device
+    given: Sequence[Tensor]
+    autocast: object
+    has_begun: bool = False
     num_returned: int = 0
     noted: list[_Noted] = field(default_factory=list)
     metas: list[Tensor] = field(default_factory=list)
@@ -61,6 +70,11 @@ class DeferredCall:
     versions: list[int] = field(default_factory=list)
     alive: dict[int, weakref.ref["Deferred"]] = field(default_factory=dict)
     values: dict[int, Tensor] | None = None
+    _given: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._given = [tensor._version for tensor in self.given if not tensor.is_inference()]
+        _waiting.append(weakref.ref(self))
 
     def new(self, meta: Tensor) -> "Deferred":
         """A tensor of the call that has no value yet."""
@@ -89,15 +103,32 @@ class DeferredCall:
         """Run the call, with what was noted."""
         if self.values is not None:
             return
-        for extra, version in zip(self.extras, self.versions, strict=True):
-            if extra._version != version:
-                raise ArgumentError(
-                    "a tensor was changed in place between a loss that reads it and backward(); change it afterwards"
-                )
+        if self.has_begun:
+            raise ArgumentError("the call that this is of failed before; call the module again")
+        self.has_begun = True
+        given = [tensor for tensor in self.given if not tensor.is_inference()]
+        watched = [*zip(self.extras, self.versions, strict=True), *zip(given, self._given, strict=True)]
+        if any(tensor._version != version for tensor, version in watched):
+            raise ArgumentError(
+                "a tensor was changed in place between a call, or a loss, that reads it and backward(); change it "
+                "afterwards"
+            )
         wanted = self.wanted
         found = self.run(Following(tuple(self.noted), self.num_returned, wanted), self.extras)
         self.values = {number: own for number, own in zip(wanted, found, strict=True) if self._is_held(number)}
-        self.noted, self.metas, self.extras = [], [], []
+        self.noted, self.metas, self.extras, self.given = [], [], [], []
+
+
+_waiting: list[weakref.ref[DeferredCall]] = []
+
+
+def finish_all() -> None:
+    """Run all calls that wait, in their order: what they read is about to change."""
+    waiting = [call for reference in _waiting if (call := reference()) is not None]
+    _waiting.clear()
+    for call in waiting:
+        if not call.has_begun:
+            call.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +143,7 @@ class Following:
     def key(self) -> object:
         """Equal for calls that compute the same."""
         plain = tuple(
-            (id(note.function), tuple(_hashable(leaf) for leaf in note.arguments), note.gradients, note.count)
-            for note in self.noted
+            (note.function, note.form, tuple(map(constant_key, note.arguments)), note.gradients) for note in self.noted
         )
         return plain, self.num_returned, self.wanted
 
@@ -200,7 +230,7 @@ class Deferred(Tensor):
 
 def _note(call: DeferredCall, func: Any, leaves: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
     """The results of a function of what has no value, noted; None if it cannot be known without values."""
-    if any(isinstance(leaf, DTensor) for leaf in leaves):
+    if any(isinstance(leaf, DTensor) for leaf in leaves) or autocast_of(call.device) != call.autocast:
         return None
     numbers: list[Any] = []
     metas: list[Any] = []
@@ -228,10 +258,16 @@ def _note(call: DeferredCall, func: Any, leaves: list[Any], rebuild: Callable[[l
         return None
     call.versions += [extra._version for extra in extras[len(call.extras) :]]
     call.extras = extras
-    call.noted.append(_Noted(func, tuple(numbers), rebuild, torch.is_grad_enabled(), len(found)))
+    form = str(rebuild(list(range(len(leaves)))))
+    call.noted.append(_Noted(func, tuple(numbers), rebuild, form, torch.is_grad_enabled()))
     made = iter([call.new(meta) for meta in found])
     parts, again = taken_apart(result)
     return again([next(made) if isinstance(part, Tensor) else part for part in parts])
+
+
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast region that is entered, None outside."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -242,14 +278,6 @@ def _filled(leaf: Any, values: Sequence[Any], extras: Sequence[Tensor]) -> Any:
     if isinstance(leaf, _Value):
         return values[leaf.number]
     return extras[leaf.number] if isinstance(leaf, _Extra) else leaf
-
-
-def _hashable(leaf: Any) -> Any:
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf).__name__, repr(leaf)
-    return type(leaf).__name__, leaf
 
 
 def _changes(name: str) -> bool:

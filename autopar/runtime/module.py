@@ -157,6 +157,8 @@ class DistributedModule(Trainable):
             args, kwargs = arguments_of(args[0].batch)
         args, kwargs = self.bound(args, kwargs)
         asked, variants = Asked(args=args, kwargs=kwargs, is_local=is_local), self._variants
+        if self.training:
+            self._refuse_gradients_of_parts()
         if variants is not None:
             returns_loss = self.bare and variants.captor.returns_loss(args, kwargs)
             if not (returns_loss and self._is_planned(asked)):
@@ -164,6 +166,14 @@ class DistributedModule(Trainable):
             variants.flush()
         loss = self.run(bind_inputs(self.local.captured.inputs, args, kwargs), is_local=is_local)
         return loss if self.bare else Output(loss)
+
+    def _refuse_gradients_of_parts(self) -> None:
+        accumulation = self.running.captured.accumulation
+        if accumulation is not None and torch.is_grad_enabled():
+            raise ArgumentError(
+                f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
+                "module.train_step(batch), or the module under torch.no_grad() for its outputs alone"
+            )
 
     def train_step(self, batch: Any) -> Tensor:
         if self._variants is None:
@@ -230,11 +240,7 @@ class DistributedModule(Trainable):
             self._late.begin()
             (whole,) = self._parts(inputs, is_local=is_local)
             return self._call(graph, self.state.leaves, whole)[0]
-        if torch.is_grad_enabled():
-            raise ArgumentError(
-                f"the plan runs {accumulation.microbatches} micro-batches a step, one backward pass after each; call "
-                "module.train_step(batch), or the module under torch.no_grad() for the loss alone"
-            )
+        self._refuse_gradients_of_parts()
         leaves = self.state.leaves
         results = [self._call(graph, leaves, part) for part in self._parts(inputs, is_local=is_local)]
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
+from autopar.runtime.deferred import finish_all
 
 MARK = "autopar_name"
 """Attribute that tells our parameters from others."""
@@ -54,6 +55,7 @@ def install_check() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    finish_all()  # calls that wait read the parameters as they were
     if optimizer in _checked:
         return
     if any(hasattr(p, MARK) for group in optimizer.param_groups for p in group["params"]):

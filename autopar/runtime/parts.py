@@ -45,7 +45,7 @@ def take_form(root: nn.Module, parts: Iterable[Described], *, complete: bool) ->
         if parent is None:
             continue
         if leaf not in parent._modules:
-            if not complete:
+            if not complete or hasattr(parent, leaf):  # a part without parameters may be named as a method
                 continue
             parent.add_module(leaf, nn.Module())
         part: Any = parent._modules[leaf]

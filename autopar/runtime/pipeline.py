@@ -25,7 +25,7 @@ from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.split_stages import local_stage, owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
-from autopar.runtime.data import LocalBatch, split_batch
+from autopar.runtime.data import LocalBatch, arguments_of, split_batch
 from autopar.runtime.groups import build_groups, flattened_axes, group_across
 from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
@@ -181,16 +181,29 @@ class PipelinedModule(Trainable):
         loss, _ = self._everyones_loss()
         return loss if self.bare else Output(loss)
 
+    def train_step(self, batch: Any) -> Tensor:
+        """As of any module; the planned call alone.
+
+        Raises:
+            ArgumentError: in another mode, or with other arguments, than were planned.
+        """
+        if self._variants is not None and not isinstance(batch, LocalBatch):
+            self.flush()
+            self.refuse_autocast()
+            args, kwargs = self.bound(*arguments_of(batch))
+            _check_whole(self.inputs, self.plan.microbatches, bind_inputs(self.inputs, args, kwargs))
+            if not self._variants.is_planned(self, Asked(args=args, kwargs=kwargs)):
+                raise ArgumentError(
+                    "stages train the call that was planned, in its mode and with its arguments; call module.train(), "
+                    "or plan again with these arguments"
+                )
+        return super().train_step(batch)
+
     def _twin(self) -> "PipelinedModule":
         captor, empty = None if self._variants is None else self._variants.captor, without_values(self.captured)
-        own: dict[str, Any] = {
-            "seed": self.seed,
-            "exact_random": self.exact_random,
-            "captor": captor,
-            "outputs": self._outputs,
-        }
-        parts, code = self._parts, self._code
-        return type(self)(self.captured, parts, self.plan, empty, sync=False, bare=self.bare, code=code, **own)
+        own: dict[str, Any] = {"seed": self.seed, "exact_random": self.exact_random, "captor": captor}
+        own |= {"outputs": self._outputs, "bare": self.bare, "code": self._code}
+        return type(self)(self.captured, self._parts, self.plan, empty, sync=False, **own)
 
     def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
         assert self._variants is not None

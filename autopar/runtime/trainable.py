@@ -232,6 +232,7 @@ def without_values(captured: CapturedModel) -> dict[str, Tensor]:
 
 def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, Trainable)
+    module.flush()
     for name in module.names_elsewhere():
         state_dict.pop(prefix + name, None)
     for state in module.states:

@@ -77,7 +77,8 @@ class Part:
         for parameter in captured.parameters:
             arguments[parameter.placeholder] = leaves[self.stored[parameter.names[0]]].to(parameter.dtype)
         for buffer in captured.buffers:
-            arguments[buffer.placeholder] = self.owner.get_buffer(buffer.names[0]).clone()
+            held = self.owner.get_buffer(buffer.names[0])
+            arguments[buffer.placeholder] = held.clone() if buffer.mutated_by else held
         for given in self.inputs:
             value = inputs[given.placeholder]
             arguments[given.placeholder] = local_input(self.owner, self.plan, given, value, is_local=is_local)

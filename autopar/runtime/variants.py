@@ -21,7 +21,7 @@ from autopar.inputs import bind_inputs, flatten_inputs
 from autopar.ops.random import Draws
 from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
-from autopar.runtime.deferred import DeferredCall, Following
+from autopar.runtime.deferred import DeferredCall, Following, autocast_of
 from autopar.runtime.parts import Described
 from autopar.runtime.variant import DTENSOR, GATHERED
 
@@ -91,10 +91,12 @@ class Variants:
         own = {name: part.training for name, part in module.named_modules()}
         return {name: own.get(name, mode) for name, mode in self.modes.items()}
 
-    def is_planned(self, module: nn.Module, asked: "Asked") -> bool:
+    def is_planned(self, module: Any, asked: "Asked") -> bool:
         """Whether a call is the planned step's, in its mode."""
         leaves = dict(flatten_inputs(asked.args, asked.kwargs)[0])
-        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first or _autocast(module):
+        if set(leaves) != set(self.planned) or self.modes_of(module) != self.first:
+            return False
+        if autocast_of(module.device) is not None:
             return False
         for path, planned in self.planned.items():
             value = leaves[path]
@@ -120,7 +122,7 @@ class Variants:
     def flush(self) -> None:
         """Run the last call, if it has not run."""
         waiting, self._waiting = self._waiting, None
-        if waiting is not None:
+        if waiting is not None and not waiting.has_begun:
             waiting.finish()
 
     def _deferred(self, module: Any, asked: "Asked") -> Any:
@@ -132,7 +134,7 @@ class Variants:
             metas = [node.meta["val"].detach().requires_grad_(requires_grad(node)) for node in nodes]
             self._returned[key] = metas, returned
 
-        dtype, kind = _autocast(module), module.device.type
+        dtype, kind = autocast_of(module.device), module.device.type
 
         def finish(following: Following, extras: list[Tensor]) -> Sequence[Tensor]:
             region = torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
@@ -141,7 +143,8 @@ class Variants:
             return made
 
         metas, returned = self._returned[key]
-        self._waiting = DeferredCall(finish, module.device)
+        given = [leaf for _, leaf in flatten_inputs(asked.args, asked.kwargs)[0] if isinstance(leaf, Tensor)]
+        self._waiting = DeferredCall(finish, module.device, given, dtype)
         return returned.holding(self._waiting.begin(metas))
 
     def _run(self, module: Any, asked: "Asked", outputs: str) -> Any:
@@ -162,7 +165,7 @@ class Variants:
         modes = self.modes_of(module)
         forms = tuple((path, form_of(leaf)) for path, leaf in flatten_inputs(*self._whole(asked))[0])
         follows = asked.then and asked.then.key
-        about = torch.is_grad_enabled(), _autocast(module), asked.wants_loss, module._outputs
+        about = torch.is_grad_enabled(), autocast_of(module.device), asked.wants_loss, module._outputs
         key = forms, tuple(modes.items()), about, follows
         if key != self._last:
             agree({"call": _words(forms, modes, wants_loss=asked.wants_loss)})
@@ -226,12 +229,6 @@ class Asked:
 def guards_hold(captured: CapturedModel, module: Any) -> bool:
     """Whether the buffers that a graph takes for granted have the values that it was captured with."""
     return all(holds(guard, module.get_buffer(guard.name)) for guard in captured.guards)
-
-
-def _autocast(module: Any) -> torch.dtype | None:
-    """The dtype of an autocast region that is entered, which the graph of a call has inside."""
-    kind = module.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _casts(given: torch.dtype, planned: torch.dtype) -> bool:

@@ -1,8 +1,9 @@
 """How does a module under a plan run another call: other sizes, evaluation, what it returns? As the plan does its own.
 
 Parameters lie where the plan stores them. An op that the plan's graph has too does what it does there, where its sizes
-allow it; any other takes what is cheapest for it after the ops before, its operands' redistribution included. Nothing
-is searched, so that a new call waits for its capture alone; every call has such a plan.
+allow it; with gradients it is run again, and its result travels, as there. Any other takes what is cheapest after the
+ops before it, its operands' redistribution included. Nothing is searched, so that a new call waits for its capture
+alone; every call has such a plan.
 """
 
 import itertools
@@ -30,11 +31,16 @@ def following_plan(call: CapturedModel, plan: Plan, planned: CapturedModel, clus
     program = make_program(call)
     walk = _Walk(program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), _placed(call, plan, planned))
     known = _by_place(planned)
-    choices = {}
+    choices: dict[str, tuple[str, ...]] = {}
+    alike: set[str] = set()
     for op, place in zip(program.ops, _by_place(call), strict=True):
         other = known.get(place)
         choices[op.name] = walk.decide(op, plan.choices.get(other) if other is not None else None)
+        if other == op.name and choices[op.name] == plan.choices.get(other) and op.has_backward:
+            alike.update((op.name, *(result for result in op.results if result is not None)))
+    same_size = {name for name in alike if _shapes(call, name) == _shapes(planned, name)}
     names = {spec.placeholder for spec in call.parameters}
+    parameters = {spec.placeholder for spec in call.parameters if spec.trainable}
     return replace(
         plan,
         model=call.name,
@@ -42,16 +48,22 @@ def following_plan(call: CapturedModel, plan: Plan, planned: CapturedModel, clus
         choices=choices,
         layouts=walk.placed,
         lifetimes=_lifetimes(call, plan, planned),
-        routes={},
-        recompute=frozenset(),
-        remade={},
+        routes={name: paths for name, paths in plan.routes.items() if name in same_size | parameters},
+        recompute=plan.recompute & alike,
+        remade={name: layouts for name, layouts in plan.remade.items() if name in alike},
         microbatches=1,
         copies=1,
         buckets=plan.buckets if names == {spec.placeholder for spec in planned.parameters} else (),
-        ways={},
+        ways={name: way for name, way in plan.ways.items() if name in parameters},
         origin="following",
         estimate=Estimate(),
     )
+
+
+def _shapes(captured: CapturedModel, name: str) -> tuple[tuple[int, ...], ...]:
+    node = captured.nodes.get(name)
+    value = () if node is None else node.meta["val"]
+    return tuple(tuple(one.shape) for one in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def _by_place(captured: CapturedModel) -> dict[tuple[str, str, int], str]:
