@@ -47,6 +47,7 @@ def plan(
     microbatches: int | Literal["auto"] | None = None,
     optimizer: str = "adamw",
     precision: str | None = None,
+    reduce_dtype: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     memory_gb: float | None = None,
     baseline: str | None = None,
@@ -79,6 +80,7 @@ def plan(
         optimizer: adamw, adam, sgd or sgd-momentum, or one of them with `-fused` (torch's `fused=True`).
         precision: fp32, bf16 or fp64: dtype of parameters and of what is computed; by default the model's own.
             bf16-mixed computes in bf16 on parameters that are stored and trained in fp32.
+        reduce_dtype: fp32 or fp64, in which ranks sum gradients where that is wider than what is computed.
         loss_fn: `loss_fn(output, batch)`, for models that return no loss of their own.
         memory_gb: limit a device in 1e9 bytes; by default what the device has.
         baseline: ddp, fsdp, megatron or ulysses: that plan instead of the best one; with keys a configuration, as in
@@ -132,6 +134,7 @@ def plan(
         optimizer=optimizer,
         precision=precision or precision_of(model),
         memory_nbytes=None if memory_gb is None else memory_gb * 1e9,
+        reduce_dtype=reduce_dtype,
     )
     compared = Compared("not compared with the module, as was asked")
     if check:
@@ -375,10 +378,8 @@ def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters and buffers by placeholder, in the dtypes that are stored."""
     from autopar.reference import buffers_of, parameters_of
 
-    specs = (
-        *((p.placeholder, p.storage) for p in captured.parameters),
-        *((b.placeholder, b.dtype) for b in captured.buffers),
-    )
+    specs = [(p.placeholder, p.storage) for p in captured.parameters]
+    specs += [(b.placeholder, b.dtype) for b in captured.buffers]
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     return {name: values[name].detach().to(dtype) for name, dtype in specs}
 

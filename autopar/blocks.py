@@ -45,7 +45,7 @@ def title(members: Iterable[str]) -> str:
     blocks = list(members)
     kind = kind_of(blocks[0])
     if kind.count("*") == 1 and kind.endswith("*"):
-        return kind[:-1] + ranges(int(block.rsplit(".", 1)[1]) for block in blocks)
+        return kind[:-1] + ranges(int(block.rpartition(".")[2]) for block in blocks)
     return blocks[0] if len(blocks) == 1 else kind
 
 

@@ -44,6 +44,7 @@ Pipeline = Annotated[str | None, typer.Option(help="pipeline ranks, --mesh that 
 Schedule = Annotated[str, typer.Option(help="of a pipeline: gpipe, 1f1b or interleaved-1f1b, or auto")]
 Seq = Annotated[int | None, typer.Option("--seq", help="tokens a sample")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+ReduceDtype = Annotated[str | None, typer.Option(help="fp32 or fp64, in which ranks sum gradients")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum; with -fused torch's fused=True")]
 Memory = Annotated[float | None, typer.Option("--memory-gb", help="memory limit a device, in 1e9 bytes")]
 Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulysses, with keys as in megatron:tp=8")]
@@ -67,6 +68,7 @@ def plan(
     microbatches: Microbatches = None,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, bf16-mixed (fp32 weights), fp32 or fp64")] = "fp32",
+    reduce_dtype: ReduceDtype = None,
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
@@ -112,6 +114,7 @@ def plan(
             schedule=schedule,
             microbatches=_number(microbatches),
             optimizer=optimizer,
+            reduce_dtype=reduce_dtype,
             memory_gb=memory_gb,
             baseline=baseline,
             solver=solver,
@@ -159,6 +162,7 @@ def export(
     microbatches: Microbatches = None,
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="bf16, bf16-mixed (fp32 weights), fp32 or fp64")] = "fp32",
+    reduce_dtype: ReduceDtype = None,
     optimizer: Optimizer = "adamw",
     memory_gb: Memory = None,
     baseline: Baseline = None,
@@ -189,6 +193,7 @@ def export(
                 schedule=schedule,
                 microbatches=_number(microbatches),
                 optimizer=optimizer,
+                reduce_dtype=reduce_dtype,
                 memory_gb=memory_gb,
                 baseline=baseline,
                 with_baselines=False,

@@ -43,6 +43,7 @@ TABLE: dict[tuple[type, type], tuple[str, str]] = {
     (Replicate, Partial): ("divide", "divide"),
     (Shard, Shard): ("all_to_all", "all_to_all"),
 }
+SUMS = ("reduce_scatter", "all_reduce")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -141,21 +142,25 @@ def is_possible(step: Step, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def messages(
-    step: Step, shape: tuple[int, ...], element_size: int, mesh: Mesh
+    step: Step, shape: tuple[int, ...], element_size: int, mesh: Mesh, sum_size: int | None = None
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """What the step sends in the forward and in the backward pass (each none or one message, or one a level)."""
+    """What the step sends in the forward and in the backward pass (each none or one message, or one a level).
+
+    sum_size: bytes of an element of gradients that are summed, if they are not element_size.
+    """
     source = local_shape(shape, step.source, mesh)
     target = local_shape(shape, step.target, mesh)
     n = math.prod(mesh.shape[a] for a in step.axes)
     if n == 1:
         return (), ()
     sent: list[tuple[Message, ...]] = []
-    for kind in (step.forward, step.backward):
+    for is_back, kind in enumerate((step.forward, step.backward)):
         if kind not in COLLECTIVES:
             sent.append(())
             continue
+        size = sum_size or element_size if is_back and kind in SUMS else element_size
         if step.inside:
-            sent.append(level_messages(step.inside, step.axes, math.prod(source) * element_size, element_size, mesh))
+            sent.append(level_messages(step.inside, step.axes, math.prod(source) * size, size, mesh))
             continue
         if kind == "all_to_all":
             elements = _all_to_all_elements(step, source, n, forward=not sent)
@@ -163,7 +168,7 @@ def messages(
             elements = math.prod(source)
         else:  # gather and scatter: n chunks of the sharded side
             elements = n * math.prod(source if isinstance(step.before, Shard) else target)
-        sent.append((Message(kind=kind, axes=step.axes, nbytes=elements * element_size),))
+        sent.append((Message(kind=kind, axes=step.axes, nbytes=elements * size),))
     return sent[0], sent[1]
 
 

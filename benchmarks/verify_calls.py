@@ -3,8 +3,9 @@
     python -m benchmarks.verify_calls [--models gpt2,noisy] [--plans 5] [--seed 0]
 
 Tiny float64 models (tests/zoo.py, tests/calling_models.py) on 4 Gloo processes, under random plans on a 2x2 mesh and
-one in two stages. A row a model; exit code 1 if any output of any rank is off. Outputs are compared with the module
-itself: 1e-9 (relative to the tensor's largest entry), 1e-4 where the model computes in float32 inside.
+one in two stages, before a training step (with SGD's update but where the model draws numbers in training) and after
+it. A row a model; exit code 1 if any output of any rank is off. Outputs are compared with the module itself: 1e-9
+(relative to the tensor's largest entry), 1e-4 where the model computes in float32 inside.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from autopar.again import Again
 from autopar.calls import Call
 from autopar.capture import capture
+from autopar.capture.loss import find_loss
 from autopar.errors import AutoparError
 from autopar.graph import CapturedModel
 from autopar.inputs import leaves_of
@@ -61,7 +63,7 @@ def plans_of(name: str, captured: CapturedModel, count: int, seed: int) -> list[
     ]
 
 
-def on_a_rank(name: str, text: str) -> tuple[float, str]:
+def on_a_rank(name: str, text: str, draws: bool) -> tuple[float, str]:
     """The largest error of an output, or why the calls were refused."""
     own, kwargs = model_of(name)
     eager = model_of(name)[0]
@@ -91,11 +93,24 @@ def on_a_rank(name: str, text: str) -> tuple[float, str]:
                 break
             module.train()
             eager.train()
+            find_loss(eager(**kwargs)).backward()  # writes buffers
             module.train_step(kwargs)
-            eager(**kwargs)  # writes buffers
+            for parameters in ([*model.parameters()] for model in (module, eager)):
+                if parameters and not draws:  # a stage may have none
+                    torch.optim.SGD(parameters, lr=1e-3).step()
     except AutoparError as problem:
         return float("nan"), f"{type(problem).__name__}: {problem}"
     return worst, ""
+
+
+def is_random(name: str) -> bool:
+    """Whether the model draws in training, where ranks draw other numbers than one process does."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model, kwargs = model_of(name)
+        found.append(float(find_loss(model.train()(**kwargs)).detach()))
+    return found[0] != found[1]
 
 
 def error(found: Any, wanted: Any) -> float:
@@ -133,8 +148,8 @@ def main() -> int:
         narrow = any(
             isinstance(v := n.meta.get("val"), Tensor) and v.dtype == torch.float32 for n in captured.graph.nodes
         )
-        limit = 1e-4 if narrow else 1e-9
-        found = [max(ranks(4).run(on_a_rank, name, text), key=lambda one: (one[0] != one[0], one[0])) for text in
+        limit, draws = 1e-4 if narrow else 1e-9, is_random(name)
+        found = [max(ranks(4).run(on_a_rank, name, text, draws), key=lambda one: (one[0] != one[0], one[0])) for text in
                  plans_of(name, captured, asked.plans, asked.seed)]  # fmt: skip
         wrong = [one for one in found if not one[0] <= limit]
         failed += len(wrong)

@@ -2,7 +2,8 @@
 
 Of a bucket of gradients that are summed over ranks (`fuse_collectives`); the weight may lie the other way round, as
 GPT-2's do. Left out are calls that the plan may run again in backward, weights that several calls read, and small ones,
-whose copy takes less time than a call through Python. With several micro-batches gradients are added up first.
+whose copy takes less time than a call through Python, and
+gradients that are summed in another dtype. With several micro-batches gradients are added up first.
 """
 
 import operator
@@ -31,7 +32,7 @@ def compute_straight(graph: fx.Graph, local: LocalModel) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     changed = False
     for bucket in list(copy.nodes):
-        if bucket.target is not all_reduce_gradient_bucket:
+        if bucket.target is not all_reduce_gradient_bucket or bucket.kwargs.get("bits"):
             continue
         names = bucket.kwargs.get("names", ())  # of parameters themselves
         values = [value for value in bucket.users if names and nbytes[names[value.args[1]]] >= LEAST_NBYTES]

@@ -107,8 +107,9 @@ def _alike(node: fx.Node) -> tuple[object, ...] | None:
         return None
     if node.target is collectives.all_gather:
         keywords = node.kwargs
-        return node.target, axis_of(node), keywords.get("backward", "reduce_scatter"), keywords.get("regather", False)
-    return node.target, axis_of(node), axis_of(node, "inside")
+        back = keywords.get("backward", "reduce_scatter"), keywords.get("bits")
+        return node.target, axis_of(node), *back, keywords.get("regather", False)
+    return node.target, axis_of(node), axis_of(node, "inside"), node.kwargs.get("bits")
 
 
 def axis_of(node: fx.Node, keyword: str = "axis") -> tuple[str, ...]:

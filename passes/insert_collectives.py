@@ -24,7 +24,7 @@ from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard, is_even, local_shape
 from autopar.plan import Plan
-from autopar.redistribution import Step, messages
+from autopar.redistribution import SUMS, Step, messages
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, layouts, localized
 
@@ -172,9 +172,13 @@ class _Insertion:
         function, kwargs = collective_call(step, shape, self.mesh)
         if step.forward == "all_gather" and source.name in self.regathered:
             kwargs["regather"] = True
+        size = source.meta["val"].element_size()
+        sum_size = self.plan.config.reduced_size(size) if source.name in self.stored else size
+        if sum_size != size and requires_grad(source) and step.backward in SUMS:
+            kwargs["bits"] = 8 * sum_size
         copy = self.graph.call_function(function, (before,), kwargs)
         self._describe(copy, source, (step.target,), (shape,), module)
-        copy.meta["messages"] = messages(step, shape, source.meta["val"].element_size(), self.mesh)
+        copy.meta["messages"] = messages(step, shape, size, self.mesh, sum_size)
         copy.meta["step"] = step.among(self.mesh)
         self.made[source.name, step.target] = copy
 

@@ -63,8 +63,9 @@ def _over(sums: Iterable[fx.Node]) -> set[str]:
 
 
 def _reduces(call: fx.Node, axes: Set[str]) -> bool:
-    """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes."""
-    if {*axis_of(call), *axis_of(call, "inside")} != axes:
+    """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes, in their own
+    dtype."""
+    if {*axis_of(call), *axis_of(call, "inside")} != axes or call.kwargs.get("bits"):
         return False
     if call.target in (all_gather, all_gather_bucket):
         return call.kwargs.get("backward", "reduce_scatter") == "reduce_scatter"

@@ -25,7 +25,7 @@ from autopar.ops import collectives
 from autopar.ops.collectives import begin, begin_level_sums, cut, padded, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
-from autopar.ops.shards import joined
+from autopar.ops.shards import joined, widened
 from autopar.ops.straight import Room
 from autopar.ops.traced import gathered_together, reduced_together
 from autopar.placement import chunk_size
@@ -152,6 +152,7 @@ def all_gather_bucket(
     regather: bool = False,
     names: tuple[str, ...] = (),
     carries: bool = False,
+    bits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of each value along its dim, narrowed to its size, in one message; so is what backward scatters.
 
@@ -159,7 +160,7 @@ def all_gather_bucket(
     cargo goes along with what is scattered.
     """
     keywords: dict[str, Any] = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names}
-    keywords["carries"] = carries
+    keywords |= {"carries": carries, "bits": bits}
     return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)
 
 
@@ -171,9 +172,10 @@ def _gathered(
     backward: str,
     names: tuple[str, ...],
     carries: bool,
+    bits: int | None,
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
-        return gathered_together(values, dims, sizes, axis, backward)
+        return gathered_together(values, dims, sizes, axis, backward, bits)
     groups, sink = active_groups(), _sink.get()
 
     def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -181,7 +183,7 @@ def _gathered(
 
     def scattered(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
         cargo = sink.cargo if carries and sink is not None else None
-        return _scatter_sums(gradients, [dims[i] for i in places], axis, groups, cargo)
+        return _scatter_sums([widened(g, bits) for g in gradients], [dims[i] for i in places], axis, groups, cargo)
 
     def sliced(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
         return [cut(g, dims[i], axis, groups) for i, g in zip(places, gradients, strict=True)], _nothing
@@ -198,13 +200,14 @@ def all_reduce_gradient_bucket(
     names: tuple[str, ...] = (),
     carries: bool = False,
     straight: bool = False,
+    bits: int | None = None,
 ) -> tuple[Any, ...]:
     """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward.
 
     carries: the sink's cargo goes along. straight: behind the values is the `Room` that gradients may be computed into.
     """
     if torch.compiler.is_compiling():
-        return reduced_together(values, axis, inside)
+        return reduced_together(values, axis, inside, bits)
     groups, sink = active_groups(), _sink.get()
 
     def cargo() -> Cargo | None:
@@ -214,7 +217,7 @@ def all_reduce_gradient_bucket(
         return None if (found := cargo()) is None else found.take()
 
     def back(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        flat, found, came = room.filled(places, gradients)
+        flat, found, came = room.filled(places, [widened(g, bits) for g in gradients])
         if inside:
             arrived = begin_level_sums(flat, axis, inside, groups)
         else:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from autopar.errors import RankError
 from autopar.ops import regather as regathered
 from autopar.ops.groups import Axis, Groups, active_groups, names_of
-from autopar.ops.shards import joined
+from autopar.ops.shards import joined, widened
 from autopar.ops.traced import local, traceable
 from autopar.placement import chunk_size
 
@@ -123,32 +123,33 @@ def _gather(x: Tensor, dim: int, axis: Axis, size: int | None, groups: Groups) -
     return begin_gather(x, dim, axis, size, groups)()
 
 
-def begin_scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Arrive:
+def begin_scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups, bits: int | None = None) -> Arrive:
     n = groups.size(axis)
     if n == 1:
         return lambda: x.view_as(x)
-    whole = padded(x, dim, n * chunk_size(x.shape[dim], n))
+    whole = padded(widened(x, bits), dim, n * chunk_size(x.shape[dim], n))
     rows = (torch.cat(whole.chunk(n, dim)) if dim else whole).contiguous()
     out = rows.new_empty((rows.shape[0] // n, *rows.shape[1:]))
     nbytes = rows.numel() * rows.element_size()
     finish = begin(
         "reduce_scatter", axis, nbytes, groups, lambda g: run_reduce_scatter(out, rows, group=g, async_op=True)
     )
-    return lambda: _after(finish, out)
+    return lambda: _after(finish, out).to(x.dtype)
 
 
 @local("scatter_sum")
-def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups) -> Tensor:
-    return begin_scatter_sum(x, dim, axis, groups)()
+def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups, bits: int | None = None) -> Tensor:
+    return begin_scatter_sum(x, dim, axis, groups, bits)()
 
 
-def begin_sum(x: Tensor, axis: Axis, groups: Groups) -> Arrive:
+def begin_sum(x: Tensor, axis: Axis, groups: Groups, bits: int | None = None) -> Arrive:
     if groups.size(axis) == 1:
         return lambda: x.view_as(x)
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = widened(x, bits)
+    out = out.clone(memory_format=torch.contiguous_format) if out is x else out.contiguous()
     nbytes = out.numel() * out.element_size()
     finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(out, group=g, async_op=True))
-    return lambda: _after(finish, out)
+    return lambda: _after(finish, out).to(x.dtype)
 
 
 def _after(finish: Callable[[], None], out: Tensor) -> Tensor:
@@ -157,8 +158,8 @@ def _after(finish: Callable[[], None], out: Tensor) -> Tensor:
 
 
 @local("sum")
-def _sum(x: Tensor, axis: Axis, groups: Groups) -> Tensor:
-    return begin_sum(x, axis, groups)()
+def _sum(x: Tensor, axis: Axis, groups: Groups, bits: int | None = None) -> Tensor:
+    return begin_sum(x, axis, groups, bits)()
 
 
 def begin_level_sums(flat: Tensor, axis: Axis, inside: Axis, groups: Groups) -> Callable[[], None]:
@@ -205,13 +206,13 @@ def in_parts(values: Sequence[Tensor], num_parts: int) -> tuple[Tensor, list[Ten
 
 
 @local("level_sum")
-def _level_sum(x: Tensor, num_inside: int, axis: Axis, groups: Groups) -> Tensor:
+def _level_sum(x: Tensor, num_inside: int, axis: Axis, groups: Groups, bits: int | None = None) -> Tensor:
     """The sum over axes of which the last `num_inside` are inside."""
     names = names_of(axis)
     inside = names[len(names) - num_inside :]
-    flat, (out,) = in_parts([x], groups.size(inside))
+    flat, (out,) = in_parts([widened(x, bits)], groups.size(inside))
     begin_level_sums(flat, names[: len(names) - num_inside], inside, groups)()
-    return out
+    return out.to(x.dtype)
 
 
 @local("maximum")
@@ -293,14 +294,15 @@ def all_gather(
     size: int | None = None,
     backward: str = "reduce_scatter",
     regather: bool = False,
+    bits: int | None = None,
 ) -> Tensor:
-    """Shard(dim) -> Replicate (backward="reduce_scatter") or Invariant (backward="slice").
+    """Shard(dim) -> Replicate (backward="reduce_scatter", in floats of so many bits) or Invariant (backward="slice").
 
     With `regather` autograd does not keep the result for backward but gathers it again (`autopar.ops.regather`).
     """
     groups = active_groups()
     gradient: Local = {
-        "reduce_scatter": lambda g: _scatter_sum(g, dim, axis, groups),
+        "reduce_scatter": lambda g: _scatter_sum(g, dim, axis, groups, bits),
         "slice": lambda g: cut(g, dim, axis, groups),
     }[backward]
 
@@ -343,14 +345,14 @@ def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
 
 
 @traceable
-def all_reduce_gradient(x: Tensor, *, axis: Axis, inside: Axis = ()) -> Tensor:
+def all_reduce_gradient(x: Tensor, *, axis: Axis, inside: Axis = (), bits: int | None = None) -> Tensor:
     """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass, level by level if some of the
-    axes are `inside`."""
+    axes are `inside`, in floats of so many bits."""
     groups = active_groups()
     if not inside:
-        return _apply(x, _same, lambda g: _sum(g, axis, groups))
+        return _apply(x, _same, lambda g: _sum(g, axis, groups, bits))
     within = names_of(inside)
-    return _apply(x, _same, lambda g: _level_sum(g, len(within), (*names_of(axis), *within), groups))
+    return _apply(x, _same, lambda g: _level_sum(g, len(within), (*names_of(axis), *within), groups, bits))
 
 
 @traceable

@@ -47,3 +47,11 @@ def joined(chunks: tuple[Tensor, ...] | list[Tensor], dim: int, size: int | None
 def in_mesh_order(axes: Axis, groups: Groups) -> tuple[str, ...]:
     """Axis names as the registry of groups knows them."""
     return tuple(sorted(names_of(axes), key=groups.mesh.names.index))
+
+
+WIDE = {32: torch.float32, 64: torch.float64}
+
+
+def widened(x: Tensor, bits: int | None) -> Tensor:
+    """A gradient in floats of so many bits, in which it is to be summed; as it is for None."""
+    return x if bits is None else x.to(WIDE[bits])

@@ -22,9 +22,9 @@ from autopar.placement import chunk_size
 LOCALS: dict[str, Callable[..., Tensor]] = {}
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "gather": ("dim", "size"),
-    "scatter_sum": ("dim",),
-    "sum": (),
-    "level_sum": ("num_inside",),
+    "scatter_sum": ("dim", "bits"),
+    "sum": ("bits",),
+    "level_sum": ("num_inside", "bits"),
     "maximum": (),
     "share": (),
     "exchange": ("split_dim", "concat_dim", "size"),
@@ -95,25 +95,30 @@ class _GradientsOnly(torch.autograd.Function):
         return (None, None, None, *sums)
 
 
-def reduced_together(values: Sequence[Tensor], axis: Axis, inside: Axis) -> tuple[Tensor, ...]:
+def reduced_together(values: Sequence[Tensor], axis: Axis, inside: Axis, bits: int | None) -> tuple[Tensor, ...]:
     """`all_reduce_gradient` of each value, as traced: their gradients are summed in one message."""
     groups = BOUND.groups
     assert groups is not None
     within = names_of(inside)
     kind = f"level_sum {len(within)}" if within else "sum"
-    back = f"{kind} {','.join((*names_of(axis), *within))}"
+    back = f"{kind} {_size(bits)} {','.join((*names_of(axis), *within))}"
     out: tuple[Tensor, ...] = _GradientsOnly.apply(back, BOUND.number, groups.size(within), *values)  # type: ignore[no-untyped-call]
     return out
 
 
 def gathered_together(
-    values: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None], axis: Axis, backward: str
+    values: Sequence[Tensor],
+    dims: Sequence[int],
+    sizes: Sequence[int | None],
+    axis: Axis,
+    backward: str,
+    bits: int | None,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of each value, as traced: flat, one row a rank, in one message; so is what backward scatters."""
     groups = BOUND.groups
     assert groups is not None
     n, axes = groups.size(axis), ",".join(names_of(axis))
-    back = {"reduce_scatter": "scatter_sum 0", "slice": "slice 0"}[backward]
+    back = {"reduce_scatter": f"scatter_sum 0 {_size(bits)}", "slice": "slice 0"}[backward]
     row = torch.cat([value.reshape(-1) for value in values])
     rows = exchange(row, f"gather 0 all {axes}", f"{back} {axes}", False, BOUND.number).view(n, -1)
     out = []
@@ -176,8 +181,16 @@ def _size(size: int | None) -> str:
     return "all" if size is None else str(size)
 
 
-def _gather(x: Tensor, dim: int, size: int | None = None, backward: str = "reduce_scatter") -> tuple[str, str]:
-    return f"gather {dim} {_size(size)}", {"reduce_scatter": f"scatter_sum {dim}", "slice": f"slice {dim}"}[backward]
+def _gather(
+    x: Tensor, dim: int, size: int | None = None, backward: str = "reduce_scatter", bits: int | None = None
+) -> tuple[str, str]:
+    back = {"reduce_scatter": f"scatter_sum {dim} {_size(bits)}", "slice": f"slice {dim}"}[backward]
+    return f"gather {dim} {_size(size)}", back
+
+
+def _sum_back(x: Tensor, inside: Axis = (), bits: int | None = None) -> tuple[str, str]:
+    kind = f"level_sum {len(names_of(inside))}" if inside else "sum"
+    return "same", f"{kind} {_size(bits)}"
 
 
 def _slice(x: Tensor, dim: int, backward: str = "pad") -> tuple[str, str]:
@@ -192,10 +205,10 @@ def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int | None = N
 
 ROWS: dict[str, Callable[..., tuple[str, str]]] = {
     "all_gather": _gather,
-    "reduce_scatter": lambda x, dim: (f"scatter_sum {dim}", f"gather {dim} {x.shape[dim]}"),
-    "all_reduce": lambda x, backward="none": ("sum", {"none": "same", "all_reduce": "sum"}[backward]),
+    "reduce_scatter": lambda x, dim: (f"scatter_sum {dim} all", f"gather {dim} {x.shape[dim]}"),
+    "all_reduce": lambda x, backward="none": ("sum all", {"none": "same", "all_reduce": "sum all"}[backward]),
     "all_reduce_maximum": lambda x: ("maximum", "none"),
-    "all_reduce_gradient": lambda x, inside=(): ("same", f"level_sum {len(names_of(inside))}" if inside else "sum"),
+    "all_reduce_gradient": _sum_back,
     "divide_gradient": lambda x: ("same", "share"),
     "all_to_all": _all_to_all,
     "local_slice": _slice,

@@ -60,6 +60,7 @@ def _check(explanation: Explanation) -> str:
     if not source:
         return ""
     options = {"--global-batch": source.get("batch"), "--seq": source.get("seq"), "--precision": plan.config.precision}
+    options |= {"--reduce-dtype": plan.config.reduce_dtype}
     options |= {"--optimizer": plan.config.optimizer, "--cluster": plan.cluster}
     options |= {"--mesh": ",".join(f"{a}={n}" for a, n in zip(plan.mesh.names, plan.mesh.shape, strict=True))}
     options |= {"--microbatches": plan.microbatches, "--memory-gb": f"{explanation.limit / 1e9 + 1:.6g}"}

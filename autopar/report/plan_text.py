@@ -93,7 +93,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     batch += f" in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
     lines = [
         f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}{batch}, {config.optimizer}, "
-        f"{config.precision} [{plan.origin}]"
+        f"{config.dtypes} [{plan.origin}]"
     ]
     if others := estimate.solver.get("microbatches"):
         prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())

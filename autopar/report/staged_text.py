@@ -20,7 +20,7 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
     lines = [
         f"{plan.model} on {plan.cluster}: {plan.num_stages} stages on {plan.pipeline} pipeline ranks, each of mesh "
         f"{plan.mesh}; {plan.schedule}, {plan.microbatches} micro-batches, {plan.config.optimizer}, "
-        f"{plan.config.precision} [{plan.origin}]"
+        f"{plan.config.dtypes} [{plan.origin}]"
     ]
     if why := estimate.solver.get("one_microbatch"):
         lines.append(one_microbatch_text(why))

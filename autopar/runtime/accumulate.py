@@ -63,8 +63,11 @@ class Prepared:
     def _add(self, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            held = self.sums.get(name)
-            self.sums[name] = gradient.to(self._dtypes[name]) if held is None else held.add_(gradient)
+            self._add_wide(name, gradient)
+
+    def _add_wide(self, name: str, gradient: Tensor) -> None:
+        held = self.sums.get(name)
+        self.sums[name] = gradient.to(self._dtypes[name]) if held is None else held.add_(gradient)
 
     def _sum(self, name: str) -> Tensor | None:
         """The sum of a leaf's gradients, which is given away."""
@@ -74,9 +77,10 @@ class Prepared:
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a gradient that did not come through autograd to a leaf's sum."""
         leaf = self.used[name]
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
         if name in self._dtypes:
-            self._add(name, leaf)
+            self._add_wide(name, gradient)
+        else:
+            leaf.grad = gradient.to(leaf.dtype) if leaf.grad is None else leaf.grad.add_(gradient)
 
     def gradients(self, scale: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         """The gradients of the leaves (by placeholder), times `scale`, made as they are asked for.
@@ -125,7 +129,7 @@ class Prepared:
         for finish in finishes:
             finish()
         for name, total in found:
-            total = _added(total, self._reduced.pop(name, None), self._dtypes.get(name))
+            total = _added(total, self._reduced.pop(name, None), self._dtypes.get(name, self.leaves[name].dtype))
             if total is not None:
                 yield name, total
         found.clear()

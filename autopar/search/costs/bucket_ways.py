@@ -16,8 +16,8 @@ from functools import lru_cache
 from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.plan import Plan, Way
-from autopar.redistribution import Step, flattened_step, is_possible, levels_of, messages, single_step
-from autopar.search.costs.journeys import Journey
+from autopar.redistribution import Step, flattened_step, is_possible, levels_of, single_step
+from autopar.search.costs.journeys import Journey, sent_by
 from autopar.search.costs.pricing import Pricer
 
 Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
@@ -84,7 +84,7 @@ def seconds_of(word: Word, journeys: Sequence[Journey], plan: Plan, pricer: Pric
     for alike in zip(*ways, strict=True):
         for backward in (0, 1):
             sent = [
-                messages(step, j.tensor.shape, j.tensor.element_size, plan.mesh)[backward]
+                sent_by(step, j.tensor, plan)[backward]
                 for step, j in zip(alike, journeys, strict=True)
                 if not backward or j.in_backward
             ]

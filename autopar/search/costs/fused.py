@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan
-from autopar.redistribution import Message, Step, messages
-from autopar.search.costs.journeys import Journey
+from autopar.redistribution import Message, Step
+from autopar.search.costs.journeys import Journey, sent_by
 from autopar.search.costs.replays import Value
 
 
@@ -71,5 +71,5 @@ def fused_messages(group: Fused, plan: Plan, journeys: Mapping[str, Journey], *,
         journey = journeys[name]
         if not backward or layout in journey.in_backward:
             step, tensor = journey.made[layout], journey.tensor
-            sent.append(messages(step, tensor.shape, tensor.element_size, plan.mesh)[backward])
+            sent.append(sent_by(step, tensor, plan)[backward])
     return tuple(replace(alike[0], nbytes=sum(m.nbytes for m in alike)) for alike in zip(*sent, strict=True))

@@ -31,7 +31,8 @@ Noted = Collection[int] | None
 @dataclass(slots=True, eq=False)
 class Gradient:
     """A gradient's storage: since when, and how many values' gradients it is. copied: it is a leaf's own copy of one
-    that lies or is held elsewhere, which only a first gradient is: another is added to what the leaf has."""
+    that lies or is held elsewhere, which only a first gradient is: another is added to what the leaf has. width: how
+    many times as wide it was summed, and is, as it was made."""
 
     name: str
     nbytes: int
@@ -39,6 +40,7 @@ class Gradient:
     last: int
     owners: int = 1
     copied: bool = False
+    width: int = 1
 
 
 OUTSIDE = 2
@@ -68,7 +70,8 @@ class Gradients:
     `grad` does, or are handed both. A permuted one is copied too, as it comes. noted: of the first of two parts, which
     gives all back when it ends, the calls for which it notes what comes to them; nothing is added to that in place.
     received: bytes of the gradient that a step gives. straight: of values whose gradients are computed where their
-    bucket is sent from, that bucket's number: the buffer of all is there from the first of them on.
+    bucket is sent from, that bucket's number: the buffer of all is there from the first of them on. width: how many
+    times as wide a parameter's gradients are summed in buckets as they are made.
 
     summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
     pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
@@ -89,8 +92,9 @@ class Gradients:
         copies: bool = True,
         straight: Mapping[Value, int] = MappingProxyType({}),
         noted: Noted = None,
+        width: Callable[[str], int] = lambda _: 1,
     ) -> None:
-        self.nbytes, self.received, self.copies = nbytes, received, copies
+        self.nbytes, self.received, self.copies, self.width = nbytes, received, copies, width
         self.buckets, self.straight, self.noted = buckets, straight, noted or ()
         self.since: dict[int, int] = {}  # when a bucket's buffer is made
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
@@ -149,8 +153,8 @@ class Gradients:
         calls, since = self.waiting.pop(first), self.since.get(first, now)
         for own, arrived in calls:
             if any(own.gradients) and any(gradient is not None for gradient in arrived):
-                value = own.operands[0]
-                self._arrive(value, Gradient(value[0], self.nbytes(value), since, now), now)
+                value, width = own.operands[0], self.width(own.operands[0][0])
+                self._arrive(value, Gradient(value[0], width * self.nbytes(value), since, now, width=width), now)
         for _, arrived in calls:
             for gradient in arrived:
                 if gradient is not None:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
-from autopar.redistribution import Step
+from autopar.redistribution import Message, Step, messages
 from autopar.search.costs.lying import find_lying
 from autopar.search.costs.pricing import OpPrice, Pricer
 from autopar.search.costs.program import Program, Tensor
@@ -51,6 +51,13 @@ class Journey:
     def is_laid_anew(self, layout: Layout) -> bool:
         """Whether some step made it contiguous; a division leaves it as it lies."""
         return any(step.forward not in ("", "divide") for step in self.path(layout))
+
+
+def sent_by(step: Step, tensor: Tensor, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """What a redistribution step of a tensor sends, forward and back."""
+    size = tensor.element_size
+    sum_size = plan.config.reduced_size(size) if tensor.kind == "parameter" else size
+    return messages(step, tensor.shape, size, plan.mesh, sum_size)
 
 
 def regathered(path: list[Step]) -> list[Step]:

@@ -82,7 +82,8 @@ def _is_carried(
         tensor = journeys[group.values[0][0]].tensor
         sent = fused_messages(group, plan, journeys, backward=True)
         is_sum = "_".join(m.kind for m in sent) in SUMS and frozenset[int]().union(*(m.axes for m in sent)) == axes
-        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and is_sum:
+        is_wide = plan.config.reduced_size(tensor.element_size) != tensor.element_size
+        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and is_sum and not is_wide:
             return loss.dtype in ("float32", "float64")
     return False
 

@@ -24,7 +24,7 @@ from math import prod
 
 from autopar.placement import Layout, chunk_size
 from autopar.plan import ONCE_A_STEP, Plan
-from autopar.redistribution import Step
+from autopar.redistribution import SUMS, Step
 from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
 from autopar.search.costs.flights import beside, flight, keeps_padding
@@ -282,7 +282,10 @@ class Live:
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self.is_once_a_step)
         found = find_straight(self.program, self.plan, self.pricer, self.journeys, self.fused)
-        return Gradients(*own, wanted, buckets, outside, copies, {v: self.first[g] for v, g in found.items()}, noted)
+        return Gradients(
+            *own, wanted, buckets, outside, copies, {v: self.first[g] for v, g in found.items()}, noted,
+            lambda name: self.pricer.widening(self.journeys[name].tensor),
+        )  # fmt: skip
 
     def _gradients(self) -> None:
         """Backward, call by call."""
@@ -293,8 +296,9 @@ class Live:
         for (name, layout), gradient in found.held.items():
             tensor = self.journeys[name].tensor
             if tensor.kind == "parameter" and not self.several:
-                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - tensor.is_cast)
-                if tensor.is_cast:  # autograd casts back what it cast first when all else is done
+                is_cast = tensor.element_size * gradient.width != tensor.stored_size
+                self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
+                if is_cast:  # autograd casts back what it cast first when all else is done
                     self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
 
     def holdings_of(self, found: Gradients) -> Iterator[Holding]:
@@ -344,7 +348,11 @@ class Live:
         elif not call.part:
             self._add("working", name, beside(step.forward, step, source, target, ahead), number, number, role)
             if any(call.gradients):
-                self._add("working", name, beside(step.backward, step, target, source, back), backward, backward, role)
+                width = self.pricer.widening(tensor)
+                nbytes = width * beside(step.backward, step, target, source, back)
+                if width > 1 and step.backward in SUMS:
+                    nbytes += width * (target + (source if step.backward == "reduce_scatter" else 0))
+                self._add("working", name, nbytes, backward, backward, role)
 
     def _rows(self, group: Fused, forward: int, backward: int) -> None:
         """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
@@ -356,7 +364,8 @@ class Live:
         rows, row = self._buffers(group)
         self._add("working", name, rows + row, forward, forward, role)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
-            self._add("working", name, rows, backward, backward, role)
+            width = self.pricer.widening(self.journeys[name].tensor)
+            self._add("working", name, width * rows, backward, backward, role)
 
     def _buffers(self, group: Fused) -> tuple[int, int]:
         """Bytes of all ranks' rows of a bucket, and of this rank's."""

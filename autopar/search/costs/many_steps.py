@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.placement import Layout, Shard, is_even, local_shape
-from autopar.redistribution import COLLECTIVES, Step
+from autopar.redistribution import COLLECTIVES, SUMS, Step
 from autopar.search.costs.pricing import Pricer, total
 
 Ints = NDArray[np.int64]
@@ -102,8 +102,9 @@ def step_seconds(
             moved = moved // split * (-(-split // ranks) * ranks)
         elif sent.kind != "all_reduce":  # as many chunks as ranks, of the sharded side
             moved = moved * ranks
-        sizes, place = np.unique(moved * element_size, return_inverse=True)
-        price = np.array([pricer.message(sent.kind, sent.axes, int(size), parameter, share)[0] for size in sizes])
+        size = pricer.sum_size(element_size, parameter) if sent.backward and sent.kind in SUMS else element_size
+        sizes, place = np.unique(moved * size, return_inverse=True)
+        price = np.array([pricer.message(sent.kind, sent.axes, int(n), parameter, share)[0] for n in sizes])
         seconds[int(sent.backward), sent.steps] += price[place]
     if parameter and pricer.in_buckets:  # an all-reduce may go in levels
         for number in found.flattened.tolist():

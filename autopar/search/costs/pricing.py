@@ -186,10 +186,20 @@ class Pricer:
             ways = (step, *levels_of(step, self.mesh)) if parameter and self.in_buckets else (step,)
             found = []
             for way in ways:
-                forward, backward = messages(way, shape, element_size, self.mesh)
+                forward, backward = messages(
+                    way, shape, element_size, self.mesh, self.sum_size(element_size, parameter)
+                )
                 found.append((self.timed(forward, parameter, share), self.timed(backward, parameter, share)))
             self._steps[key] = min(found, key=lambda pair: total(pair[0]) + total(pair[1]))
         return self._steps[key]
+
+    def sum_size(self, element_size: int, parameter: bool) -> int:
+        """Bytes of an element of a gradient on its way."""
+        return self.config.reduced_size(element_size) if parameter else element_size
+
+    def widening(self, tensor: Tensor) -> int:
+        """How many times as wide gradients of a tensor are summed as they are made."""
+        return self.sum_size(tensor.element_size, tensor.kind == "parameter") // tensor.element_size
 
     def wholes(self, step: Step, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:
         """Bytes of what a step gathers, scatters, exchanges or slices forward, and back; padding included."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from autopar.graph import target_name
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
-from autopar.redistribution import Message, messages
+from autopar.redistribution import Message
 from autopar.search.costs.calls import WAIT, Call
-from autopar.search.costs.journeys import regathered, splits_parameters
+from autopar.search.costs.journeys import regathered, sent_by, splits_parameters
 from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import OpPrice, Pricer, Timed
 from autopar.search.costs.program import Program
@@ -125,7 +125,7 @@ class _Finder:
         name = call.operands[0][0]
         tensor = self.journeys[name].tensor
         stored = tensor.kind == "parameter"
-        sent = messages(call.step, tensor.shape, tensor.element_size, self.plan.mesh)[backward]
+        sent = sent_by(call.step, tensor, self.plan)[backward]
         timed = self.pricer.step(call.step, tensor.shape, tensor.element_size, stored)[backward]
         found = _collective(name, sent, timed, reads, makes, stored=stored, once=name in self.once)
         return replace(found, begun=True) if call.part and found.axes else found
@@ -172,7 +172,7 @@ class _Finder:
         for number, step in enumerate(steps):
             target = layout if number + 1 == len(steps) else step.target
             makes = (("gathered", name, target, position),)
-            sent = messages(step, tensor.shape, tensor.element_size, self.plan.mesh)[0]
+            sent = sent_by(step, tensor, self.plan)[0]
             timed = self.pricer.step(step, tensor.shape, tensor.element_size, True)[0]
             yield _collective(name, sent, timed, reads, makes, stored=True)
             reads = makes

@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.plan import Plan
-from autopar.redistribution import messages
 from autopar.search.costs.fused import find_fused, fused_messages
-from autopar.search.costs.journeys import make_journeys
+from autopar.search.costs.journeys import make_journeys, sent_by
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 
@@ -36,7 +35,7 @@ def starts_paid(plan: Plan, program: Program, pricer: Pricer) -> Mapping[Kind, f
             if (name, layout) in fused:
                 continue
             own = pricer.share(journey.tensor, plan.lifetimes.get(name, ""))
-            sent = messages(step, journey.tensor.shape, journey.tensor.element_size, plan.mesh)
+            sent = sent_by(step, journey.tensor, plan)
             for message in (*sent[0], *(sent[1] if layout in journey.in_backward else ())):
                 paid[message.kind, message.axes] += 1
                 shares[message.kind, message.axes] += own

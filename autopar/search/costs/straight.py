@@ -30,6 +30,8 @@ def find_straight(
         step, nbytes = journey.made[layout], pricer.local_nbytes(journey.tensor, layout)
         if step.forward or step.backward != "all_reduce" or not group.direct or nbytes < LEAST_NBYTES:
             continue
+        if pricer.widening(journey.tensor) > 1:
+            continue
         value = name, layout
         reader = _only_reader(journey, layout)
         if reader is not None and _transposes(program, reader[0]):

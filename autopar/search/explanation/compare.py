@@ -189,7 +189,7 @@ def _facts(left: AnyPlan, right: AnyPlan) -> dict[str, tuple[str, str]]:
         "pipeline": (pipeline(left), pipeline(right)),
         "micro-batches": (str(left.microbatches), str(right.microbatches)),
         "optimizer": (left.config.optimizer, right.config.optimizer),
-        "precision": (left.config.precision, right.config.precision),
+        "precision": (left.config.dtypes, right.config.dtypes),
         "memory limit": (limit(left), limit(right)),
         "buckets": (str(_num_buckets(left)), str(_num_buckets(right))),
         "shapes": (left.fingerprint, right.fingerprint) if left.microbatches == right.microbatches else ("", ""),

@@ -97,7 +97,11 @@ def parameter_space(
             ways=(),
         )
     copies = np.array([pricer.local_nbytes(tensor, use) for use in uses])
-    wanted = np.array([pricer.stored_nbytes(tensor, use) if trained else 0 for use in uses])
+    width = pricer.widening(tensor)
+    wanted = np.array(
+        [max(pricer.stored_nbytes(tensor, use), width * pricer.local_nbytes(tensor, use)) for use in uses]
+    )
+    wanted *= trained
     # Every way there is: storage, lifetime, use by number, and its passages.
     found: list[tuple[int, str, int, float, float, bool]] = []
     known: dict[str, Distances] = {}

@@ -35,10 +35,10 @@ from autopar.cost_models.gradient_exchange.merged_gradients import Floats, merge
 from autopar.graph import CapturedModel
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan, Way
-from autopar.redistribution import Message, messages
+from autopar.redistribution import Message
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.costs.evaluate import evaluate_program, peak_nbytes
-from autopar.search.costs.journeys import Journey, make_journeys
+from autopar.search.costs.journeys import Journey, make_journeys, sent_by
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, Tensor, make_program
 from autopar.search.known.baselines import memory_limit
@@ -345,5 +345,5 @@ def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[M
     """What the gradient of a parameter sends, or the parameter itself if it has none."""
     tensor = journey.tensor
     steps = ways_of(journey, plan, free=flatten)[word].steps(plan.mesh) if word else journey.made.values()
-    sent = [messages(step, tensor.shape, tensor.element_size, plan.mesh) for step in steps]
+    sent = [sent_by(step, tensor, plan) for step in steps]
     return [message for pair in sent for message in pair[tensor.requires_grad]]
