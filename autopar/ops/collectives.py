@@ -127,14 +127,14 @@ def begin_scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups, bits: int
     n = groups.size(axis)
     if n == 1:
         return lambda: x.view_as(x)
-    whole = padded(widened(x, bits), dim, n * chunk_size(x.shape[dim], n))
+    dtype, whole = x.dtype, padded(widened(x, bits), dim, n * chunk_size(x.shape[dim], n))
     rows = (torch.cat(whole.chunk(n, dim)) if dim else whole).contiguous()
     out = rows.new_empty((rows.shape[0] // n, *rows.shape[1:]))
     nbytes = rows.numel() * rows.element_size()
     finish = begin(
         "reduce_scatter", axis, nbytes, groups, lambda g: run_reduce_scatter(out, rows, group=g, async_op=True)
     )
-    return lambda: _after(finish, out).to(x.dtype)
+    return lambda: _after(finish, out, dtype)
 
 
 @local("scatter_sum")
@@ -145,16 +145,16 @@ def _scatter_sum(x: Tensor, dim: int, axis: Axis, groups: Groups, bits: int | No
 def begin_sum(x: Tensor, axis: Axis, groups: Groups, bits: int | None = None) -> Arrive:
     if groups.size(axis) == 1:
         return lambda: x.view_as(x)
-    out = widened(x, bits)
+    dtype, out = x.dtype, widened(x, bits)
     out = out.clone(memory_format=torch.contiguous_format) if out is x else out.contiguous()
     nbytes = out.numel() * out.element_size()
     finish = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(out, group=g, async_op=True))
-    return lambda: _after(finish, out).to(x.dtype)
+    return lambda: _after(finish, out, dtype)
 
 
-def _after(finish: Callable[[], None], out: Tensor) -> Tensor:
+def _after(finish: Callable[[], None], out: Tensor, dtype: torch.dtype) -> Tensor:
     finish()
-    return out
+    return out.to(dtype)
 
 
 @local("sum")
