@@ -165,6 +165,14 @@ def _equip(cls: Any, settings: Settings) -> None:
             _become(made, copy.deepcopy(module))
         return made
 
+    def compiled(self: nn.Module) -> Any:
+        """What `torch.compile(model)` asks for: of a distributed one the module says what to do instead."""
+        if (module := self.__dict__.get(_MODULE)) is None:
+            raise AttributeError("_initialize_hook")
+        return module._initialize_hook
+
+    if not hasattr(cls, "_initialize_hook"):  # of lazy modules it is their own
+        cls._initialize_hook = property(compiled)
     cls.plan, cls.distribute, cls.__call__ = plan_method, distribute_method, call_method
     cls.train_step, cls.clip_grad_norm_, cls.__deepcopy__ = train_step_method, clip_method, deepcopy_method
     for name in DELEGATED:
@@ -173,8 +181,11 @@ def _equip(cls: Any, settings: Settings) -> None:
 
 def _become(model: nn.Module, module: Any) -> None:
     """Let a model's own tree hold the distributed module's parameters and buffers; those it had lose their values."""
+    from autopar.runtime.parts import Buffers
     from autopar.runtime.trainable import NotWrapped
 
+    for part in nn.Module.modules(model):
+        part._buffers = Buffers(part._buffers, module.flush)
     model.__dict__[_EMPTY] = _emptied(model)
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
     model.__dict__[_HOOKS] = _num_hooks(model)

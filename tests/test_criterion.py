@@ -217,3 +217,83 @@ def test_a_criterion_outside_keeps_what_is_run_again() -> None:
     followed = following_plan(call, plan, captured, load_cluster("2xcpu"))
     differentiable = {node.name for node in call.graph.nodes if requires_grad(node)}
     assert followed.recompute and followed.recompute == plan.recompute & differentiable
+
+
+def edits_in_place(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Tensors made like an output and written, outputs written themselves and through views."""
+    output = model(x)
+    targets = torch.zeros_like(output)
+    targets[torch.arange(len(y)), y] = 1
+    weights = torch.ones_like(output).scatter_(1, y[:, None], 2.0)
+    shifted = output * 2
+    shifted += 1
+    part = output.clone()[:, 1:]
+    part *= 3
+    return ((output - targets).square() * weights).mean() + shifted.square().mean() + part.square().mean()
+
+
+def edits_a_view(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x) * 1.0
+    output[:, 1:].mul_(2)
+    output[0] = 0
+    return F.cross_entropy(output, y)
+
+
+def watches(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x)
+    output.register_hook(lambda gradient: gradient * 3)
+    return F.cross_entropy(output, y)
+
+
+def adds_parameters(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    total: Tensor = F.cross_entropy(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    return total
+
+
+ODD = (edits_in_place, edits_a_view, watches, adds_parameters)
+
+
+def odd_loops(seed: int) -> None:
+    """On a rank: what is written, watched or made of parameters is as in one process, or refused in words."""
+    module = distributed(seed, cross_entropy)
+    for loop in ODD:
+        eager, x, y = made()
+        eager.train()
+        module.load_state_dict(eager.state_dict())
+        module.zero_grad(set_to_none=True)
+        found, wanted = loop(module, x, y), loop(eager, x, y)
+        found.backward()  # type: ignore[no-untyped-call]
+        wanted.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(whole(found.detach()), wanted.detach(), msg=loop.__name__)
+        for name, parameter in eager.named_parameters():
+            torch.testing.assert_close(whole(module.get_parameter(name).grad), parameter.grad, msg=loop.__name__)
+    waits = module(x)
+    eager(x)
+    torch.testing.assert_close(module.norm.running_mean, eager.norm.running_mean)
+    waits = module(x)
+    with torch.no_grad():
+        next(module.parameters()).mul_(2)
+    with pytest.raises(ArgumentError, match="parameter was changed in place"):
+        waits.sum().item()
+    with pytest.raises(ArgumentError, match=r"autograd\.Function was applied"):
+        Doubled.apply(module(x)).sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ArgumentError, match="call backward"):
+        torch.autograd.grad(cross_entropy(module(x), y), list(module.parameters()))
+    next(module.parameters()).register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    with pytest.raises(ArgumentError, match="would never run"):
+        module(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_outputs_are_tensors_that_may_be_written_and_watched(seed: int) -> None:
+    ranks(4).run(odd_loops, seed)

@@ -132,10 +132,14 @@ def used(folder: str) -> None:
     other.pop("blocks.0.bias")
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(other)
-    with pytest.raises(ArgumentError, match="freezing blocks"):
-        model.requires_grad_(False)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    assert not teacher(**inputs(BATCH)).requires_grad and model(**inputs(BATCH)).requires_grad
     with pytest.raises(ArgumentError, match="leave DistributedDataParallel out"):
         torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ArgumentError, match="leave FSDP out"):
+        torch.distributed.fsdp.fully_shard(model)
+    with pytest.raises(ArgumentError, match=r"module\.compile"):
+        torch.compile(model, backend="eager")
     seen: list[int] = []
     handle = model.register_forward_hook(lambda *_: seen.append(1))
     model(**inputs(BATCH))

@@ -56,6 +56,17 @@ def test_a_call_runs_when_backward_ends() -> None:
     assert seen == ["backward", "end"] and x.grad is not None
 
 
+def test_what_autograd_made_is_known_of_a_subclass_too() -> None:
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    x = torch.ones(2, requires_grad=True)
+    assert private_torch.is_made(x * 2) and not private_torch.is_made(x)
+    assert not private_torch.is_made(torch.ones(2).as_subclass(Loud))
+
+
 def test_a_stage_greets_other_ranks_alone() -> None:
     assert callable(pipelining.PipelineStage._get_init_p2p_neighbors_ops)
     greetings: Callable[[], list[Any]] = lambda: [SimpleNamespace(group_peer=peer) for peer in (0, 1, 1, 2)]  # noqa: E731

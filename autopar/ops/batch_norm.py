@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.ops.collectives import all_reduce
 from autopar.ops.groups import Axis, active_groups
@@ -78,6 +79,7 @@ class _Squares(torch.autograd.Function):
         return _centred(x, mean).square_().sum(_dims(x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
         gradient = _centred(x, mean).mul_(_spread(2 * gradients[0], x))
@@ -94,6 +96,7 @@ class _Scaled(torch.autograd.Function):
         return y if bias is None else y.add_(_spread(bias, x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale = ctx.saved_tensors
         (given,), (to_x, _, to_scale, to_bias) = gradients, ctx.needs_input_grad

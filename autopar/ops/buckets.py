@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.ops import collectives
 from autopar.ops.collectives import begin, begin_level_sums, cut, padded, send
@@ -120,6 +121,7 @@ class _Bucket(torch.autograd.Function):
         return tuple(ahead(values))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         places = [i for i, g in enumerate(gradients) if g is not None]
         out: list[Tensor | None] = [None] * len(gradients)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autopar.errors import RankError
@@ -38,6 +39,7 @@ class _Exchange(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.exchange(gradients[0]), None, None
 
@@ -346,8 +348,7 @@ def all_reduce_maximum(x: Tensor, *, axis: Axis) -> Tensor:
 
 @traceable
 def all_reduce_gradient(x: Tensor, *, axis: Axis, inside: Axis = (), bits: int | None = None) -> Tensor:
-    """Invariant -> Replicate: nothing now, the gradients are summed in the backward pass, level by level if some of the
-    axes are `inside`, in floats of so many bits."""
+    """Invariant -> Replicate: backward sums the gradients, level by level with axes `inside`, in floats of `bits`."""
     groups = active_groups()
     if not inside:
         return _apply(x, _same, lambda g: _sum(g, axis, groups, bits))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autopar.ops.collectives import all_reduce, all_reduce_maximum, start_sum
@@ -73,6 +74,7 @@ class _Sums(torch.autograd.Function):
         return torch.stack([*sums, values[..., :num_summed].sum(-1)] if num_summed else sums)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exp, index, inside = ctx.saved_tensors
         of_sum, of_label, *of_all = gradients[0].unsqueeze(-1).unbind()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from autopar.ops.groups import Axis, active_groups
@@ -46,6 +47,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _in_place(y, order).view(*ids.shape, weight.shape[2])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, order, ends, weight = ctx.saved_tensors
         given = gradients[0].reshape(-1, gradients[0].shape[-1])[order]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.ops.collectives import Arrive, begin_exchange, begin_gather, begin_scatter_sum, begin_sum
 from autopar.ops.groups import Groups, active_groups, names_of
@@ -55,6 +56,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         return ctx.started.taken_back(), None
 
@@ -66,6 +68,7 @@ class _Wait(torch.autograd.Function):
         return started.taken()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.started.arrive_back = ctx.started.back(gradients[0])
         return gradients[0].new_zeros(()), None  # says only when, the gradient itself is on its way

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -21,6 +21,7 @@ from autopar.errors import ArgumentError
 from autopar.inputs import taken_apart
 from autopar.outputs import flatten_outputs
 from autopar.runtime.agreement import agree
+from autopar.runtime.private_torch import is_made
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ class _Noted:
     form: str
     gradients: bool
 
+    def results(self, values: Sequence[Any], extras: Sequence[Tensor]) -> list[Tensor]:
+        """What the function gives."""
+        args, kwargs = self.rebuild([_filled(leaf, values, extras) for leaf in self.arguments])
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
+            return _tensors(self.function(*args, **kwargs))
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class DeferredCall:
@@ -70,6 +77,11 @@ class DeferredCall:
     versions: list[int] = field(default_factory=list)
     alive: dict[int, weakref.ref["Deferred"]] = field(default_factory=dict)
     values: dict[int, Tensor] | None = None
+    wholes: dict[int, Tensor] = field(default_factory=dict)
+    """Values that every rank has whole: what was gathered once, and may be written since."""
+    is_eager: bool = False
+    read: set[int] = field(default_factory=set)
+    """Values that others were computed of before there were any."""
     _given: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,14 +105,14 @@ class DeferredCall:
     def wanted(self) -> tuple[int, ...]:
         """Which values the graph makes: what nothing else was computed of, whoever holds it (one rank may read what
         others have let go), and what else is held."""
-        read = {leaf.number for note in self.noted for leaf in note.arguments if isinstance(leaf, _Value)}
-        return tuple(number for number in range(len(self.metas)) if number not in read or self._is_held(number))
+        return tuple(number for number in range(len(self.metas)) if number not in self.read or self._is_held(number))
 
     def _is_held(self, number: int) -> bool:
         return self.alive[number]() is not None
 
-    def finish(self) -> None:
-        """Run the call, with what was noted."""
+    def finish(self, *, eagerly: bool = False) -> None:
+        """Run the call, with what was noted in one graph; or `eagerly`, on its outputs, whole on every rank: what is
+        written then, or watched, is seen as ever."""
         if self.values is not None:
             return
         if self.has_begun:
@@ -110,13 +122,40 @@ class DeferredCall:
         watched = [*zip(self.extras, self.versions, strict=True), *zip(given, self._given, strict=True)]
         if any(tensor._version != version for tensor, version in watched):
             raise ArgumentError(
-                "a tensor was changed in place between a call, or a loss, that reads it and backward(); change it "
-                "afterwards"
+                "a tensor or parameter was changed in place between a call, or a loss, that reads it and backward(); "
+                "change it afterwards"
             )
-        wanted = self.wanted
-        found = self.run(Following(tuple(self.noted), self.num_returned, wanted), self.extras)
+        noted = () if eagerly else tuple(self.noted)
+        wanted = tuple(range(self.num_returned)) if eagerly else self.wanted
+        found = self.run(Following(noted, self.num_returned, wanted), self.extras)
+        if eagerly:
+            values = [whole_of(value).clone() for value in found]
+            for note in self.noted:
+                values += note.results(values, self.extras)
+            wanted, found, self.is_eager = tuple(range(len(values))), values, True
         self.values = {number: own for number, own in zip(wanted, found, strict=True) if self._is_held(number)}
         self.noted, self.metas, self.extras, self.given = [], [], [], []
+
+    def whole(self, number: int) -> Tensor:
+        """A value, the same tensor at every reading."""
+        self.finish()
+        assert self.values is not None
+        if number not in self.wholes:
+            self.wholes[number] = whole_of(self.values[number])
+        return self.wholes[number]
+
+    def opened(self, number: int, name: str) -> Tensor:
+        """A value that is written, or whose gradient is watched, by the function `name`."""
+        self.finish(eagerly=True)
+        if self.is_eager:
+            return self.whole(number)
+        if number in self.read:
+            raise ArgumentError(
+                f"{name} of an output that others were computed of, after these were read, would not be seen by them; "
+                "do it before, or on a copy"
+            )
+        self.wholes[number] = self.whole(number).clone()
+        return self.wholes[number]
 
 
 _waiting: list[weakref.ref[DeferredCall]] = []
@@ -150,10 +189,7 @@ class Following:
     def __call__(self, output: Any, extras: Sequence[Tensor]) -> list[Tensor]:
         values: list[Any] = list(flatten_outputs(output)[0])
         for note in self.noted:
-            leaves = [_filled(leaf, values, extras) for leaf in note.arguments]
-            args, kwargs = note.rebuild(leaves)
-            with torch.set_grad_enabled(note.gradients and torch.is_grad_enabled()):
-                values += _tensors(note.function(*args, **kwargs))
+            values += note.results(values, extras)
         return [values[number] for number in self.wanted]
 
 
@@ -172,19 +208,13 @@ class Deferred(Tensor):
 
     def value(self) -> Tensor:
         """The tensor, on every rank the whole of it."""
-        self.call.finish()
-        assert self.call.values is not None
-        held = self.call.values[self.number]
-        if not isinstance(held, DTensor):
-            return held
-        agree({"what is read": f"an output {tuple(held.shape)} that ranks share out, which all ranks read together"})
-        return held.full_tensor()
+        return self.call.whole(self.number)
 
     def shared(self) -> Tensor:
         """The tensor as ranks share it: a DTensor where they do, else plain."""
         self.call.finish()
         assert self.call.values is not None
-        return self.call.values[self.number]
+        return self.call.wholes[self.number] if self.call.is_eager else self.call.values[self.number]
 
     def full_tensor(self) -> Tensor:
         """As a DTensor's."""
@@ -216,16 +246,43 @@ class Deferred(Tensor):
         leaves, rebuild = taken_apart((args, kwargs))
         calls = {id(leaf.call): leaf.call for leaf in leaves if isinstance(leaf, Deferred)}
         call = next(iter(calls.values()))
+        _refuse(func, name, leaves)
         if len(calls) == 1 and call.values is None and not (name in _ENDS or attribute in _READS or _changes(name)):
             noted = _note(call, func, leaves, rebuild)
             if noted is not None:
                 return noted
-        shares = any(isinstance(leaf, DTensor) for leaf in leaves)
-        args, kwargs = rebuild([leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves])
-        if not shares:
-            return func(*args, **kwargs)
-        with implicit_replication():
-            return func(*args, **kwargs)
+        if (name in _OPENS or _changes(name)) and args and isinstance(args[0], Deferred):
+            args[0].call.opened(args[0].number, name)
+        elif _changes(name) and args and isinstance(args[0], DTensor):
+            args, kwargs = rebuild([leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves])
+            with implicit_replication():
+                return func(*args, **kwargs)
+        args, kwargs = rebuild([whole_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        return func(*args, **kwargs)
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """A tensor that every rank has whole; one that ranks share out is gathered, by all of them together."""
+    if isinstance(value, Deferred):
+        return value.value()
+    if not isinstance(value, DTensor):
+        return value
+    agree({"what is read": f"an output {tuple(value.shape)} that ranks share out, which all ranks read together"})
+    return value.full_tensor()
+
+
+def _refuse(func: Any, name: str, leaves: Sequence[Any]) -> None:
+    """Raises ArgumentError for what would lose gradients."""
+    if func is torch.autograd.grad and any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        raise ArgumentError(
+            "torch.autograd.grad finds no gradients of a distributed module's parameters, which travel before they are "
+            "used; call backward() and read .grad"
+        )
+    if any(isinstance(leaf, Deferred) and leaf.call.values is None and is_made(leaf) for leaf in leaves):
+        raise ArgumentError(
+            "an autograd.Function was applied to an output that has no value yet; apply it to output.full_tensor(), or "
+            "make it a part of the model or of loss_fn"
+        )
 
 
 def _note(call: DeferredCall, func: Any, leaves: list[Any], rebuild: Callable[[list[Any]], Any]) -> Any:
@@ -258,6 +315,7 @@ def _note(call: DeferredCall, func: Any, leaves: list[Any], rebuild: Callable[[l
         return None
     call.versions += [extra._version for extra in extras[len(call.extras) :]]
     call.extras = extras
+    call.read.update(leaf.number for leaf in leaves if isinstance(leaf, Deferred))
     form = str(rebuild(list(range(len(leaves)))))
     call.noted.append(_Noted(func, tuple(numbers), rebuild, form, torch.is_grad_enabled()))
     made = iter([call.new(meta) for meta in found])
@@ -300,6 +358,7 @@ _PROPERTIES = {
 }
 _ABOUT = {"size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__", "nelement"}
 """Properties and functions whose answer needs no values."""
+_OPENS = {"__setitem__", "register_hook", "retain_grad"}
 _READS = {"grad", "grad_fn", "data"}
 _ENDS = {
     *("backward", "item", "tolist", "numpy", "__repr__", "__format__", "__bool__", "__float__", "__int__", "__index__"),

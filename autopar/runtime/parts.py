@@ -5,7 +5,8 @@ plain attributes to read. What they compute was captured: they do not run, and h
 are refused.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
@@ -59,6 +60,32 @@ def take_form(root: nn.Module, parts: Iterable[Described], *, complete: bool) ->
             held = dict(parent._modules)
             parent._modules.clear()
             parent._modules.update({leaf: held.pop(leaf) for leaf in names if leaf in held} | held)
+
+
+class Buffers(dict[str, Any]):
+    """A module's buffers; reading one runs the call that waits, which may write it."""
+
+    def __init__(self, held: Mapping[str, Any], flush: Callable[[], None]) -> None:
+        super().__init__(held)
+        self.flush = flush
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(super().items()), memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(super().items()),)
+
+    def __getitem__(self, name: str) -> Any:
+        self.flush()
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        self.flush()
+        return super().items()
+
+    def values(self) -> Any:
+        self.flush()
+        return super().values()
 
 
 def _part(root: nn.Module, path: str) -> nn.Module | None:

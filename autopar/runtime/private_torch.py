@@ -10,6 +10,7 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
                                                        edges (torch.autograd.grad of 2.11 asks for shapes there, which
                                                        nodes of Python's functions do not have)
     torch._C._current_autograd_node                    the node of autograd's graph that runs now
+    torch._C.DisableTorchFunctionSubclass              reads an attribute of a tensor subclass as a plain tensor's
     torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops     messages that greet neighbouring stages
 """
 
@@ -49,6 +50,12 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run `call` at the end of the backward pass that is running."""
     Variable._execution_engine.queue_callback(call)
+
+
+def is_made(tensor: Tensor) -> bool:
+    """Whether autograd knows what made a tensor, without asking a tensor subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad_fn is not None
 
 
 def in_backward() -> bool:

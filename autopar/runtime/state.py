@@ -233,6 +233,8 @@ def _mover(state: State, placeholder: str) -> Callable[[Tensor], None]:
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
     held = parameter.grad
+    if not parameter.requires_grad:  # frozen since
+        return
     if held is None:
         parameter.grad = stored_like(gradient.to(parameter.dtype), parameter)
     else:

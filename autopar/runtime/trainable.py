@@ -6,6 +6,7 @@ that other stages of a pipeline have alone. One of a module under another plan m
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel, InputSpec
-from autopar.inputs import bind_inputs
+from autopar.inputs import bind_inputs, taken_apart
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
 from autopar.runtime.data import LocalBatch, arguments_of
-from autopar.runtime.parts import take_form
+from autopar.runtime.parts import Buffers, take_form
 from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
@@ -125,9 +126,21 @@ class Trainable(nn.Module):
             take_form(self, captor.parts(), complete=not any(self.names_elsewhere()))
             for name, part in self.named_modules():
                 part.training = self._variants.modes.get(name, True)
+                part._buffers = Buffers(part._buffers, self.flush)
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call in the form in which the call was planned."""
+        """Arguments of a call in the form in which the call was planned.
+
+        Raises:
+            ArgumentError: if the model does not take them, or a parameter has a hook that would never run.
+        """
+        for state in self.states:
+            for name, held in state.parameters.items():
+                if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):
+                    raise ArgumentError(
+                        f"a hook on {state.specs[name].names[0]}, a distributed parameter, would never run; "
+                        "register it on the model before planning, or change .grad after backward()"
+                    )
         return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
 
     def train(self, mode: bool = True) -> "Trainable":
@@ -179,21 +192,45 @@ class Trainable(nn.Module):
         return twin
 
     def requires_grad_(self, requires_grad: bool = True) -> "Trainable":
-        """What is trained was planned.
+        """Freeze all (a copy that teaches, or averages), or train again what was planned to be.
 
         Raises:
-            ArgumentError: if a parameter would be frozen or trained that was not.
+            ArgumentError: if a parameter would be trained that was not.
         """
-        specs = [spec for state in self.states for spec in state.local.captured.parameters]
-        changed = [spec.names[0] for spec in specs if spec.trainable != requires_grad]
-        if changed:
-            raise ArgumentError(
-                f"{'training' if requires_grad else 'freezing'} {changed[0]} (and {len(changed) - 1} more) needs "
-                "another plan; call requires_grad_ on the model before planning"
-            )
+        for state in self.states:
+            for placeholder, spec in state.specs.items():
+                if requires_grad and not spec.trainable:
+                    raise ArgumentError(
+                        f"training {spec.names[0]} needs another plan; call requires_grad_ on the model before planning"
+                    )
+                state.parameters[placeholder].requires_grad_(requires_grad)
+        self.bind()
         return self
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        needing = (held.requires_grad for state in self.states for held in state.parameters.values())
+        frozen = torch.is_grad_enabled() and not any(needing) and not _need_gradients((args, kwargs))
+        with torch.no_grad() if frozen else nullcontext():
+            return super().__call__(*args, **kwargs)
+
     _ddp_params_and_buffers_to_ignore = NotWrapped()
+
+    @property
+    def _initialize_hook(self) -> NoReturn:
+        """What `torch.compile(module)` asks for: says what to do instead."""
+        raise ArgumentError(
+            "torch.compile around a distributed module cannot follow its messages; call module.compile()"
+        )
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """As any module's, but that FSDP, which hooks in so, is refused.
+
+        Raises:
+            ArgumentError: for a hook of FSDP's.
+        """
+        if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
+            raise ArgumentError("a distributed module shards its parameters itself; leave FSDP out, call the module")
+        return super().register_forward_pre_hook(hook, **options)
 
     def refuse_autocast(self) -> None:
         """Raises ArgumentError in an autocast region, of which the planned step's graph knows nothing."""
@@ -221,6 +258,10 @@ class Trainable(nn.Module):
         """Compute on the parameters that the module has now."""
         for state in self.states:
             state.bind(self)
+
+
+def _need_gradients(call: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in taken_apart(call)[0])
 
 
 def without_values(captured: CapturedModel) -> dict[str, Tensor]:

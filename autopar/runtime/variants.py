@@ -23,6 +23,7 @@ from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
 from autopar.runtime.deferred import DeferredCall, Following, autocast_of
 from autopar.runtime.parts import Described
+from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.variant import DTENSOR, GATHERED
 
 MANY = 8
@@ -144,6 +145,8 @@ class Variants:
 
         metas, returned = self._returned[key]
         given = [leaf for _, leaf in flatten_inputs(asked.args, asked.kwargs)[0] if isinstance(leaf, Tensor)]
+        parameters = [held for state in module.states for held in state.parameters.values()]
+        given += [*parameters, *map(local_tensor, parameters)]
         self._waiting = DeferredCall(finish, module.device, given, dtype)
         return returned.holding(self._waiting.begin(metas))
 
