@@ -4,6 +4,8 @@ Views and elementwise calls that keep their producer's layout are part of its li
 of the parameter's line.
 """
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +18,8 @@ from autopar.export.regions import Region, sections
 from autopar.graph import LocalModel, called_name, operands
 from autopar.placement import Shard
 from autopar.redistribution import Message
+from autopar.rules.registry import rule_of
+from autopar.rules.rule import Rule
 
 GATHERED = {
     "always": "",
@@ -226,13 +230,7 @@ def _value_name(origin: fx.Node, block: str) -> str:
     return module or str(origin.name)
 
 
-def unruled(nodes: Iterable[fx.Node]) -> dict[str, int]:
-    """Ops without a rule: how often each occurs. They run whole on every rank."""
-    from autopar.rules.registry import rule_of
-
-    counts: dict[str, int] = {}
-    for node in nodes:
-        if node.op == "call_function" and not rule_of(node).known:
-            name = called_name(node)
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+def named(nodes: Iterable[fx.Node], chosen: Callable[[Rule], bool]) -> dict[str, int]:
+    """Ops whose rules are such: how often each occurs."""
+    calls = (node for node in nodes if node.op == "call_function" and node.target is not operator.getitem)
+    return dict(Counter(called_name(node) for node in calls if chosen(rule_of(node))))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.graph import is_random, operands, requires_grad
 from autopar.ops.own_gradient import is_own, renewed
@@ -30,11 +31,14 @@ def discovered_rule(node: fx.Node) -> Rule:
     if node.op != "call_function":
         return rule
     saves, saves_results, nbytes = _kept(node, rule)
+    flops, backward_flops = _flops(node)
     rule = replace(
         rule,
         saves=saves,
         saves_results=saves_results,
         saves_nbytes=nbytes,
+        flops=flops,
+        backward_flops=backward_flops,
         whole_gradient=has_own_backward(node) and requires_grad(node),
     )
     if not is_tried(node):
@@ -117,6 +121,18 @@ def _kept(node: fx.Node, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...], 
         return kept_by_autograd(node)
     except Exception:  # whatever the user's code makes of tensors without values
         return rule.saves, rule.saves_results, 0
+
+
+def _flops(node: fx.Node) -> tuple[float, float]:
+    """Of forward and backward: of the products that torch counts in it, or one an element of the results."""
+    count = float(sum(v.numel() for v in result_values(node)))
+    try:
+        with FlopCounterMode(display=False) as counter:
+            call_of(node)(*[torch.empty_like(source.meta["val"]) for source in operands(node)])
+    except Exception:  # whatever the user's code makes of tensors without values
+        return count, count
+    products = float(counter.get_total_flops())
+    return (products, 2 * products) if products else (count, count)
 
 
 def renewed_rule(node: fx.Node) -> Rule:
