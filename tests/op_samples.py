@@ -10,6 +10,7 @@ from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from tests.expert_samples import EXPERTS
 from tests.op_sample import Input, Sample, X, aten
+from tests.product_samples import EINSUMS, TRANSPOSED
 from tests.random_samples import RANDOM
 
 
@@ -203,26 +204,6 @@ PRODUCTS = (
     _on("baddbmm.default", *_floats((4, 3, 5), (4, 3, 6), (4, 6, 5))),
 )
 
-EINSUMS = tuple(
-    Sample(
-        name=f"einsum {equation}",
-        target=aten.einsum.default,
-        args=(equation, [X(i) for i in range(len(shapes))]),
-        inputs=_floats(*shapes),
-    )
-    for equation, *shapes in (
-        ("b h d n, b h e n -> b h d e", (4, 2, 3, 6), (4, 2, 5, 6)),
-        ("bi,oi->bo", (4, 6), (7, 6)),
-        ("...ij,...jk", (4, 2, 3, 6), (2, 6, 5)),
-        ("bij,j->...", (4, 2, 6), (6,)),
-        ("i,j->ij", (4,), (6,)),
-        ("bii->bi", (4, 3, 3)),
-        ("bij->", (4, 3, 6)),
-        ("bi,ij,bj->b", (4, 6), (6, 3), (4, 3)),
-        ("bn,bn->b", (4, 1), (4, 6)),
-    )
-)
-
 ATTENTION = (
     _attention("plain", (4, 6, 5, 8), (4, 6, 7, 8)),
     _attention("three dims", (4, 5, 8), (4, 7, 8)),
@@ -375,18 +356,6 @@ CONVOLUTIONS = (
         inputs=_floats((4, 6, 5, 5), (12, 1, 3, 3), (12,)),
     ),
     Sample(
-        name="conv_transpose2d",
-        target=aten.conv_transpose2d.input,
-        args=(X(0), X(1), X(2), [2, 2]),
-        inputs=_floats((4, 6, 3, 3), (6, 8, 3, 3), (8,)),
-    ),
-    Sample(
-        name="conv_transpose1d in groups",
-        target=aten.conv_transpose1d.default,
-        args=(X(0), X(1), X(2), [2], [1], [1], 2),
-        inputs=_floats((4, 6, 5), (6, 4, 3), (8,)),
-    ),
-    Sample(
         name="conv2d of an image",
         target=aten.conv2d.default,
         args=(X(0), X(1), X(2)),
@@ -421,6 +390,7 @@ SAMPLES = (
     *VIEWS,
     *PRODUCTS,
     *EINSUMS,
+    *TRANSPOSED,
     *EXPERTS,
     *ATTENTION,
     *NORMS,

@@ -30,8 +30,8 @@ def discovered_rule(node: fx.Node) -> Rule:
     rule = replicated_rule(tuple(map(len, shapes)), tuple(map(len, results)))
     if node.op != "call_function":
         return rule
-    saves, saves_results, nbytes = _kept(node, rule)
-    flops, backward_flops = _flops(node)
+    saves, saves_results, nbytes = kept(node)
+    flops, backward_flops = num_flops(node)
     rule = replace(
         rule,
         saves=saves,
@@ -116,14 +116,15 @@ def call_of(node: fx.Node) -> Function:
     return call
 
 
-def _kept(node: fx.Node, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def kept(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """What autograd keeps (`kept_by_autograd`); everything where the call does not run on tensors without values."""
     try:
         return kept_by_autograd(node)
-    except Exception:  # whatever the user's code makes of tensors without values
-        return rule.saves, rule.saves_results, 0
+    except Exception:  # whatever the user's code makes of them
+        return tuple(range(len(operands(node)))), tuple(range(len(result_values(node)))), 0
 
 
-def _flops(node: fx.Node) -> tuple[float, float]:
+def num_flops(node: fx.Node) -> tuple[float, float]:
     """Of forward and backward: of the products that torch counts in it, or one an element of the results."""
     count = float(sum(v.numel() for v in result_values(node)))
     try:

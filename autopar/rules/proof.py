@@ -75,6 +75,13 @@ def holds(
     call: Function, whole: Run, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
 ) -> bool:
     """Whether two parts of operands, cut at that fraction of each dim that is split, give what the whole does."""
+    return not difference(call, whole, choice, at, tolerance, generator)
+
+
+def difference(
+    call: Function, whole: Run, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
+) -> str:
+    """What two parts make otherwise than the whole, "" for nothing."""
 
     def cut(values: Sequence[Tensor | None], placements: Sequence[Placement], summands: Placement) -> list[Any]:
         scales = SCALES if tolerance <= EXACT else (1.0,)
@@ -88,9 +95,11 @@ def holds(
         parts = [run(call, [p[k] for p in given], whole.graded, [p[k] for p in arriving]) for k in (0, 1)]
         results = _joined([p.results for p in parts], choice.results, PARTIAL, tolerance)
         gradients = _joined([p.gradients for p in parts], choice.operands, REPLICATE, tolerance)
-    except Exception:  # on other shapes it does not run, or gives other shapes
-        return False
-    return all(equal(a, b, tolerance) for a, b in zip(whole.made(), (*results, *gradients), strict=True))
+    except Exception as error:  # on other shapes it does not run, or gives other shapes
+        return f"parts do not run, or do not fit together ({str(error).splitlines()[0] if str(error) else error!r})"
+    named = [f"result {i}" for i in range(len(results))] + [f"gradient of operand {i}" for i in range(len(gradients))]
+    made = zip(named, whole.made(), (*results, *gradients), strict=True)
+    return next((f"{name} differs" for name, a, b in made if not equal(a, b, tolerance)), "")
 
 
 def _cut(value: Tensor | None, placement: Placement, scale: float, at: Fraction, generator: torch.Generator) -> Any:

@@ -1,4 +1,4 @@
-"""Which rule does a node have? Looked up by its target, else discovered by running the call (`discovered`).
+"""Which rule does a node have? The user's, ours, or else what running the call shows (`discovered`).
 
 `operator.getitem` picks one result of a node with several. It is no op of its own: `resolve` says whose result it is,
 and the layout of a consumer's operand that is a getitem node is the layout of that result.
@@ -29,6 +29,7 @@ from autopar.rules import (
     views,
 )
 from autopar.rules.describe import free_dims
+from autopar.rules.registered import registered_rule
 from autopar.rules.rule import Rule
 
 RULES: dict[Any, Callable[[fx.Node], Rule]] = {
@@ -60,6 +61,8 @@ def rule_of(node: fx.Node) -> Rule:
     """
     if node.target is operator.getitem:
         return _item_rule(node)
+    if (own := registered_rule(node)) is not None:
+        return own
     target = node.target
     maker = RULES.get(str(target) if isinstance(target, torch._ops.OpOverload) else target)
     if maker is None and elementwise.is_pointwise(node):
