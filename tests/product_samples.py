@@ -3,7 +3,7 @@
 from tests.op_sample import Input, Sample, X, aten
 
 
-def _floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:
+def floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:
     return tuple(Input(shape=s) for s in shapes)
 
 
@@ -12,7 +12,7 @@ EINSUMS = tuple(
         name=f"einsum {equation}",
         target=aten.einsum.default,
         args=(equation, [X(i) for i in range(len(shapes))]),
-        inputs=_floats(*shapes),
+        inputs=floats(*shapes),
     )
     for equation, *shapes in (
         ("b h d n, b h e n -> b h d e", (4, 2, 3, 6), (4, 2, 5, 6)),
@@ -32,12 +32,12 @@ TRANSPOSED = (
         name="conv_transpose2d",
         target=aten.conv_transpose2d.input,
         args=(X(0), X(1), X(2), [2, 2]),
-        inputs=_floats((4, 6, 3, 3), (6, 8, 3, 3), (8,)),
+        inputs=floats((4, 6, 3, 3), (6, 8, 3, 3), (8,)),
     ),
     Sample(
         name="conv_transpose1d in groups",
         target=aten.conv_transpose1d.default,
         args=(X(0), X(1), X(2), [2], [1], [1], 2),
-        inputs=_floats((4, 6, 5), (6, 4, 3), (8,)),
+        inputs=floats((4, 6, 5), (6, 4, 3), (8,)),
     ),
 )

@@ -1,5 +1,6 @@
 """A user's rule for an own op: read from one line, proved by running the op, taken before what is discovered."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def gradient(ctx: Any, arriving: Tensor) -> Any:
 
 
 gated.register_autograd(gradient, setup_context=keep)
+DOCS = Path(__file__).parents[1] / "docs" / "how-to.md"
 RULE = "x[b.. i], w[o i], +bias[o] -> y[b.. o]"
 
 
@@ -93,6 +95,13 @@ def test_a_model_with_an_own_op_is_trained_as_in_one_process(registers: bool, cl
 def test_a_right_rule_is_proved(clean: None) -> None:
     autopar.register_rule("registered_rules::gated", RULE)
     assert autopar.check_rule(gated, *tensors((4, 6, 8), (10, 8), (10,)), 1.5) == ("b1", "b0", "i", "o")
+
+
+def test_the_example_of_the_docs_runs(clean: None, capsys: pytest.CaptureFixture[str]) -> None:
+    section = DOCS.read_text().split("## Use ops of your own")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == code.strip().rpartition("# ")[2]
 
 
 @pytest.mark.parametrize(
