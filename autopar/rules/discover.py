@@ -6,6 +6,7 @@ of parting it; then once more at the own sizes of the split dims, the others sma
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.placement import PARTIAL, REPLICATE, Placement, Shard
+from autopar.rules.apart import run_apart
 from autopar.rules.example_operands import DOMAINS, NARROW, Domain, elements, other_values, small_shapes, values
 from autopar.rules.proof import Function, Run, equal, holds, is_float, run, tensors_of
 from autopar.rules.rule import Choice, Shapes
@@ -24,7 +26,7 @@ ELEMENTS = 2**25
 """Of operands and results of all runs together, which take about two seconds; a call that needs more runs whole."""
 LARGEST = 2**19
 """Elements of operands on which a split is tried at its own sizes; on more, at the largest sizes that have no more."""
-COMBINATIONS, LINEAR = 64, 4
+COMBINATIONS, LINEAR = 128, 4
 """How many combinations of dims are tried, and of how many operands all sets are tried to be linear together."""
 EXACT, ROUNDED = 1e-9, 1e-5
 """Tolerances in float64, and where a call computes in float32 whatever it is given."""
@@ -70,13 +72,30 @@ class _Call:
 def discover(
     function: Function, shapes: Shapes, results: Shapes, dtypes: Sequence[torch.dtype], graded: Sequence[bool]
 ) -> Found | None:
-    """What a call of such operands allows; None where it does not run on the CPU, or not in the time it is given."""
-    call = _Call(function=function)
-    for wide in (True, False):
-        kinds = [_widened(d) for d in dtypes] if wide else dtypes
+    """What a call of such operands allows; None where it does not run on the CPU, or not in the time it is given.
+
+    Values are tried first, in a process of its own (`apart`); here are only calls of parts that were seen to run.
+    """
+    seen = run_apart(lambda: _seen_to_run(function, shapes, results, dtypes))
+    if seen is None:
+        return None
+    wide, allowed = seen
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what random numbers make the call say
         try:
-            small = small_shapes(function, shapes, results, kinds)
-            return _Search(call, shapes, results, small, kinds, tuple(graded)).found()
+            return _Search(function, shapes, results, dtypes, graded, wide).found(frozenset(allowed))
+        except Exception:  # whatever its backward makes of them
+            return None
+
+
+def _seen_to_run(
+    function: Function, shapes: Shapes, results: Shapes, dtypes: Sequence[torch.dtype]
+) -> tuple[bool, list[Choice]] | None:
+    """Whether in float64, and the choices that hold for values, gradients aside; None where there are none."""
+    for wide in (True, False):
+        try:
+            search = _Search(function, shapes, results, dtypes, (False,) * len(shapes), wide)
+            return wide, search.holding()
         except (TooLongError, RunsOtherwiseError):
             return None
         except Exception:  # whatever the call makes of other dtypes
@@ -93,15 +112,16 @@ class _Search:
 
     def __init__(
         self,
-        call: _Call,
+        function: Function,
         shapes: Shapes,
         results: Shapes,
-        small: Shapes,
         dtypes: Sequence[torch.dtype],
-        graded: tuple[bool, ...],
+        graded: Sequence[bool],
+        wide: bool,
     ) -> None:
-        self.call, self.shapes, self.results, self.small = call, shapes, results, small
-        self.dtypes, self.graded = dtypes, graded
+        self.call, self.shapes, self.results = _Call(function=function), shapes, results
+        self.dtypes, self.graded = [_widened(d) for d in dtypes] if wide else dtypes, graded
+        self.small = small_shapes(function, shapes, results, self.dtypes)
         self.generator = torch.Generator().manual_seed(0)
         self.trials = self._trials()
         self.domain, self.below, first = self.trials[0]
@@ -109,6 +129,8 @@ class _Search:
         self.tolerance = self._tolerance(first)
         self.floats = tuple(i for i, x in enumerate(first.operands) if x.is_floating_point())
         self.summable = tuple(r.is_floating_point() for r in first.results)
+        places = [(i, d) for i, s in enumerate(self.small) for d, n in enumerate(s) if n > 1]
+        self.aligned = {place: self._aligned(*place) for place in places}
 
     def _trials(self) -> list[tuple[Domain, int, Run]]:
         """Runs on values of each kind that the call is finite on: two at least."""
@@ -170,14 +192,21 @@ class _Search:
         same = all(torch.equal(a, b) for a, b in zip(whole.results, results, strict=True) if is_float(a))
         return ROUNDED if same else EXACT
 
-    def found(self) -> Found:
-        self.aligned = {
-            (i, d): self._aligned(i, d) for i, s in enumerate(self.small) for d in range(len(s)) if s[d] > 1
-        }
+    def holding(self) -> list[Choice]:
+        """Candidates that hold on the first of the values."""
+        first = self.trials[0][2]
+        candidates = dict.fromkeys(c for place in self.aligned for c in self._candidates(*place, set()))
+        return [
+            choice for choice in candidates if any(self._holds(first, choice, at) for at in self._ways(choice)[-1:])
+        ]
+
+    def found(self, allowed: frozenset[Choice]) -> Found:
+        """What holds on all of them; of choices, only those allowed are tried."""
         splits: list[Choice] = []
         used: set[tuple[int, int]] = set()
         for place in self.aligned:
-            if place not in used and (split := next(filter(self._is_split, self._candidates(*place, used)), None)):
+            tried = filter(allowed.__contains__, self._candidates(*place, used))
+            if place not in used and (split := next(filter(self._is_split, tried), None)):
                 splits.append(split)
                 used |= {(i, p.dim) for i, p in enumerate(split.operands) if isinstance(p, Shard)}
         return Found(splits=tuple(splits), linear=self._linear(), linear_gradient=self._has_linear_gradient())
@@ -193,7 +222,7 @@ class _Search:
         part.copy_(other_values(part, self.domain, self.below, self.generator))
         given = [other if i == operand else value for i, value in enumerate(whole.operands)]
         try:
-            results = run(self.call, given, self.graded, whole.arriving).results
+            results = tensors_of(self.call(*given))
         except TooLongError:
             raise
         except Exception:  # not values that it is defined on
@@ -263,10 +292,14 @@ class _Search:
         made = tuple(tuple(r.shape) for r in first.results)
         if min(own, small) < 2 or ratios(choice, self.shapes, self.results) != ratios(choice, self.small, made):
             return False
-        ways = [Fraction(k, small) for k in sorted({1, small // 2})]
-        if not all(self._holds(t, choice, at) for t in (whole for _, _, whole in self.trials) for at in ways):
+        if not all(self._holds(whole, choice, at) for _, _, whole in self.trials for at in self._ways(choice)):
             return False
         return self.small == self.shapes or self._holds_at_own_size(choice, own)
+
+    def _ways(self, choice: Choice) -> list[Fraction]:
+        """Where dims are cut on small shapes: after one part of those it can have, and in the middle."""
+        size = split_size(choice, self.small, tuple(tuple(r.shape) for r in self.trials[0][2].results))
+        return [Fraction(k, size) for k in sorted({1, size // 2})] if size > 1 else []
 
     def _holds(self, whole: Run, choice: Choice, at: Fraction) -> bool:
         if self.call.left < 0:

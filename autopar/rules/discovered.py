@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.graph import is_random, operands, requires_grad
 from autopar.ops.own_gradient import is_own, renewed
 from autopar.placement import PARTIAL, Shard
-from autopar.rules.apart import run_apart
 from autopar.rules.describe import dim_name, free_dims, result_values, shapes_of
 from autopar.rules.discover import Found, discover, split_size
 from autopar.rules.kept import kept_by_autograd
@@ -47,7 +46,7 @@ def discovered_rule(node: fx.Node) -> Rule:
     grads = tuple(requires_grad(source) for source in sources)
     key = (node.target, node_constants(node), shapes, results, dtypes, grads)
     if key not in _FOUND:
-        _FOUND[key] = run_apart(lambda: discover(call_of(node), shapes, results, dtypes, grads))
+        _FOUND[key] = discover(call_of(node), shapes, results, dtypes, grads)
     found = _FOUND[key]
     return rule if found is None else _with(rule, found, node)
 
