@@ -4,8 +4,7 @@ Plain text of 120 columns; on a terminal `print_plan` writes the same with its w
 """
 
 import io
-from collections.abc import Mapping, Sequence
-from itertools import starmap
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -22,7 +21,8 @@ from autopar.graph import LocalModel
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
-from autopar.report.rows import Row, Section, named, plan_sections
+from autopar.report.rows import Row, Section, plan_sections
+from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
@@ -52,32 +52,12 @@ def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None)
     if plan.estimate.baselines:
         parts.append(_baseline_table(plan.estimate))
     if local is not None:
-        parts += [Text(line + "\n") for line in _rules_lines(plan, local)]
+        seconds = {op: n * plan.microbatches for op, n in plan.estimate.solver.get("whole_seconds", {}).items()}
+        lines = rules_lines(local.captured.graph.nodes, seconds, plan.estimate.step_seconds)
+        parts += [Text(line + "\n") for line in lines]
     if local is None:
         parts.append(Text("loaded from a file: plan.bind(model) adds the tables of operations\n"))
     return Group(*parts)
-
-
-def _rules_lines(plan: Plan, local: LocalModel) -> list[str]:
-    """Ops that nothing splits, with what they take, and those whose splits were discovered by running them."""
-    nodes = local.captured.graph.nodes
-    whole = named(nodes, lambda rule: not rule.known)
-    seconds: Mapping[str, float] = plan.estimate.solver.get("whole_seconds", {})
-    step = plan.estimate.step_seconds
-    listed = []
-    for op, count in whole.items():
-        took = seconds.get(op, 0.0) * plan.microbatches
-        cost = f" {seconds_text(took)}, {percent_text(took / step)} of the step" if took and step else ""
-        listed.append(f"{_times(op, count)}{cost}")
-    lines = [f"ops without a rule (whole on every rank): {'; '.join(listed)}"] if listed else []
-    found = named(nodes, lambda rule: rule.known and rule.discovered)
-    if found:
-        lines.append(f"split as running them showed (discovered): {', '.join(starmap(_times, found.items()))}")
-    return lines
-
-
-def _times(op: str, count: int) -> str:
-    return f"{op} ×{count}" if count > 1 else op
 
 
 def _known(cluster: str) -> Cluster | None:

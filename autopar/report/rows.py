@@ -4,9 +4,7 @@ Views and elementwise calls that keep their producer's layout are part of its li
 of the parameter's line.
 """
 
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -15,11 +13,9 @@ from autopar.blocks import relative, title
 from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
 from autopar.export.regions import Region, sections
-from autopar.graph import LocalModel, called_name, operands
+from autopar.graph import LocalModel, operands
 from autopar.placement import Shard
 from autopar.redistribution import Message
-from autopar.rules.registry import rule_of
-from autopar.rules.rule import Rule
 
 GATHERED = {
     "always": "",
@@ -228,9 +224,3 @@ def _value_name(origin: fx.Node, block: str) -> str:
         return str(origin.name)
     module = relative(origin.meta.get("module", ""), block)
     return module or str(origin.name)
-
-
-def named(nodes: Iterable[fx.Node], chosen: Callable[[Rule], bool]) -> dict[str, int]:
-    """Ops whose rules are such: how often each occurs."""
-    calls = (node for node in nodes if node.op == "call_function" and node.target is not operator.getitem)
-    return dict(Counter(called_name(node) for node in calls if chosen(rule_of(node))))
