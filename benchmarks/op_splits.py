@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -49,6 +49,8 @@ SAID = (
     "pass through among them, are run on ranks, values and gradients; wrong ones are refuted. Lacking: calls that a",
     "written rule splits less than running them does.",
 )
+EVERY = 20
+"""After how many ops the page is written."""
 KINDS = ("written", "discovered", "whole")
 
 
@@ -165,9 +167,9 @@ def words(choice: Choice) -> str:
     return f"{said(choice.operands)} -> {said(choice.results)}"
 
 
-def run_all(ops: Sequence[str], most: int, processes: int, seconds: float) -> list[tuple[str, Said]]:
+def run_all(ops: Sequence[str], most: int, processes: int, seconds: float) -> Iterator[tuple[str, Said]]:
     """What is said of each op, that many at a time; those whose process dies or is late are skipped with a word."""
-    waiting, running, out, seen = list(reversed(ops)), dict[Any, Any](), list[tuple[str, Said]](), set[Any]()
+    waiting, running, seen = list(reversed(ops)), dict[Any, Any](), set[Any]()
     while waiting or running:
         while waiting and len(running) < processes:
             ours, theirs = FORK.Pipe(duplex=False)
@@ -189,11 +191,7 @@ def run_all(ops: Sequence[str], most: int, processes: int, seconds: float) -> li
             process.join()
             del running[pipe]
             seen |= said.seen
-            out.append((op, said))
-            for row in said.rows:
-                for what in row.wrong:
-                    print(f"wrong {op} {row.called}: {what}", flush=True)
-    return out
+            yield op, said
 
 
 def _work(pipe: Any, op: str, most: int, seen: set[Any]) -> None:
@@ -262,11 +260,20 @@ def main() -> int:
     torch.set_num_threads(1)
     look_at("mul", 1, set())  # what torch.export imports at its first call, once for all processes
     ops = arguments.ops.split(",") if arguments.ops else list(tables()["op"])
-    found = run_all(ops, arguments.samples, arguments.processes, arguments.seconds)
-    text = page(found, "python -m benchmarks.op_splits " + " ".join(sys.argv[1:]))
+    found: list[tuple[str, Said]] = []
+    for op, said in run_all(ops, arguments.samples, arguments.processes, arguments.seconds):
+        found.append((op, said))
+        for row in said.rows:
+            for what in row.wrong:
+                print(f"wrong {op} {row.called}: {what}", flush=True)
+        if len(found) % EVERY and len(found) < len(ops):
+            continue
+        text = page(found, "python -m benchmarks.op_splits " + " ".join(sys.argv[1:]))
+        if len(found) < len(ops):
+            text += f"\nOf {len(ops)} ops {len(found)} are here: it was ended early.\n"
+        if arguments.write:
+            arguments.write.write_text(text)
     print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
     return 1 if any(row.wrong for _, said in found for row in said.rows) else 0
 
 

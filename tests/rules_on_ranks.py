@@ -86,7 +86,7 @@ def check_node(
     for i, whole in enumerate(expected):
         got = join([o[0][i] for o in outcomes], tuple(whole.shape), local.results[i], mesh, VALUE_SUMMANDS, tolerance)
         torch.testing.assert_close(
-            got, whole.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, i=i: f"result {i}: {m}"
+            got, whole.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, i=i: f"result {i}: {m}"
         )
     for i, leaf in enumerate(leaves):
         if grads[i]:
@@ -94,7 +94,12 @@ def check_node(
                 [o[1][i] for o in outcomes], tuple(leaf.shape), local.operands[i], mesh, GRADIENT_SUMMANDS, tolerance
             )
             torch.testing.assert_close(
-                got, gradient(leaf), rtol=tolerance, atol=tolerance, msg=lambda m, i=i: f"gradient of operand {i}: {m}"
+                got,
+                gradient(leaf),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda m, i=i: f"gradient of operand {i}: {m}",
             )
 
 

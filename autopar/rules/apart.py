@@ -22,8 +22,12 @@ SECONDS = 20
 """Longest that a function may take, of a processor, and thrice as long on a clock."""
 
 
-def run_apart(function: Callable[[], T]) -> T | None:
-    """What it returns; None if it raises an error, or the process ends or does not end in time."""
+def run_apart(function: Callable[[], T]) -> T:
+    """What it returns.
+
+    Raises:
+        ChildProcessError: if it raises an error, or the process ends or does not end in time.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # forks of processes with threads: the child starts none, and is waited for
@@ -42,7 +46,10 @@ def run_apart(function: Callable[[], T]) -> T | None:
     finally:
         os.close(reading)
         _, status = os.waitpid(child, 0)
-    return pickle.loads(data) if status == 0 else None
+    if status:
+        raise ChildProcessError(f"the process ended with status {status}")
+    answer: T = pickle.loads(data)
+    return answer
 
 
 def _answer(function: Callable[[], T], writing: int) -> None:

@@ -1,7 +1,7 @@
 """On which operands is a call tried? Small shapes that it takes as its own, and values that it is defined on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,34 +9,58 @@ from torch import Tensor
 from autopar.rules.proof import Function, tensors_of
 from autopar.rules.rule import Shapes
 
-SMALL = 2**13
-"""Elements of operands and results up to which a call runs on its own shapes."""
-LEAST = 4
+SMALL, SHORT = 2**13, 16
+"""Elements of operands and results, and sizes of dims, up to which a call runs on its own shapes."""
+LEAST = 2
 """What sizes are made smaller to, at the least: each other size to another."""
 Domain = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
 def small_shapes(call: Function, shapes: Shapes, results: Shapes, dtypes: Sequence[torch.dtype]) -> Shapes:
-    """Operands' shapes with large sizes exchanged for small ones, as long as the call takes them: equal for equal.
+    """Operands' shapes with large sizes exchanged for small ones, as long as the call takes them.
 
-    A call takes shapes if it gives as many tensors, of as many dims, on the meta device.
+    Equal sizes stay equal, and multiples multiples where the call takes that; large sizes that are left are exchanged
+    one by one. A call takes shapes if it gives tensors of as many dims on the meta device.
     """
-    taken = {n for shape in (*shapes, *results) for n in shape}
-    free = iter(n for n in range(LEAST, 4096) if n not in taken)
+    sizes = sorted({n for shape in shapes for n in shape})
+    free = iter(n for n in range(LEAST, 4096) if n not in sizes)
     ranks, now, made = tuple(map(len, results)), shapes, results
     number = next(free)
-    for size in sorted({n for shape in shapes for n in shape if n > LEAST}, reverse=True):
-        if elements(now) + elements(made) <= SMALL or number >= size:
-            break
-        less = tuple(tuple(number if n == size else n for n in shape) for shape in now)
+
+    def take(small: Mapping[int, int]) -> bool:
+        nonlocal now, made, number
+        less = tuple(
+            tuple(small.get(own, n) for own, n in zip(*pair, strict=True)) for pair in zip(shapes, now, strict=True)
+        )
         try:
             given = [torch.empty(s, dtype=d, device="meta") for s, d in zip(less, dtypes, strict=True)]
             found = tuple(tuple(r.shape) for r in tensors_of(call(*given)))
-        except Exception:  # it needs this very size
-            continue
+        except Exception:  # it needs these very sizes
+            return False
         if tuple(map(len, found)) == ranks:
             now, made, number = less, found, next(free)
+        return now is less
+
+    left: list[int] = []
+    for family in _families([n for n in sizes if n > SHORT]):
+        if not take({n: number * n // family[0] for n in family}):
+            left += family
+    for size in (*sorted(left, reverse=True), *reversed(sizes)):
+        if size > LEAST and elements(now) + elements(made) > SMALL:
+            take({size: number})
     return now
+
+
+def _families(sizes: Sequence[int]) -> list[list[int]]:
+    """Sizes with those that are two, three or four times another, each family from its smallest."""
+    families: list[list[int]] = []
+    for size in sizes:
+        known = next((f for f in families if any(size in (2 * n, 3 * n, 4 * n) for n in f)), None)
+        if known is None or size % known[0]:
+            families.append([size])
+        else:
+            known.append(size)
+    return families
 
 
 def elements(shapes: Shapes) -> int:
@@ -67,8 +91,8 @@ def _above(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return 1.0 + 1.0 / _unit(shape, generator)
 
 
-DOMAINS: tuple[Domain, ...] = (_normal, _unit, _tailed)
-NARROW: tuple[Domain, ...] = (_unit, _above, _definite)
+DOMAINS: tuple[Domain, ...] = (_normal, _tailed, _unit)
+NARROW: tuple[Domain, ...] = (_above, _definite)
 """For calls that are defined on none of the others."""
 
 
