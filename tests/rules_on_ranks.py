@@ -15,6 +15,8 @@ from autopar.rules.rule import Choice, Rule, layouts, localized
 from tests.law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
 from tests.op_sample import Sample, as_results
 
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}
+"""Of results that are not in float64."""
 DRAWS = Draws(seed=1, step=2, exact=True)
 RunRanks = Callable[[Mesh, Callable[[int], tuple[list[Tensor], list[Tensor]]]], list]
 
@@ -82,7 +84,7 @@ def check_node(
         return [r.detach() for r in results], [gradient(t) for t in mine]
 
     outcomes = run_ranks(mesh, one_rank)
-    tolerance = 1e-5 if torch.float32 in {t.dtype for t in expected} else 1e-10
+    tolerance = max((TOLERANCES.get(t.dtype, 1e-10) for t in expected), default=1e-10)
     for i, whole in enumerate(expected):
         got = join([o[0][i] for o in outcomes], tuple(whole.shape), local.results[i], mesh, VALUE_SUMMANDS, tolerance)
         torch.testing.assert_close(
