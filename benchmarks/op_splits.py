@@ -47,7 +47,7 @@ SAID = (
     "Each call of the graphs of `op_db`'s samples (float64), on the values that it has there. Written: a rule of ours;",
     "discovered: what running the call shows; whole: nothing is shown to be independent. Choices of rules, sums that",
     "pass through among them, are run on ranks, values and gradients; wrong ones are refuted. Lacking: calls that a",
-    "written rule splits less than running them does.",
+    "written rule splits less than running them does. Scalars and dims of size 1 are among the calls of no splits.",
 )
 EVERY = 20
 """After how many ops the page is written."""
