@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.api import distribute, plan
     from autopar.decorator import auto_parallel
     from autopar.model_plan import ModelPlan, load_plan
+    from autopar.rules.registered import check_rule, register_rule
     from autopar.runtime.data import LocalBatch
     from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
@@ -26,12 +27,25 @@ _HOMES = {
     "Overlap": "autopar.search.timeline.weave",
     "StagedModelPlan": "autopar.staged_model_plan",
     "auto_parallel": "autopar.decorator",
+    "check_rule": "autopar.rules.registered",
     "distribute": "autopar.api",
     "load_plan": "autopar.model_plan",
     "plan": "autopar.api",
+    "register_rule": "autopar.rules.registered",
 }
 
-__all__ = ["LocalBatch", "ModelPlan", "Overlap", "StagedModelPlan", "auto_parallel", "distribute", "load_plan", "plan"]
+__all__ = [
+    "LocalBatch",
+    "ModelPlan",
+    "Overlap",
+    "StagedModelPlan",
+    "auto_parallel",
+    "check_rule",
+    "distribute",
+    "load_plan",
+    "plan",
+    "register_rule",
+]
 
 
 class _Package(ModuleType):

@@ -41,6 +41,10 @@ class ArgumentError(AutoparError):
     """An argument outside its domain: unknown optimizer, precision, baseline, ..."""
 
 
+class RuleError(AutoparError):
+    """A sharding rule for a user's op that is not valid, or that running the op refutes."""
+
+
 class BatchError(AutoparError):
     """A batch that does not divide over the ranks, or inputs of other shapes than were planned."""
 

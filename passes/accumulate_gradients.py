@@ -22,10 +22,10 @@ from autopar.errors import BatchError
 from autopar.graph import Accumulation, CapturedModel, operands, target_name
 from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from autopar.ops.own_gradient import is_own
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined
+from autopar.rules.discovered import has_own_backward
 from autopar.rules.registry import rule_of
 
 _LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
@@ -70,7 +70,7 @@ def accumulate_gradients(
 
 def _needs_whole(node: fx.Node) -> bool:
     """Whether a call's backward makes other gradients of summands than their sum."""
-    return is_own(node.target) and rule_of(node).whole_gradient
+    return has_own_backward(node) and rule_of(node).whole_gradient
 
 
 def parts_of(captured: CapturedModel, microbatches: int, whole: CapturedModel) -> Parts:

@@ -179,7 +179,9 @@ def _by_factors(node: fx.Node, rule: Rule, states: Sequence[State], *, kept: boo
     found = [(i, s, rule.operands[i][s.dim]) for i, s in enumerate(states) if isinstance(s, Each)]
     factor, outer = found[0][2], found[0][1].outer
     name = name_of(node)
-    if any(f is None for _, _, f in found):
+    shapes = shapes_of(operands(node))
+    parts = {f: factor.size for f, factor in rule.factors.items()}
+    if any(f is None or parts.get(f, math.inf) < shapes[i][s.dim] for i, s, f in found):  # or several are one
         return (joined(node, "joins the samples of the batch"),) * num
     if any((f, s.outer) != (factor, outer) for _, s, f in found):
         return (joined(node, "brings every sample together with every other"),) * num

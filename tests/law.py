@@ -72,5 +72,5 @@ def _join(
     if placement == summands and parts[0].dtype.is_floating_point:
         return torch.stack(parts).sum(0)
     for other in parts[1:]:
-        torch.testing.assert_close(other, parts[0], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(other, parts[0], rtol=tolerance, atol=tolerance, equal_nan=True)
     return parts[0]

@@ -10,11 +10,9 @@ from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from tests.expert_samples import EXPERTS
 from tests.op_sample import Input, Sample, X, aten
+from tests.product_samples import EINSUMS, TRANSPOSED
+from tests.product_samples import floats as _floats
 from tests.random_samples import RANDOM
-
-
-def _floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:
-    return tuple(Input(shape=s) for s in shapes)
 
 
 def _ids(shape: tuple[int, ...], high: int, low: int = 0) -> Input:
@@ -388,6 +386,8 @@ SAMPLES = (
     *RANDOM,
     *VIEWS,
     *PRODUCTS,
+    *EINSUMS,
+    *TRANSPOSED,
     *EXPERTS,
     *ATTENTION,
     *NORMS,

@@ -98,7 +98,8 @@ def test_ops_without_a_rule_are_listed() -> None:
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.matrix_exp(self.layer(x)).mean()
+            grown = torch.linalg.matrix_exp(self.layer(x))
+            return torch.nn.functional.normalize(grown).mean()
 
     captured = capture(Odd(), (torch.randn(4, 4),))
     plan = model_plan(
@@ -106,7 +107,11 @@ def test_ops_without_a_rule_are_listed() -> None:
         captured=captured,
         call=Call(args=(torch.randn(4, 4),)),
     )
-    assert "ops without a rule (whole on every rank): aten.linalg_matrix_exp.default" in str(plan)
+    assert "ops without a rule (whole on every rank): aten.linalg_matrix_exp.default\n" in str(plan)
+    assert "split as running them showed (discovered): aten.linalg_vector_norm.default\n" in str(plan)
+    solver = {"whole_seconds": {"aten.linalg_matrix_exp.default": 0.25}}
+    estimate = Estimate(seconds={"forward": 1.0}, solver=solver)
+    assert "aten.linalg_matrix_exp.default 250 ms, 25% of the step" in str(replace(plan, estimate=estimate))
 
 
 def test_units() -> None:

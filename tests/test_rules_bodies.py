@@ -1,7 +1,7 @@
 """Bodies that communicate: right on every rank, and sending exactly the messages that their rule predicts."""
 
 import pytest
-from test_rules import cases, check, local_of
+from test_rules import cases
 
 from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
@@ -10,6 +10,7 @@ from autopar.rules.registry import rule_of
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads
+from tests.rules_on_ranks import check, local_of
 
 COMMUNICATING = [s for s in SAMPLES if rule_of(s.node()).messages is not None]
 

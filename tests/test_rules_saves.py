@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from test_rules import local_of
 
 from autopar.graph import operands
 from autopar.mesh import make_mesh
@@ -17,6 +16,7 @@ from autopar.rules.rule import choices
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads
+from tests.rules_on_ranks import local_of
 
 # Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
 # a gradient, three dims or one head for all.

@@ -21,7 +21,8 @@ from autopar.graph import LocalModel
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
-from autopar.report.rows import Row, Section, plan_sections, unruled
+from autopar.report.rows import Row, Section, plan_sections
+from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
@@ -50,9 +51,10 @@ def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None)
     parts.append(_cost_tables(plan.estimate))
     if plan.estimate.baselines:
         parts.append(_baseline_table(plan.estimate))
-    if local is not None and (missing := unruled(local.captured.graph.nodes)):
-        listed = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in missing.items())
-        parts.append(Text(f"ops without a rule (whole on every rank): {listed}\n"))
+    if local is not None:
+        seconds = {op: n * plan.microbatches for op, n in plan.estimate.solver.get("whole_seconds", {}).items()}
+        lines = rules_lines(local.captured.graph.nodes, seconds, plan.estimate.step_seconds)
+        parts += [Text(line + "\n") for line in lines]
     if local is None:
         parts.append(Text("loaded from a file: plan.bind(model) adds the tables of operations\n"))
     return Group(*parts)

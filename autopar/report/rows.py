@@ -4,7 +4,7 @@ Views and elementwise calls that keep their producer's layout are part of its li
 of the parameter's line.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -13,7 +13,7 @@ from autopar.blocks import relative, title
 from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
 from autopar.export.regions import Region, sections
-from autopar.graph import LocalModel, called_name, operands
+from autopar.graph import LocalModel, operands
 from autopar.placement import Shard
 from autopar.redistribution import Message
 
@@ -224,15 +224,3 @@ def _value_name(origin: fx.Node, block: str) -> str:
         return str(origin.name)
     module = relative(origin.meta.get("module", ""), block)
     return module or str(origin.name)
-
-
-def unruled(nodes: Iterable[fx.Node]) -> dict[str, int]:
-    """Ops without a rule: how often each occurs. They run whole on every rank."""
-    from autopar.rules.registry import rule_of
-
-    counts: dict[str, int] = {}
-    for node in nodes:
-        if node.op == "call_function" and not rule_of(node).known:
-            name = called_name(node)
-            counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from autopar.blocks import blocks_text
 from autopar.graph import CapturedModel, requires_grad
+from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.staged_plan import StagedPlan
@@ -48,6 +49,7 @@ def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:
         lines.append(timeline_text(ranked))
     if checked := getattr(plan, "checked", ""):
         lines.append(f"graph: {checked}")
+    lines += rules_lines([node for stage in stages for node in stage.graph.nodes], {}, estimate.step_seconds)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):
         table.add_column(name, justify="left" if name in ("blocks", "devices") else "right")

@@ -27,16 +27,17 @@ def _convolution_rule(node: fx.Node, groups_position: int) -> Rule:
     shapes = shapes_of(sources)
     x, weight = shapes[:2]
     result = tuple(node.meta["val"].shape)
-    transposed = groups_position == 8 and node.args[6]
-    if len(x) != len(weight) or transposed:
+    transposed = "transpose" in str(node.target) or bool(groups_position == 8 and node.args[6])
+    if len(x) != len(weight):
         return replicated_rule(tuple(map(len, shapes)), (len(result),))
     groups = argument(node, groups_position, "groups", 1)
     spatial: Dims = (None,) * (len(x) - 2)
     factors = {"batch": Factor(size=x[0], even=False)}
     if groups == 1:
         rows, columns = "rows", "columns"
-        factors |= {"columns": Factor(size=weight[0], even=False), "rows": Factor(size=x[1], summed=True)}
-        dims: list[Dims] = [("batch", rows, *spatial), (columns, rows, *spatial)]
+        factors |= {"columns": Factor(size=result[1], even=False), "rows": Factor(size=x[1], summed=True)}
+        filters = (rows, columns) if transposed else (columns, rows)
+        dims: list[Dims] = [("batch", rows, *spatial), (*filters, *spatial)]
     else:
         columns = "groups"
         factors["groups"] = Factor(size=groups)
@@ -45,7 +46,7 @@ def _convolution_rule(node: fx.Node, groups_position: int) -> Rule:
         dims.append((columns,))
     factors = {n: f for n, f in factors.items() if f.size > 1}
     grads = grads_of(sources)
-    flops = 2.0 * numel(result) * numel(weight[1:])
+    flops = 2.0 * numel(x if transposed else result) * numel(weight[1:])
     bias = frozenset(range(2, len(sources)))
 
     def localize(local: Local) -> Call:
@@ -65,8 +66,14 @@ def _convolution_rule(node: fx.Node, groups_position: int) -> Rule:
         flops=flops,
         backward_flops=flops * (grads[0] + grads[1]),
         localize=localize if groups > 1 else None,
-        product=Product(left=0, right=1, sizes=_sizes),
+        product=Product(left=0, right=1, sizes=_transposed_sizes if transposed else _sizes),
     )
+
+
+def _transposed_sizes(operand_shapes: Shapes, _: Shapes) -> tuple[int, int, int, int]:
+    """A place of the operand is multiplied with the filters; what overlaps is added."""
+    x, weight = operand_shapes[:2]
+    return 1, x[0] * numel(x[2:]), numel(weight[1:]), x[1]
 
 
 def _sizes(operand_shapes: Shapes, result_shapes: Shapes) -> tuple[int, int, int, int]:
@@ -110,6 +117,9 @@ RULES: dict[str, Maker] = {
     "aten.conv2d.default": _convolution(6),
     "aten.conv3d.default": _convolution(6),
     "aten.convolution.default": _convolution(8),
+    "aten.conv_transpose1d.default": _convolution(6),
+    "aten.conv_transpose2d.input": _convolution(6),
+    "aten.conv_transpose3d.input": _convolution(6),
     "aten.max_pool2d.default": _pooling("indices"),
     "aten.avg_pool2d.default": _pooling("operand"),
     "aten.adaptive_avg_pool2d.default": _pooling("operand"),

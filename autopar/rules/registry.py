@@ -1,4 +1,4 @@
-"""Which rule does a node have? Looked up by its target; an op without one runs whole on every rank.
+"""Which rule does a node have? The user's, ours, or else what running the call shows (`discovered`).
 
 `operator.getitem` picks one result of a node with several. It is no op of its own: `resolve` says whose result it is,
 and the layout of a consumer's operand that is a getitem node is the layout of that result.
@@ -6,19 +6,18 @@ and the layout of a consumer's operand that is a getitem node is the layout of t
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.graph import operands
-from autopar.ops.own_gradient import is_own
 from autopar.rules import (
     attention,
     convolution,
     creation,
     discovered,
+    einsum,
     elementwise,
     embedding,
     grouped_linear,
@@ -29,9 +28,9 @@ from autopar.rules import (
     reductions,
     views,
 )
-from autopar.rules.describe import free_dims, result_values
-from autopar.rules.kept import kept_by_autograd
-from autopar.rules.rule import Rule, replicated_rule
+from autopar.rules.describe import free_dims
+from autopar.rules.registered import registered_rule
+from autopar.rules.rule import Rule
 
 RULES: dict[Any, Callable[[fx.Node], Rule]] = {
     key: rule
@@ -40,6 +39,7 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
         convolution,
         creation,
         discovered,
+        einsum,
         elementwise,
         embedding,
         grouped_linear,
@@ -61,20 +61,14 @@ def rule_of(node: fx.Node) -> Rule:
     """
     if node.target is operator.getitem:
         return _item_rule(node)
+    if (own := registered_rule(node)) is not None:
+        return own
     target = node.target
     maker = RULES.get(str(target) if isinstance(target, torch._ops.OpOverload) else target)
-    if maker is not None:
-        return maker(node)
-    if is_own(target):
-        return discovered.discovered_rule(node)
-    if elementwise.is_pointwise(node):
-        return elementwise.pointwise_rule(node)
-    ranks = tuple(source.meta["val"].dim() for source in operands(node))
-    rule = replicated_rule(ranks, tuple(value.dim() for value in result_values(node)))
-    if node.op != "call_function":
-        return rule
-    saves, saves_results, nbytes = kept_by_autograd(node)
-    return replace(rule, saves=saves, saves_results=saves_results, saves_nbytes=nbytes)
+    if maker is None and elementwise.is_pointwise(node):
+        maker = elementwise.pointwise_rule
+    rule = discovered.discovered_rule(node) if maker is None else maker(node)
+    return rule if rule.known or rule.discovered else discovered.discovered_rule(node)
 
 
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:

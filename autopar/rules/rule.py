@@ -129,7 +129,7 @@ class Rule:
     looked_up: operands of which no more is read than the results hold (a table).
     spare: elements of a result that forward and backward allocate beside, of a rank's shapes; None for what
         `rules.spare` says of its name.
-    known: False for ops without a rule of their own.
+    known: False for ops that nothing is known to split. discovered: the rule is what running the call showed.
     whole_gradient: backward is not linear in the gradient that arrives, so that no result may be Replicate, whose
         gradient is a summand.
     """
@@ -157,6 +157,7 @@ class Rule:
     looked_up: frozenset[int] = frozenset()
     spare: Callable[[Shapes, Shapes], tuple[int, int]] | None = None
     known: bool = True
+    discovered: bool = False
     whole_gradient: bool = False
 
 

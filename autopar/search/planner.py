@@ -8,7 +8,6 @@ cheaper, it is taken.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -185,7 +184,7 @@ def plan_program(
         replace(
             plan.estimate,
             bound=min(bound, plan.estimate.in_turn_seconds),
-            solver={**facts, "memory_limit": limit, "without_rule": _without_rule(program)},
+            solver={**facts, "memory_limit": limit, "whole_seconds": _whole_seconds(program, pricer.alone)},
         )
     )
     if not with_baselines:
@@ -305,6 +304,12 @@ def _baseline(name: str, program: Program, pricer: Pricer, limit: float, buckets
         return f"does not fit: needs {error.least_nbytes / GB:.1f} GB of {limit / GB:.1f} GB a device"
 
 
-def _without_rule(program: Program) -> dict[str, int]:
-    """Ops that run whole on every rank because no rule knows them: target -> count."""
-    return dict(Counter(called_name(op.node) for op in program.ops if not op.rule.known))
+def _whole_seconds(program: Program, pricer: Pricer) -> dict[str, float]:
+    """What ops that nothing splits take on every rank: target -> seconds of one micro-batch."""
+    seconds: dict[str, float] = {}
+    for op in program.ops:
+        if not op.rule.known:
+            price = pricer.op(op, ("invariant",) * pricer.mesh.num_axes)
+            name = called_name(op.node)
+            seconds[name] = seconds.get(name, 0.0) + price.forward + price.backward
+    return seconds
