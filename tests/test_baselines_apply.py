@@ -1,0 +1,46 @@
+"""`ddp` and `fsdp` apply to every model whose batch passes through, whatever becomes of it, and are exact."""
+
+import pytest
+
+from autopar.capture import capture
+from autopar.cluster import load_cluster
+from autopar.graph import CapturedModel
+from autopar.mesh import make_mesh
+from autopar.plan import Plan, TrainConfig
+from autopar.rules.rule import splits
+from autopar.search.costs.program import make_program
+from autopar.search.known.baselines import make_baseline
+from tests.plans_in_threads import errors_of, one_process
+from tests.sample_models import CASES, sample_model
+
+MESHES = ((2,), (4,), (2, 2))
+
+
+def reading(captured: CapturedModel) -> set[str]:
+    """The modules of calls that read parameters."""
+    return {op.module for op in make_program(captured).ops if op.parameters}
+
+
+def splitting(captured: CapturedModel, plan: Plan) -> set[str]:
+    """Of those the ones whose calls are all split on every axis of more than one rank."""
+    whole = {
+        op.module for op in make_program(captured).ops if op.parameters and not all(map(splits, plan.choices[op.name]))
+    }
+    return reading(captured) - whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_baselines_equal_one_process(case: str) -> None:
+    model, inputs = sample_model(case)
+    captured = capture(model, (), dict(inputs))
+    reference = one_process(captured, model, inputs)
+    config = TrainConfig(precision="fp64")
+    for shape in MESHES:
+        mesh = make_mesh(shape)
+        for name in ("ddp", "fsdp"):
+            plan = make_baseline(name, captured, load_cluster(f"{mesh.size}xcpu"), mesh, config)
+            summed = {"second"} if case == "rows summed before" else set()  # no samples are left to split there
+            assert splitting(captured, plan) >= {"first", "second"} & reading(captured) - summed, f"{name} on {shape}"
+            loss_error, gradient_error, parameter = errors_of(reference, plan)
+            assert loss_error <= 1e-10, f"{name} on {shape}: loss off by {loss_error}"
+            assert gradient_error <= 1e-8, f"{name} on {shape}: gradient of {parameter} off by {gradient_error}"
