@@ -185,9 +185,13 @@ def chosen(only: str) -> list[tuple[str, str, Make]]:
     found = []
     for package, patterns in CHOSEN.items():
         for name, make in (_zoo() if package == "zoo" else models_of(package)).items():
-            if any(fnmatch.fnmatch(name, p) for p in patterns) and fnmatch.fnmatch(f"{package}/{name}", only):
+            if any(fnmatch.fnmatch(name, p) for p in patterns) and _is_asked(f"{package}/{name}", only):
                 found.append((package, name, make))
     return found
+
+
+def _is_asked(name: str, only: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in only.split("|"))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -219,7 +223,7 @@ def _kind(said: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="a pattern of package/model")
+    parser.add_argument("--only", default="*", help="patterns of package/model, | between them")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0, help="of a processor, for one model")
     parser.add_argument("--again", action="store_true", help="also what is in the file of results")

@@ -60,11 +60,17 @@ def _found(program: Program) -> SampleFactors:
 
 
 def _batch(program: Program, dim: int) -> int:
-    """The size that most inputs have along a dim; of several the one of which most other dims are a small multiple."""
-    shapes = [s.shape for s in program.captured.inputs]
-    counts = Counter(shape[dim] for shape in shapes if len(shape) > dim and shape[dim] > 1)
+    """The size that most inputs have along a dim; of several one of numbers (not of indices), of which most other dims
+    are a small multiple."""
+    inputs = program.captured.inputs
+    counts = Counter(s.shape[dim] for s in inputs if len(s.shape) > dim and s.shape[dim] > 1)
     alike = [n for n in counts if counts[n] == max(counts.values())]
-    return max(alike, key=lambda n: sum(any(_is_few(other, n) for other in v[:2]) for v in shapes), default=0)
+    of_numbers = {s.shape[dim] for s in inputs if s.dtype.is_floating_point and len(s.shape) > max(dim, 1)}
+
+    def fits(size: int) -> tuple[bool, int]:
+        return size in of_numbers, sum(any(_is_few(other, size) for other in s.shape[:2]) for s in inputs)
+
+    return max(alike, key=fits, default=0)
 
 
 def _is_few(size: int, batch: int) -> bool:
@@ -182,15 +188,14 @@ def check_samples(name: str, program: Program, samples: SampleFactors, pricer: P
         return
     captured, n = program.captured, math.prod(pricer.mesh.shape[a] for a in axes)
     trained = [op for op in program.ops if any(op.result_grads)]
-    working = [op for op in trained if op.parameters] or trained
-    having = [op for op in working if samples.factors[op.name]]
+    having = [op for op in trained if samples.factors[op.name]]
     if having and not any(splits_samples(op, samples, pricer, axes) for op in having):
         low = samples.size // n * n
         remedy = f"use {low} or {low + n}" if low else f"use {n}"
         raise InfeasibleError(
             f"{name} does not apply: global batch {samples.size} is not divisible by {n} data-parallel ranks; {remedy}"
         )
-    if having or not working:
+    if having or not trained:
         return
     if not samples.size:
         shapes = ", ".join(f"{s.path} {tuple(s.shape)}" for s in captured.inputs) or "none"
@@ -198,11 +203,11 @@ def check_samples(name: str, program: Program, samples: SampleFactors, pricer: P
             f"{name} does not apply: {captured.name} has no input with several samples along its first dim (inputs: "
             f"{shapes}); give it a batch of at least {n}"
         )
-    mixing = next((op for op in program.ops if op.name in samples.mixing), working[0])
+    mixing = next((op for op in program.ops if op.name in samples.mixing), trained[0])
     what = f"{target_name(mixing.node.target)} of {' and '.join(map(str, mixing.operand_shapes))}"
     module = f" in {mixing.module}" if mixing.module else ""
     raise InfeasibleError(
-        f"{name} does not apply: no call of {captured.name} that reads parameters has the {samples.size} samples "
-        f"of the batch in one of its dims; the first that mixes them is {mixing.name} ({what}{module}): keep samples "
+        f"{name} does not apply: no call of {captured.name} that is trained has the {samples.size} samples of the "
+        f"batch in one of its dims; the first that mixes them is {mixing.name} ({what}{module}): keep samples "
         "along one dim up to there"
     )
