@@ -21,6 +21,7 @@ class Parts(nn.Module):
         self.norm = nn.BatchNorm1d(D, track_running_stats=False)
         self.counted = nn.BatchNorm1d(D)
         self.attention = nn.MultiheadAttention(D, 2)
+        self.unread = nn.Parameter(torch.randn(7))
         self.token = nn.Parameter(torch.randn(1, 1, D))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

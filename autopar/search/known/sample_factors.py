@@ -168,7 +168,7 @@ class _Flow:
         read = [(tuple(self.program.tensors[name].shape), d) for name, d in entering]
         dims = [d for d in (*(d for _, d in read), *range(len(shape))) if d < len(shape) and shape[d] > 1]
         alike = [d for d in dims if shape[d] in {source[d] for source, d in read}]
-        multiple = [d for d in dims if shape[d] % self.size == 0]
+        multiple = [d for d in dims if shape[d] % self.size == 0 and d <= max(at for _, at in read)]
         part = [d for d in dims if any((s[:d], s[d + 1 :]) == (shape[:d], shape[d + 1 :]) for s, at in read if at == d)]
         return next(iter(alike + multiple + part), None)
 
