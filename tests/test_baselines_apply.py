@@ -6,12 +6,16 @@ from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
+from autopar.passes.split_stages import possible_cuts
 from autopar.plan import Plan, TrainConfig
 from autopar.rules.rule import splits
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import make_program
-from autopar.search.known.baselines import make_baseline
+from autopar.search.known.baselines import baseline_plan, make_baseline
+from autopar.search.staged.stages import staged
 from tests.plans_in_threads import errors_of, one_process
 from tests.sample_models import CASES, sample_model
+from tests.stages_in_threads import staged_error_of
 
 MESHES = ((2,), (4,), (2, 2))
 
@@ -44,3 +48,20 @@ def test_baselines_equal_one_process(case: str) -> None:
             loss_error, gradient_error, parameter = errors_of(reference, plan)
             assert loss_error <= 1e-10, f"{name} on {shape}: loss off by {loss_error}"
             assert gradient_error <= 1e-8, f"{name} on {shape}: gradient of {parameter} off by {gradient_error}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_stages_equal_one_process(case: str) -> None:
+    """Cut anywhere: after a quarter, a half and three quarters of the calls."""
+    model, inputs = sample_model(case)
+    captured = capture(model, (), dict(inputs))
+    reference = one_process(captured, model, inputs)
+    program, cluster, mesh = make_program(captured), load_cluster("2xcpu"), make_mesh((2,))
+    pricer = Pricer(mesh=mesh, cluster=cluster, config=TrainConfig(precision="fp64"))
+    plan = baseline_plan(("ddp", "fsdp")[CASES.index(case) % 2], program, pricer, None)
+    names = [op.name for op in program.ops if op.position <= program.tensors[program.loss].producer][1:]
+    names = list(possible_cuts(captured, names))
+    for cut in dict.fromkeys(names[len(names) * part // 4] for part in (1, 2, 3)):
+        made, stages = staged(plan, program, pricer, 2, "gpipe", (cut,))
+        error, name = staged_error_of(reference, stages, made)
+        assert error <= 1e-8, f"cut before {cut}: {name} off by {error}"
