@@ -46,20 +46,20 @@ def _pairs(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _windows(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
-    cut = x.view(B, T // 2, 2, D).reshape(B * (T // 2), 2, D)
+    cut = x.view(-1, T // 2, 2, D).reshape(-1, 2, D)
     out = parts.second(F.softmax(parts.first(cut) @ cut.transpose(1, 2), -1) @ cut)
-    return _error(out.view(B, T // 2, 2, D).reshape(B, T, D), y)
+    return _error(out.view(-1, T // 2, 2, D).reshape(-1, T, D), y)
 
 
 def _heads_outermost(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
-    heads = parts.first(x).view(B, T, 2, D // 2).permute(2, 0, 1, 3).reshape(2 * B, T, D // 2)
+    heads = parts.first(x).view(-1, T, 2, D // 2).permute(2, 0, 1, 3).reshape(-1, T, D // 2)
     out = F.softmax(heads @ heads.transpose(1, 2), -1) @ heads
-    return _error(parts.second(out.view(2, B, T, D // 2).permute(1, 2, 0, 3).reshape(B, T, D)), y)
+    return _error(parts.second(out.view(2, -1, T, D // 2).permute(1, 2, 0, 3).reshape(-1, T, D)), y)
 
 
 def _barlow(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
     one, two = parts.norm(parts.first(x)), parts.norm(parts.second(y))
-    return (one.t() @ two / B - torch.eye(D, dtype=x.dtype)).square().sum()
+    return (one.t() @ two / x.shape[0] - torch.eye(D, dtype=x.dtype)).square().sum()
 
 
 def _time_major(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _time_major(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _token(parts: Parts, x: Tensor, y: Tensor) -> Tensor:
-    joined = torch.cat([parts.first(parts.token.expand(B, 1, D)), x], 1)
+    joined = torch.cat([parts.first(parts.token.expand(x.shape[0], 1, D)), x], 1)
     return _error(parts.second(F.relu(joined))[:, 1:], y)
 
 
@@ -79,7 +79,7 @@ ROWS: dict[str, Forward] = {
     "sort": lambda p, x, y: _error(p.second(p.first(x).sort(0).values), y),
     "chunk and cat": lambda p, x, y: _error(p.second(torch.cat(p.first(x).chunk(2)[::-1])), y),
     "chunk and cat of inputs": lambda p, x, y: _error(p.first(torch.cat(x.chunk(2)[::-1])), y),
-    "rows by index": lambda p, x, y: _error(p.second(p.first(x)[torch.arange(B - 1, -1, -1)]), y),
+    "rows by index": lambda p, x, y: _error(p.second(p.first(x)[torch.arange(x.shape[0] - 1, -1, -1)]), y),
     "repeated rows": lambda p, x, y: _error(p.second(p.first(x).repeat_interleave(3, 0)), y.repeat_interleave(3, 0)),
     "tiled rows": lambda p, x, y: _error(p.second(p.first(x).repeat(3, 1)), y.repeat(3, 1)),
     "mean over rows": lambda p, x, y: _error(p.second((h := p.first(x)) - h.mean(0)), y),

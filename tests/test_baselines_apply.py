@@ -1,9 +1,14 @@
 """`ddp` and `fsdp` apply to every model whose batch passes through, whatever becomes of it, and are exact."""
 
+import inspect
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.cluster import load_cluster
+from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
 from autopar.mesh import make_mesh
 from autopar.passes.split_stages import possible_cuts
@@ -65,3 +70,55 @@ def test_two_stages_equal_one_process(case: str) -> None:
         made, stages = staged(plan, program, pricer, 2, "gpipe", (cut,))
         error, name = staged_error_of(reference, stages, made)
         assert error <= 1e-8, f"cut before {cut}: {name} off by {error}"
+
+
+@pytest.mark.parametrize(("case", "batch", "ranks"), [("plain", 7, 4), ("sort", 5, 2), ("rows of all samples", 6, 4)])
+def test_batches_that_ranks_do_not_divide_are_padded(case: str, batch: int, ranks: int) -> None:
+    model, inputs = sample_model(case, batch)
+    captured = capture(model, (), dict(inputs))
+    config = TrainConfig(precision="fp64")
+    plan = make_baseline("ddp", captured, load_cluster(f"{ranks}xcpu"), make_mesh((ranks,)), config)
+    assert "second" in splitting(captured, plan)
+    loss_error, gradient_error, parameter = errors_of(one_process(captured, model, inputs), plan)
+    assert loss_error <= 1e-10 and gradient_error <= 1e-8, parameter
+
+
+class Alone(nn.Module):
+    """One sample: the input has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "ranks", "said"),
+    [
+        (
+            sample_model("plain")[0],
+            ((6, 4), (6, 4)),
+            4,
+            "global batch 6 is not divisible by 4 data-parallel ranks; use 4 or 8",
+        ),
+        (sample_model("plain")[0], ((3, 4), (3, 4)), 4, "use 4$"),
+        (
+            Alone().double(),
+            ((4,),),
+            2,
+            r"the first that mixes them is linear \(aten.linear.default of \(4,\) and \(4, 4\)",
+        ),
+        (Alone().double(), ((1, 4),), 2, r"no input with several samples along its first dim \(inputs: x \(1, 4\)\)"),
+    ],
+)
+def test_what_is_refused_is_so_for_the_batch(
+    model: nn.Module, shapes: tuple[tuple[int, ...], ...], ranks: int, said: str
+) -> None:
+    names = list(inspect.signature(model.forward).parameters)
+    inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in zip(names, shapes, strict=True)}
+    captured = capture(model, (), inputs)
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(InfeasibleError, match=f"{name} does not apply: .*{said}"):
+            make_baseline(name, captured, load_cluster(f"{ranks}xcpu"), make_mesh((ranks,)), TrainConfig())

@@ -13,6 +13,7 @@ With keys (`megatron:tp=8,zero=1,recompute=full`, see `named_configuration`) mor
 data-parallel ranks and for how long a gathered copy lives, whether sequences are split too, what is run again.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -162,7 +163,7 @@ def _restriction(configuration: NamedConfiguration, program: Program, pricer: Pr
     return Restriction(
         choice=choice,
         otherwise=otherwise,
-        apart=_apart(program, samples),
+        apart=_apart(program, samples, pricer, data),
         storage=storage,
         lifetimes=_lifetimes(configuration, program),
         recompute=_recompute(configuration, program),
@@ -225,11 +226,16 @@ def _may_be_whole(op: Op, samples: SampleFactors) -> bool:
     return op.name in samples.after and not op.parameters
 
 
-def _apart(program: Program, samples: SampleFactors) -> frozenset[str]:
-    """Ops that mix samples, and those that make what they mix: what they read and make is redistributed."""
-    mixed = [program.tensors[name].producer for op in program.ops if op.name in samples.mixing for name in op.operands]
-    makers = {program.ops[position].name for position in mixed if position is not None}
-    return samples.mixing | {name for name in makers if samples.factors[name]}
+def _apart(program: Program, samples: SampleFactors, pricer: Pricer, data: tuple[int, ...]) -> frozenset[str]:
+    """Ops that mix samples, or whose own sizes forbid to split them, and those that make what they read: all of that is
+    redistributed."""
+    whole = samples.mixing
+    if samples.size % math.prod(pricer.mesh.shape[axis] for axis in data):
+        having = [op for op in program.ops if samples.factors[op.name]]
+        whole |= {op.name for op in having if not splits_samples(op, samples, pricer, data)}
+    read = [program.tensors[name].producer for op in program.ops if op.name in whole for name in op.operands]
+    makers = {program.ops[position].name for position in read if position is not None}
+    return whole | {name for name in makers if samples.factors[name]}
 
 
 def _megatron(meaning: Meaning, configuration: NamedConfiguration, pricer: Pricer) -> Allowed:

@@ -43,9 +43,9 @@ def sample_factors(program: Program) -> SampleFactors:
 
 
 def _found(program: Program) -> SampleFactors:
-    working = [op for op in program.ops if any(op.result_grads) and (op.parameters or op.rule.flops)]
+    working = _working(program)
     best: tuple[int, SampleFactors] | None = None
-    for dim in (0, 1):
+    for dim in (0, 1) if _batch(program, 0) else ():
         if size := _batch(program, dim):
             flow = _Flow(program, size, _entries(program, size, dim))
             found, alone = flow.run(), sum(map(flow.is_alone, working))
@@ -57,6 +57,12 @@ def _found(program: Program) -> SampleFactors:
         nothing = frozenset[str]()
         return SampleFactors(factors={op.name: nothing for op in program.ops}, mixing=nothing, after=nothing, size=0)
     return best[1]
+
+
+def _working(program: Program) -> list[Op]:
+    """Trained ops that read parameters, or are products."""
+    trained = (op for op in program.ops if any(op.result_grads))
+    return [op for op in trained if op.parameters or op.rule.product is not None or op.rule.is_attention]
 
 
 def _batch(program: Program, dim: int) -> int:
@@ -116,12 +122,10 @@ class _Flow:
         )
 
     def is_alone(self, op: Op) -> bool:
-        """Whether the op treats samples one by one: one factor is theirs everywhere, and no parameter's."""
-        rows = list(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
+        """Whether the op treats samples one by one: one factor is theirs everywhere."""
+        rows = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
         found = {dims[d] for name, dims in rows for d in range(len(dims)) if (name, d) in self.places}
-        if len(found) != 1 or None in found:
-            return False
-        return not any(found & set(op.rule.operands[i]) for i in op.parameters)
+        return len(found) == 1 and found <= self.factors[op.name]
 
     def _forward(self, op: Op) -> None:
         factors = self._factors_of(op, op.operands, op.rule.operands)
@@ -152,12 +156,13 @@ class _Flow:
     def _factors_of(
         self, op: Op, names: Iterable[str | None], rows: Iterable[tuple[str | None, ...]]
     ) -> frozenset[str]:
-        """The factors of dims that have samples."""
+        """The factors of dims that have samples: none of a parameter's, which is the same for all."""
+        own = {factor for i in op.parameters for factor in op.rule.operands[i]}
         return frozenset(
             factor
             for name, dims in zip(names, rows, strict=True)
             for d, factor in enumerate(dims)
-            if factor is not None and (name, d) in self.places
+            if factor is not None and (name, d) in self.places and factor not in own
         )
 
     def _found_again(self, op: Op, entering: list[Place], shape: tuple[int, ...]) -> int | None:
@@ -166,11 +171,12 @@ class _Flow:
         if math.prod(shape) * self.size <= max(math.prod(s) for s in op.operand_shapes):
             return None  # reduced over them
         read = [(tuple(self.program.tensors[name].shape), d) for name, d in entering]
-        dims = [d for d in (*(d for _, d in read), *range(len(shape))) if d < len(shape) and shape[d] > 1]
-        alike = [d for d in dims if shape[d] in {source[d] for source, d in read}]
+        sizes, dims = {source[d] for source, d in read}, [d for d, size in enumerate(shape) if size > 1]
+        rest = [at for s, at in read if (s[:at], s[at + 1 :]) == (shape[:at], shape[at + 1 :])]
+        here = [at for _, at in read if at in dims and (shape[at] in sizes or at in rest)]
+        alike = [d for d in dims if shape[d] in sizes]
         multiple = [d for d in dims if shape[d] % self.size == 0 and d <= max(at for _, at in read)]
-        part = [d for d in dims if any((s[:d], s[d + 1 :]) == (shape[:d], shape[d + 1 :]) for s, at in read if at == d)]
-        return next(iter(alike + multiple + part), None)
+        return next(iter(here + alike + multiple), None)
 
 
 def splits_samples(op: Op, samples: SampleFactors, pricer: Pricer, axes: tuple[int, ...]) -> bool:
@@ -187,15 +193,15 @@ def check_samples(name: str, program: Program, samples: SampleFactors, pricer: P
     if not axes:
         return
     captured, n = program.captured, math.prod(pricer.mesh.shape[a] for a in axes)
-    trained = [op for op in program.ops if any(op.result_grads)]
-    having = [op for op in trained if samples.factors[op.name]]
+    working = _working(program)
+    having = [op for op in working if samples.factors[op.name]]
     if having and not any(splits_samples(op, samples, pricer, axes) for op in having):
         low = samples.size // n * n
         remedy = f"use {low} or {low + n}" if low else f"use {n}"
         raise InfeasibleError(
             f"{name} does not apply: global batch {samples.size} is not divisible by {n} data-parallel ranks; {remedy}"
         )
-    if having or not trained:
+    if having or not working:
         return
     if not samples.size:
         shapes = ", ".join(f"{s.path} {tuple(s.shape)}" for s in captured.inputs) or "none"
@@ -203,11 +209,11 @@ def check_samples(name: str, program: Program, samples: SampleFactors, pricer: P
             f"{name} does not apply: {captured.name} has no input with several samples along its first dim (inputs: "
             f"{shapes}); give it a batch of at least {n}"
         )
-    mixing = next((op for op in program.ops if op.name in samples.mixing), trained[0])
+    mixing = next((op for op in program.ops if op.name in samples.mixing), working[0])
     what = f"{target_name(mixing.node.target)} of {' and '.join(map(str, mixing.operand_shapes))}"
     module = f" in {mixing.module}" if mixing.module else ""
     raise InfeasibleError(
-        f"{name} does not apply: no call of {captured.name} that is trained has the {samples.size} samples of the "
-        f"batch in one of its dims; the first that mixes them is {mixing.name} ({what}{module}): keep samples "
+        f"{name} does not apply: no call of {captured.name} that reads parameters has the {samples.size} samples "
+        f"of the batch in one of its dims; the first that mixes them is {mixing.name} ({what}{module}): keep samples "
         "along one dim up to there"
     )
