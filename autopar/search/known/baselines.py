@@ -3,7 +3,8 @@
 No baseline matches names of parameters: a restriction says which factors may be split on which axis (`search.words`)
 and how parameters may be stored. The same program solves it, so a baseline is the best of its kind.
 
-    ddp        every axis splits the batch; parameters whole on every rank
+    ddp        every axis splits the batch; parameters whole on every rank. What mixes samples (`sample_factors`) runs
+               whole, gathered before and split again after; what reads no parameter may stay whole from there on
     fsdp       every axis splits the batch; parameters sharded wherever a dim divides, gathered for each use (ZeRO-3)
     megatron   the last axis splits linears by columns or rows, attention by heads, the embedding by vocabulary, what is
                between by sequence or not at all; the other axes split the batch; parameters whole on these
