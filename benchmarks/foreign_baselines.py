@@ -66,9 +66,9 @@ EXACT = "exact"
 LARGEST = 30_000_000
 """Parameters: larger ones do not fit beside their gradients on four ranks in the memory of a process."""
 SAID = """Each baseline's plan is run on ranks that are threads and compared with one process: loss, every gradient on
-every rank, no more bytes than counted. Stages: cut in two after a quarter, a half and three quarters of the calls before the
-loss, run one after the other, compared likewise. Refused is what has a reason in the model; models that are not
-captured are left out.
+every rank, no more bytes than counted. Stages: cut in two after a quarter, a half and three quarters of the calls
+before the loss, run one after the other, compared likewise. Refused is what has a reason in the model; models that are
+not captured are left out.
 """
 
 
