@@ -14,7 +14,7 @@ from autopar.captures import Captures, captured_model
 from autopar.checked import Compared, check_call
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.memory import NUM_STATES
-from autopar.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, PlanMismatchError
+from autopar.errors import ArgumentError, CaptureError, InfeasibleError, PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.model_plan import ModelPlan, model_plan
@@ -126,8 +126,6 @@ def plan(
         from autopar.search.known.named_configuration import configured
 
         own_mesh, microbatches = configured(baseline, machine, own_mesh, mesh is not None, call.batch(), microbatches)
-        if baseline.partition(":")[0] in ("ddp", "fsdp"):
-            check_batch((call if microbatches == "auto" else call.microbatch(microbatches)).batch(), own_mesh.size)
     elif microbatches is None:
         microbatches = "auto" if searched or num_pipeline > 1 else 1
     config = TrainConfig(
@@ -382,15 +380,6 @@ def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
     specs += [(b.placeholder, b.dtype) for b in captured.buffers]
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     return {name: values[name].detach().to(dtype) for name, dtype in specs}
-
-
-def check_batch(batch: int | None, ranks: int) -> None:
-    """Raises BatchError if `batch` samples cannot be shared out evenly over `ranks` data-parallel ranks."""
-    if batch is None or batch % ranks == 0:
-        return
-    low = batch // ranks * ranks
-    remedy = f"use {low} or {low + ranks}" if low else f"use {ranks}"
-    raise BatchError(f"global batch {batch} is not divisible by {ranks} data-parallel ranks; {remedy}")
 
 
 def check_choice(what: str, value: str, choices: Any) -> None:

@@ -65,7 +65,7 @@ def check(make: Callable[[], Foreign], plans: int = 2) -> Outcome:
 
 def _check(make: Callable[[], Foreign], plans: int, dtype: torch.dtype) -> Outcome:
     try:
-        eager = _Eager(_made(make, dtype), _calls(make, dtype))
+        eager = _Eager(made(make, dtype), calls_of(make, dtype))
         if (size := sum(p.numel() for p in eager.foreign.model.parameters())) > LARGEST:
             return Outcome(verdict="left out", said=f"{size / 1e6:.0f} million parameters")
         before = {name: value.clone() for name, value in _state(eager.foreign.model).items()}
@@ -75,7 +75,7 @@ def _check(make: Callable[[], Foreign], plans: int, dtype: torch.dtype) -> Outco
     if not all(step["loss"].isfinite().all() for step in seen):
         return Outcome(verdict="left out", said="the loss is not a number")
     precision = "fp64" if dtype is torch.float64 else "fp32"
-    model, calls = _made(make, dtype), _calls(make, dtype)
+    model, calls = made(make, dtype), calls_of(make, dtype)
     for name, value in _state(model.model).items():
         value.copy_(before[name])  # what `torch.empty` made is alike too
     try:
@@ -170,13 +170,13 @@ def _plan_error(captured: CapturedModel, model: Foreign, call: Call, plans: int,
     """What of random plans is not the graph, "" if nothing: in float64 where its kernels have that."""
     try:
         promoted = promote_casts(captured)
-        model.model._apply(lambda value: _in_dtype(value, torch.float64))
+        model.model._apply(lambda value: in_dtype(value, torch.float64))
         reference = one_process(promoted, model.model, call.in_dtype(torch.float64).tensors())
         captured, (loss_tolerance, tolerance) = promoted, TIGHT
     except RuntimeError:
         if precision == "fp64":
             raise
-        model.model._apply(lambda value: _in_dtype(value, torch.float32))
+        model.model._apply(lambda value: in_dtype(value, torch.float32))
         reference, (loss_tolerance, tolerance) = one_process(captured, model.model, call.tensors()), LOOSE
     rng = random.Random(captured.name)
     for number in range(plans):
@@ -192,25 +192,25 @@ def _plan_error(captured: CapturedModel, model: Foreign, call: Call, plans: int,
 
 
 def _differs_by_seed(make: Callable[[], Foreign], dtype: torch.dtype, seen: Mapping[str, Tensor]) -> bool:
-    again = _Eager(_made(make, dtype), _calls(make, dtype)).step(0, seed=1)
+    again = _Eager(made(make, dtype), calls_of(make, dtype)).step(0, seed=1)
     return any(not _same(value, seen[name]) for name, value in again.items())
 
 
-def _made(make: Callable[[], Foreign], dtype: torch.dtype) -> Foreign:
+def made(make: Callable[[], Foreign], dtype: torch.dtype) -> Foreign:
     """The model built under seed 0, in `dtype` and training mode."""
     _seed(0, 0)
     foreign = make()
-    foreign.model._apply(lambda value: _in_dtype(value, dtype)).train()
+    foreign.model._apply(lambda value: in_dtype(value, dtype)).train()
     return foreign
 
 
-def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.is_complex():
         return value.to(dtype.to_complex())
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _calls(make: Callable[[], Foreign], dtype: torch.dtype) -> list[Call]:
+def calls_of(make: Callable[[], Foreign], dtype: torch.dtype) -> list[Call]:
     """The calls of the steps: the arguments of one model, made under a seed a step."""
     inputs = make().inputs
     calls = []

@@ -24,6 +24,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -68,14 +69,16 @@ def models_of(package: str) -> dict[str, Make]:
     return found
 
 
-def run(chosen: Sequence[tuple[str, str, Make]], jobs: int, seconds: float, plans: int) -> Iterator[dict[str, Any]]:
-    """A row for each model as it is done, `jobs` processes at a time, each ended after `seconds` of a processor."""
+def run(
+    chosen: Sequence[tuple[str, str, Make]], jobs: int, seconds: float, check: Callable[[Make], Outcome]
+) -> Iterator[dict[str, Any]]:
+    """A row for each model as it is checked, `jobs` processes at a time, each ended after `seconds` of a processor."""
     waiting, running = list(reversed(chosen)), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             package, name, make = waiting.pop()
             ours, theirs = mp.Pipe(duplex=False)
-            process = mp.get_context("fork").Process(target=_work, args=(make, theirs, seconds, plans), daemon=True)
+            process = mp.get_context("fork").Process(target=_work, args=(make, theirs, seconds, check), daemon=True)
             process.start()
             theirs.close()
             running[ours] = package, name, process, time.monotonic()
@@ -105,7 +108,7 @@ def _received(pipe: Any, process: Any, late: bool, seconds: float) -> Outcome:
     return Outcome(verdict="crashed", said=f"the process died with exit code {process.exitcode}")
 
 
-def _work(make: Make, pipe: Any, seconds: float, plans: int) -> None:
+def _work(make: Make, pipe: Any, seconds: float, check: Callable[[Make], Outcome]) -> None:
     """In a process of its own: one thread, bounded memory and time."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
@@ -117,7 +120,7 @@ def _work(make: Make, pipe: Any, seconds: float, plans: int) -> None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
     try:
-        outcome = check(make, plans)
+        outcome = check(make)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/autopar/" in f.filename or "/passes/" in f.filename] or frames
@@ -195,7 +198,7 @@ def main() -> int:
                 before = known.get((package, name))
                 if before is None or "all" in again or before["verdict"] in again:
                     chosen.append((package, name, make))
-    for row in run(chosen, arguments.jobs, arguments.seconds, arguments.plans):
+    for row in run(chosen, arguments.jobs, arguments.seconds, partial(check, plans=arguments.plans)):
         known[row["package"], row["model"]] = row
         with arguments.results.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -8,7 +8,7 @@ talk. A buffer with a new value every step belongs to one stage.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -42,6 +42,24 @@ def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[Captur
         check_cuts(captured, cuts)
     is_whole = captured.loss and not cuts  # a call leaves out what it does not read, which its stage may lack
     return (captured,) if is_whole else _Split(captured, cuts).run()
+
+
+def possible_cuts(captured: CapturedModel, names: Iterable[str]) -> tuple[str, ...]:
+    """Of these calls before the loss those with which a stage may begin: where no buffer that forward writes is read
+    both before and after; none where forward writes parameters."""
+    if not captured.written:
+        return tuple(names)
+    if any(p.mutated_by for p in captured.parameters):
+        return ()
+    nodes, order = captured.nodes, {node: at for at, node in enumerate(captured.graph.nodes)}
+    spans = []
+    for buffer in captured.buffers:
+        if buffer.mutated_by is not None:
+            made = nodes[buffer.mutated_by]
+            made = operands(made)[0] if made.target is operator.getitem else made
+            reading = [order[user] for user in (*nodes[buffer.placeholder].users, made) if user.op == "call_function"]
+            spans.append((min(reading, default=0), max(reading, default=0)))
+    return tuple(name for name in names if not any(a < order[nodes[name]] <= b for a, b in spans))
 
 
 def cuts_by_state(captured: CapturedModel, stages_of: Mapping[str, Sequence[int]]) -> dict[int, str]:

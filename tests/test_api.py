@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import check_batch
 from autopar.calls import Call, call_from_json, call_of
 from autopar.cluster import load_cluster, resized
 from autopar.errors import (
@@ -166,14 +165,6 @@ def test_global_batch_replaces_the_examples_own() -> None:
         Call(kwargs={"a": torch.zeros(4, 2), "b": torch.zeros(3)}).with_batch(8)
     with pytest.raises(BatchError, match="not a positive number"):
         quick(make(), inputs(), global_batch=0)
-
-
-def test_batches_that_do_not_divide_name_those_that_do() -> None:
-    with pytest.raises(BatchError, match="global batch 30 is not divisible by 4 data-parallel ranks; use 28 or 32"):
-        check_batch(30, 4)
-    with pytest.raises(BatchError, match=r"use 4$"):
-        check_batch(3, 4)
-    check_batch(32, 4)
 
 
 def test_calls_survive_json() -> None:

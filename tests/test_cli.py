@@ -127,8 +127,8 @@ BAD = {
         "different numbers of micro-batches: ddp:mbs=1 2, ddp:mbs=2 1",
     ),
     "batch": (
-        ["plan", "{model}", *PLAN, "--global-batch", "30", "--baseline", "ddp"],
-        "global batch 30 is not divisible by 4 data-parallel ranks; use 28 or 32",
+        ["plan", "{model}", *PLAN, "--global-batch", "6", "--baseline", "ddp"],
+        "global batch 6 is not divisible by 4 data-parallel ranks; use 4 or 8",
     ),
     "memory": (["plan", "{model}", *PLAN, "--memory-gb", "-1"], "is not positive"),
     "solver": (["plan", "{model}", *PLAN, "--mesh", "auto", "--solver", "double-recursive"], "decides on one mesh"),

@@ -170,7 +170,7 @@ BAD: tuple[tuple[str, type[AutoparError], str], ...] = (
     ("ddp:pp=2,schedule=interleaved-1f1b", ArgumentError, "needs two or more stages a rank"),
     ("ddp:pp=2,vpp=3,schedule=zbv", ArgumentError, "zbv on 2 pipeline ranks needs two stages a rank, 4; got 6"),
     ("ddp:pp=4", ArgumentError, "1f1b on 4 pipeline ranks needs as many micro-batches, got 2"),
-    ("ddp:pp=2,vpp=4", InfeasibleError, "8 stages need as many blocks; LlamaForCausalLM has 4"),
+    ("ddp:pp=2,vpp=64", InfeasibleError, "128 stages need as many parts that read parameters; LlamaForCausalLM can be"),
     ("ddp:pp=2,mbs=3", BatchError, "8 is not divisible by 2 data-parallel ranks x micro-batch 3"),
 )
 

@@ -178,7 +178,7 @@ class Live:
         for dim in source.sharded_dims():
             n, size = prod(shape[axis] for axis in source.axes_of(dim)), tensor.shape[dim]
             nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
-        if nbytes == self.pricer.local_nbytes(tensor, source):
+        if nbytes == self.pricer.local_nbytes(tensor, source) or not journey.wanted:
             return
         if self.is_once_a_step(tensor.name):
             self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")

@@ -65,12 +65,13 @@ def build(
     micro-batch. part: of their bytes that ops and tensors between them take, for a bound on smaller micro-batches.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
-    key = ("clusters", fold, coarse)
+    restriction = restriction or Restriction()
+    key = ("clusters", fold, coarse, restriction.apart)
     if key not in program.made:
         folding = fold_program(program, fold=fold)
-        program.made[key] = folding, make_clusters(program, folding, coarse=coarse)
+        program.made[key] = folding, make_clusters(program, folding, coarse=coarse, apart=restriction.apart)
     folding, clusters = program.made[key]
-    made = (builder or Builder)(program, pricer, folding, clusters, restriction or Restriction(), share, paid, part)
+    made = (builder or Builder)(program, pricer, folding, clusters, restriction, share, paid, part)
     return made.run(limit)
 
 
@@ -117,7 +118,9 @@ class Builder:
         key = (cluster, self.restriction.choice)
         made = self.pricer.made
         if key not in made:
-            made[key] = cluster_options(cluster, self.pricer, self.restriction.choice)
+            allowed = self.restriction.choice, self.restriction.otherwise
+            offered = (cluster_options(cluster, self.pricer, a) for a in allowed if a is not None)
+            made[key] = next((options for options in offered if options), [])
         found: list[Option] = made[key]
         return found
 

@@ -90,9 +90,15 @@ def is_seed(op: Op, program: Program) -> bool:
     return bool(rule.messages or rule.extra or not rule.known) or rule.flops > HEAVY_FLOPS * max(elements, 1)
 
 
-def make_clusters(program: Program, folding: Folding, *, coarse: bool = False) -> tuple[Cluster, ...]:
-    """All clusters, in graph order of their first ops."""
-    seeds = {n for n, positions in enumerate(folding.instances) if is_seed(program.ops[positions[0]], program)}
+def make_clusters(
+    program: Program, folding: Folding, *, coarse: bool = False, apart: frozenset[str] = frozenset()
+) -> tuple[Cluster, ...]:
+    """All clusters, in graph order of their first ops. apart: names of ops that are seeds too."""
+    seeds = {
+        n
+        for n, positions in enumerate(folding.instances)
+        if is_seed(program.ops[positions[0]], program) or any(program.ops[p].name in apart for p in positions)
+    }
     while True:
         key = ("grown", folding, frozenset(seeds))
         if key not in program.form:

@@ -21,9 +21,14 @@ Allowed = Callable[[Op, int, str], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Restriction:
-    """A part of the space; the whole of it by default."""
+    """A part of the space; the whole of it by default.
+
+    otherwise: in place of `choice` for a cluster that has no option by it. apart: ops decided by themselves.
+    """
 
     choice: Allowed = lambda op, axis, name: True
+    otherwise: Allowed | None = None
+    apart: frozenset[str] = frozenset()
     storage: Callable[[Tensor, Layout], bool] = lambda tensor, layout: True
     lifetimes: tuple[str, ...] = ("step", "keep", "use")
     recompute: Callable[[Op], bool] | None = None

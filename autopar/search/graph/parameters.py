@@ -121,7 +121,8 @@ def parameter_space(
             near = range(len(stored)) if limited or shared else [int((updates + paid * passages.least[:, u]).argmin())]
             for s in near:
                 moved = bool(passages.moved[s, u])
-                if lifetime != "use" or passages.gathered[s, u]:
+                # of shared ones that must live for a use, another use may be gathered
+                if lifetime != "use" or passages.gathered[s, u] or (shared and instead is not None):
                     again = microbatches * float(passages.again[s, u]) if lifetime == "use" else 0.0
                     found.append((s, lifetime, u, float(passages.seconds[s, u]) * paid, again, moved))
                 elif instead is not None:

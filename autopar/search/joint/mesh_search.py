@@ -32,7 +32,7 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
-from autopar.search.staged.stages import block_starts
+from autopar.search.staged.stages import block_starts, written_text
 from autopar.staged_plan import check_microbatches
 
 NEAR = 8
@@ -100,11 +100,11 @@ def search_meshes(
         if batch is not None:
             batches.begin(batch // count)
 
-    def keys(num_blocks: int) -> list[Candidate]:
+    def keys(num_blocks: int, written: str = "") -> list[Candidate]:
         possible = tuple(n for n in parts(cluster) if n <= num_blocks)
         if wrong := sorted(set(pipelines or ()) - set(possible)):
             raise MeshError(
-                f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks allow "
+                f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks{written} allow "
                 f"{', '.join(map(str, possible))}; choose one of them or auto"
             )
         found = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
@@ -138,7 +138,7 @@ def search_meshes(
             why = batches.why_whole() if batch is not None and microbatches is None else None
             if why is not None:
                 counts, setup = (1,), replace(setup, counts=(1,))
-            asked = keys(len(block_starts(whole)) + 1)
+            asked = keys(len(block_starts(whole)) + 1, written_text(whole))
             if helpers is None and len(asked) >= MANY:
                 helpers = _entered(held)
             joint = Joint(

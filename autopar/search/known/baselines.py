@@ -3,7 +3,8 @@
 No baseline matches names of parameters: a restriction says which factors may be split on which axis (`search.words`)
 and how parameters may be stored. The same program solves it, so a baseline is the best of its kind.
 
-    ddp        every axis splits the batch; parameters whole on every rank
+    ddp        every axis splits the batch; parameters whole on every rank. What mixes samples (`sample_factors`) runs
+               whole, gathered before and split again after; what reads no parameter may stay whole from there on
     fsdp       every axis splits the batch; parameters sharded wherever a dim divides, gathered for each use (ZeRO-3)
     megatron   the last axis splits linears by columns or rows, attention by heads, the embedding by vocabulary, what is
                between by sequence or not at all; the other axes split the batch; parameters whole on these
@@ -13,13 +14,14 @@ With keys (`megatron:tp=8,zero=1,recompute=full`, see `named_configuration`) mor
 data-parallel ranks and for how long a gathered copy lives, whether sequences are split too, what is run again.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel, target_name
+from autopar.graph import CapturedModel
 from autopar.mesh import Mesh
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
@@ -37,6 +39,7 @@ from autopar.search.graph.extract import extract
 from autopar.search.graph.options import Allowed, Restriction
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.named_configuration import KINDS, NamedConfiguration, parse_configuration
+from autopar.search.known.sample_factors import SampleFactors, check_samples, sample_factors, splits_samples
 
 BASELINES = tuple(KINDS)
 
@@ -70,12 +73,6 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
     name = configuration.kind
     if pricer.mesh.size == 1 and configuration.pp == 1:
         raise InfeasibleError(f"{name} does not apply: the mesh has one rank")
-    unknown = sorted({target_name(op.node.target) for op in program.ops if _is_trained(op) and not op.rule.known})
-    if unknown:
-        raise InfeasibleError(
-            f"{name} does not apply: {', '.join(unknown)} has no sharding rule and runs whole on every rank, which no "
-            "recipe of that name does"
-        )
     restriction = _restriction(configuration, program, pricer)
     if limit is None:
         return _solved(configuration, program, pricer, None, restriction)
@@ -133,21 +130,25 @@ def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str,
 
 def _restriction(configuration: NamedConfiguration, program: Program, pricer: Pricer) -> Restriction:
     mesh, name = pricer.mesh, configuration.kind
-    meaning = _meanings(program)
     last = mesh.num_axes - 1
-    batch = _batch_only(program, meaning, pricer)
     data = tuple(range(mesh.num_axes)) if name in ("ddp", "fsdp") else tuple(range(last))
+    samples = sample_factors(program)
+    batch, either = _by_samples(samples, pricer, data), _by_samples(samples, pricer, data, or_whole=True)
     whole = name in ("ddp", "fsdp", "ulysses")  # parameters are the same on all ranks, and ZeRO shards over all
     zero = configuration.zero_stage
 
     def choice(op: Op, axis: int, option: str) -> bool:
         return batch(op, axis, option) if axis in data else tensor(op, axis, option)
 
+    def otherwise(op: Op, axis: int, option: str) -> bool:
+        return either(op, axis, option) if axis in data else tensor(op, axis, option) or _is_whole(option)
+
     tensor = batch
     if name in ("megatron", "ulysses"):
+        meaning = _meanings(program)
         tensor = _megatron(meaning, configuration, pricer) if name == "megatron" else _ulysses(meaning)
-        _check_parts(name, program, meaning, mesh.shape[last])
-    _check_batch(name, program, meaning, mesh, data)
+        _check_parts(name, program, mesh.shape[last])
+    check_samples(name, program, samples, pricer, data)
     sharded = tuple(range(mesh.num_axes)) if whole else data
     except_axis = None if whole else last
     stored = (lambda t, s: _whole_storage(t, s, except_axis)) if zero == 0 else _sharded_storage(mesh, sharded)
@@ -162,6 +163,8 @@ def _restriction(configuration: NamedConfiguration, program: Program, pricer: Pr
 
     return Restriction(
         choice=choice,
+        otherwise=otherwise,
+        apart=_apart(program, samples, pricer, data),
         storage=storage,
         lifetimes=_lifetimes(configuration, program),
         recompute=_recompute(configuration, program),
@@ -201,16 +204,39 @@ def _is_trained(op: Op) -> bool:
     return any(op.result_grads)
 
 
-def _batch_only(program: Program, meaning: Meaning, pricer: Pricer) -> Allowed:
-    """Ops that have a batch split it; others do not split at all."""
+def _is_whole(option: str) -> bool:
+    return option in ("replicate", "invariant")
+
+
+def _by_samples(samples: SampleFactors, pricer: Pricer, data: tuple[int, ...], *, or_whole: bool = False) -> Allowed:
+    """Ops that have samples split them; whole is what has none, where sizes forbid it and, if it is cheaper so, what
+    reads no parameter and comes after samples were mixed. or_whole: any other op may be whole too."""
 
     def allowed(op: Op, axis: int, option: str) -> bool:
-        said = meaning(op, option)
-        if any(meaning(op, o) == "batch" for o in op.rule.factors):
-            return said == "batch"
-        return said == "whole" or (not _is_trained(op) and said == "summands")
+        factors = samples.factors[op.name]
+        if option in factors:
+            return True
+        if not (_is_whole(option) or (option.startswith("partial") and not _is_trained(op))):
+            return False
+        return or_whole or not factors or _may_be_whole(op, samples) or not splits_samples(op, samples, pricer, data)
 
     return allowed
+
+
+def _may_be_whole(op: Op, samples: SampleFactors) -> bool:
+    return op.name in samples.after and not op.parameters
+
+
+def _apart(program: Program, samples: SampleFactors, pricer: Pricer, data: tuple[int, ...]) -> frozenset[str]:
+    """Ops that mix samples, or whose own sizes forbid to split them, and those that make what they read: all of that is
+    redistributed."""
+    whole = samples.mixing
+    if samples.size % math.prod(pricer.mesh.shape[axis] for axis in data):
+        having = [op for op in program.ops if samples.factors[op.name]]
+        whole |= {op.name for op in having if not splits_samples(op, samples, pricer, data)}
+    read = [program.tensors[name].producer for op in program.ops if op.name in whole for name in op.operands]
+    makers = {program.ops[position].name for position in read if position is not None}
+    return whole | {name for name in makers if samples.factors[name]}
 
 
 def _megatron(meaning: Meaning, configuration: NamedConfiguration, pricer: Pricer) -> Allowed:
@@ -277,21 +303,7 @@ def _sharded_storage(mesh: Mesh, axes: tuple[int, ...]) -> Callable[[Tensor, Lay
     return allowed
 
 
-def _check_batch(name: str, program: Program, meaning: Meaning, mesh: Mesh, axes: tuple[int, ...]) -> None:
-    n = 1
-    for axis in axes:
-        n *= mesh.shape[axis]
-    for spec in program.captured.inputs:
-        if spec.shape and spec.shape[0] % n:
-            low = spec.shape[0] // n * n
-            remedy = f"use {low} or {low + n}" if low else f"use {n}"
-            raise InfeasibleError(
-                f"{name} does not apply: global batch {spec.shape[0]} is not divisible by {n} data-parallel ranks; "
-                f"{remedy}"
-            )
-
-
-def _check_parts(name: str, program: Program, meaning: Meaning, parts: int) -> None:
+def _check_parts(name: str, program: Program, parts: int) -> None:
     """The last axis must divide what the kind splits."""
     attention = [op for op in program.ops if _is_attention(op)]
     if not attention:

@@ -13,7 +13,7 @@ stages as many each (`even_cuts`).
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,13 +26,13 @@ from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, 
 from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel, requires_grad
-from autopar.passes.split_stages import owners, split_stages
+from autopar.graph import CapturedModel, operands, requires_grad
+from autopar.passes.split_stages import owners, possible_cuts, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.evaluate import charges_of, itemised
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program, make_program
+from autopar.search.costs.program import Program, make_program
 from autopar.search.costs.runs import find_runs
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
@@ -81,12 +81,24 @@ class PricedStages:
 
 
 def block_starts(captured: CapturedModel) -> tuple[str, ...]:
-    """The first call of every block but the first: where the model may be cut."""
-    seen: dict[str, str] = {}
-    for node in captured.graph.nodes:
-        if node.op == "call_function" and requires_grad(node) and (block := block_of(node.meta["module"])):
-            seen.setdefault(block, node.name)
-    return tuple(seen.values())[1:]
+    """The first call of every block but the first, where the model may be cut; of a model without blocks, of every
+    module that has parameters of its own."""
+    parameters = {p.placeholder for p in captured.parameters}
+    calls = [n for n in captured.graph.nodes if n.op == "call_function" and requires_grad(n)]
+    reading = ((n, any(s.name in parameters for s in operands(n))) for n in calls)
+    return possible_cuts(captured, _firsts((n.name, n.meta["module"], reads) for n, reads in reading))
+
+
+def _firsts(calls: Iterable[tuple[str, str, bool]]) -> tuple[str, ...]:
+    """Of calls as (name, module, whether it reads parameters)."""
+    blocks: dict[str, str] = {}
+    modules: dict[str, str] = {}
+    for name, module, reads in calls:
+        if block := block_of(module):
+            blocks.setdefault(block, name)
+        if reads:
+            modules.setdefault(module, name)
+    return tuple((blocks if len(blocks) > 1 else modules).values())[1:]
 
 
 def starts_of(program: Program) -> tuple[str, ...]:
@@ -101,11 +113,10 @@ def start_positions(program: Program) -> tuple[int, ...]:
 
 def _starts(program: Program) -> dict[str, int]:
     if "block starts" not in program.form:
-        seen: dict[str, Op] = {}
-        for op in program.ops:
-            if any(op.result_grads) and (block := block_of(op.module)):
-                seen.setdefault(block, op)
-        program.form["block starts"] = {op.name: op.position for op in list(seen.values())[1:]}
+        trained = [op for op in program.ops if any(op.result_grads)]
+        firsts = _firsts((op.name, op.module, bool(op.parameters)) for op in trained)
+        positions = {op.name: op.position for op in trained}
+        program.form["block starts"] = {name: positions[name] for name in possible_cuts(program.captured, firsts)}
     found: dict[str, int] = program.form["block starts"]
     return found
 
@@ -144,15 +155,24 @@ def balanced(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -> tuple[str, ...]:
-    """Cuts at blocks so that the slowest stage's micro-batch is fastest.
+    """Cuts at blocks, or before any calls that read parameters if there are too few, so that the slowest stage's
+    micro-batch is fastest.
 
     Raises:
-        InfeasibleError: if there are fewer blocks than stages.
+        InfeasibleError: if the model cannot be cut in so many stages.
     """
+    positions = {op.name: op.position for op in program.ops}
     starts = starts_of(program)
     if len(starts) + 1 < num_stages:
-        raise InfeasibleError(f"{num_stages} stages need as many blocks; {program.captured.name} has {len(starts) + 1}")
-    positions, begins = {op.name: op.position for op in program.ops}, np.array(start_positions(program))
+        reading = [op.name for op in program.ops if op.parameters and any(op.result_grads)]
+        starts = possible_cuts(program.captured, reading[1:])
+    if len(starts) + 1 < num_stages:
+        captured = program.captured
+        raise InfeasibleError(
+            f"{num_stages} stages need as many parts that read parameters; {captured.name} can be cut into "
+            f"{len(starts) + 1}{written_text(captured)}"
+        )
+    begins = np.array([positions[name] for name in starts])
     seconds = np.zeros(len(starts) + 1)
     for charge in charges_of(plan, program, pricer):
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
@@ -164,6 +184,12 @@ def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -
             position = tensor.producer if tensor.producer is not None else min(readers, default=0)
         seconds[int(np.searchsorted(begins, position, side="right"))] += charge.seconds
     return tuple(starts[i - 1] for i in balanced(seconds.tolist(), num_stages))
+
+
+def written_text(captured: CapturedModel) -> str:
+    """Why there may be fewer cuts than blocks, as a clause: nothing where forward writes nothing."""
+    written = [spec.names[0] for spec in captured.written]
+    return f" (one stage has all calls that read or write {written[0]})" if written else ""
 
 
 def staged(
