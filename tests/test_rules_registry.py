@@ -18,6 +18,7 @@ from autopar.rules import (
     loss,
     normalization,
     reductions,
+    scatter,
     views,
 )
 from autopar.rules import random as random_rules
@@ -39,7 +40,7 @@ MODULES = (
         loss,
         normalization,
     ),
-    *(random_rules, reductions, views),
+    *(random_rules, reductions, scatter, views),
 )
 aten = torch.ops.aten
 

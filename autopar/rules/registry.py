@@ -27,6 +27,7 @@ from autopar.rules import (
     normalization,
     random,
     reductions,
+    scatter,
     views,
 )
 from autopar.rules.describe import free_dims, result_values
@@ -48,6 +49,7 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
         normalization,
         random,
         reductions,
+        scatter,
         views,
     )
     for key, rule in module.RULES.items()

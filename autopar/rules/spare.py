@@ -23,6 +23,9 @@ HANDED: dict[str, tuple[int, ...]] = {
     "sub": (0,),
     "_to_copy": (0,),
     "baddbmm": (0,),
+    "index_add": (0,),
+    "scatter_add": (0,),
+    "index_put": (0,),
 }
 """Operands of the result's size and dtype that are given its gradient."""
 
@@ -39,7 +42,7 @@ BACKWARD: dict[str, float] = {
 }  # fmt: skip
 """Spare tensors of backward; an elementwise op with an operand that is broadcast needs one for its sum."""
 
-AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear"})
+AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear", "scatter_reduce"})
 """Ops that make all gradients in one call, which is not told those asked for."""
 
 FORWARD: dict[str, float] = {"dropout": 1.0, "alpha_dropout": 1.0, "rrelu": 1.0}
@@ -82,6 +85,8 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
         return frozenset(range(len(sources)))
     value = node.meta["val"]
     given = HANDED.get(name, ()) if node.kwargs.get("alpha", 1) == 1 else HANDED.get(name, ())[:1]
+    if name == "index_put" and not (len(node.args) > 3 and node.args[3]):  # what is written over has no gradient
+        given = ()
     alike = (i for i in given if i < len(sources) and sources[i].meta["val"].shape == value.shape)
     same = frozenset(i for i in alike if sources[i].meta["val"].dtype == value.dtype)
     return same | frozenset(VIEWED.get(name, ()))

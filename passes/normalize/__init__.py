@@ -19,6 +19,7 @@ from autopar.passes.normalize.linear import fold_linear
 from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
 from autopar.passes.normalize.random import normalize_random, number_sites
+from autopar.passes.normalize.scatter import part_scatters
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
 from autopar.passes.normalize.storage import resolve_storage
@@ -46,6 +47,7 @@ PIPELINE: tuple[Pass, ...] = (
     split_projections,
     normalize_cross_entropy,
     part_losses,
+    part_scatters,
     sink_expands,
     normalize_attention,
     drop_noops,

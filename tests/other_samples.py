@@ -1,0 +1,51 @@
+"""Sample calls of sums into places, experts, bags, recurrent nets and transposed convolutions."""
+
+from tests.expert_samples import EXPERTS
+from tests.op_sample import Input, Sample, X, aten
+
+
+def _floats(*shapes: tuple[int, ...]) -> tuple[Input, ...]:
+    return tuple(Input(shape=s) for s in shapes)
+
+
+def _ids(shape: tuple[int, ...], high: int, low: int = 0) -> Input:
+    return Input(shape=shape, kind="ids", high=high, low=low)
+
+
+def _into(
+    name: str, x: tuple[int, ...], index: tuple[int, ...], source: tuple[int, ...], *rest: object, grad: bool = True
+) -> Sample:
+    """A call on places along dim 1 of x."""
+    target = getattr(aten, name)
+    target = target.two if "reduce" in name else target.default
+    title = " ".join([name, *map(str, rest), *("x".join(map(str, s)) for s in (x, index, source))])
+    inputs = (Input(shape=x), _ids(index, x[1]), Input(shape=source, grad=grad))
+    return Sample(name=title, target=target, args=(X(0), 1, X(1), X(2), *rest), inputs=inputs)
+
+
+SUMS = (
+    _into("index_add", (4, 5, 6), (12,), (4, 12, 6)),
+    _into("scatter_add", (4, 5, 6), (4, 12, 6), (4, 12, 6)),
+    _into("scatter_add", (4, 5, 6), (4, 6, 4), (4, 12, 6), grad=False),
+    *(_into("scatter_reduce", (4, 5, 6), (4, 12, 6), (4, 12, 6), how) for how in ("prod", "amax")),
+    *(
+        Sample(
+            name=f"index_put, {title}",
+            target=aten.index_put.default,
+            args=(X(0), indices, X(values), accumulate),
+            inputs=inputs,
+        )
+        for title, indices, values, accumulate, inputs in (
+            ("rows added", [X(1)], 2, True, (*_floats((5, 6)), _ids((12,), 5), *_floats((12, 6)))),
+            ("rows written", [X(1)], 2, False, (*_floats((5, 6)), _ids((1,), 5), *_floats((1, 6)))),
+            (
+                "two in the middle",
+                [None, X(1), X(2)],
+                3,
+                True,
+                (*_floats((4, 5, 3, 6)), _ids((6, 1), 5), _ids((4,), 3), *_floats((4, 6, 4, 1))),
+            ),
+        )
+    ),
+)
+OTHERS = (*EXPERTS, *SUMS)
