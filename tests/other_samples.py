@@ -1,5 +1,6 @@
 """Sample calls of sums into places, experts, bags, recurrent nets and transposed convolutions."""
 
+from autopar.ops.bags import bags
 from tests.expert_samples import EXPERTS
 from tests.op_sample import Input, Sample, X, aten
 
@@ -48,4 +49,28 @@ SUMS = (
         )
     ),
 )
-OTHERS = (*EXPERTS, *SUMS)
+
+
+def _bags(
+    title: str, ids: tuple[int, ...], mode: str, *, offsets: int = 0, weights: bool = False, pad: int = -1
+) -> Sample:
+    """Bags of a table of 12 rows; `offsets`: so many bags begin anywhere in a row of ids."""
+    inputs = [*_floats((12, 6)), _ids(ids, 12)]
+    if offsets:
+        inputs.append(Input(shape=(offsets,), kind="starts", high=ids[0]))
+    if weights:
+        inputs.append(Input(shape=ids))
+    args = (X(0), X(1), X(2) if offsets else None, X(len(inputs) - 1) if weights else None)
+    kwargs = {"mode": mode, "padding_idx": pad}
+    return Sample(name=f"bags {title} {mode}", target=bags, args=args, inputs=tuple(inputs), kwargs=kwargs)
+
+
+BAGS = (
+    *(_bags("of rows", (4, 6), mode) for mode in ("sum", "mean", "max")),
+    *(_bags("padded", (4, 6), mode, pad=7) for mode in ("sum", "mean", "max")),
+    _bags("weighted", (4, 6), "sum", weights=True, pad=3),
+    _bags("of two dims", (4, 3, 2), "sum"),
+    *(_bags("by offsets", (12,), mode, offsets=4) for mode in ("sum", "mean", "max")),
+    _bags("by offsets, weighted", (12,), "sum", offsets=4, weights=True, pad=5),
+)
+OTHERS = (*BAGS, *EXPERTS, *SUMS)

@@ -8,6 +8,7 @@ from autopar.mesh import make_mesh
 from autopar.ops.batch_norm import batch_norm
 from autopar.rules import (
     attention,
+    bags,
     convolution,
     creation,
     discovered,
@@ -30,6 +31,7 @@ from tests.op_samples import SAMPLES
 MODULES = (
     *(
         attention,
+        bags,
         convolution,
         creation,
         discovered,

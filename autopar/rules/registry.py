@@ -16,6 +16,7 @@ from autopar.graph import operands
 from autopar.ops.own_gradient import is_own
 from autopar.rules import (
     attention,
+    bags,
     convolution,
     creation,
     discovered,
@@ -38,6 +39,7 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
     key: rule
     for module in (
         attention,
+        bags,
         convolution,
         creation,
         discovered,

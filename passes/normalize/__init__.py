@@ -6,6 +6,7 @@ from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import tidy, verify
 from autopar.passes.lay_out import lay_out
 from autopar.passes.normalize.attention import normalize_attention
+from autopar.passes.normalize.bags import normalize_bags
 from autopar.passes.normalize.batch_norm import normalize_batch_norm
 from autopar.passes.normalize.canonical_arguments import canonicalize_arguments
 from autopar.passes.normalize.constants import fold_constants
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     drop_noops,
     normalize_random,
     normalize_batch_norm,
+    normalize_bags,
     simplify_creation,
     normalize_slices,
     fold_constants,
