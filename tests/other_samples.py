@@ -73,4 +73,20 @@ BAGS = (
     *(_bags("by offsets", (12,), mode, offsets=4) for mode in ("sum", "mean", "max")),
     _bags("by offsets, weighted", (12,), "sum", offsets=4, weights=True, pad=5),
 )
-OTHERS = (*BAGS, *EXPERTS, *SUMS)
+
+
+def _loss(name: str, *args: object, shapes: tuple[tuple[int, ...], ...]) -> Sample:
+    """A loss of each element, of which only the first operand has a gradient."""
+    inputs = tuple(Input(shape=s, kind="positive" if i else "float", grad=not i) for i, s in enumerate(shapes))
+    return Sample(name=name, target=getattr(aten, name).default, args=args, inputs=inputs)
+
+
+PAIR = ((4, 6), (4, 6))
+LOSSES = (
+    _loss("binary_cross_entropy_with_logits", X(0), X(1), None, X(2), 0, shapes=(*PAIR, (6,))),
+    _loss("kl_div", X(0), X(1), 0, shapes=PAIR),
+    _loss("poisson_nll_loss", X(0), X(1), True, False, 1e-8, 0, shapes=PAIR),
+    _loss("hinge_embedding_loss", X(0), X(1), 1.0, 0, shapes=PAIR),
+    _loss("margin_ranking_loss", X(0), X(1), X(2), 0.0, 0, shapes=(*PAIR, (6,))),
+)
+OTHERS = (*BAGS, *LOSSES, *EXPERTS, *SUMS)

@@ -25,6 +25,7 @@ from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
 from autopar.passes.normalize.storage import resolve_storage
 from autopar.passes.normalize.views import normalize_views
+from autopar.passes.normalize.weighted_losses import part_weighted_losses
 from autopar.passes.normalize.where import simplify_where
 
 Pass = Callable[[CapturedModel], CapturedModel]
@@ -47,6 +48,7 @@ PIPELINE: tuple[Pass, ...] = (
     order_by_token,
     normalize_views,
     split_projections,
+    part_weighted_losses,
     normalize_cross_entropy,
     part_losses,
     part_scatters,
