@@ -1,5 +1,7 @@
 """Sample calls of sums into places, experts, bags, recurrent nets and transposed convolutions."""
 
+from typing import Any
+
 from autopar.ops.bags import bags
 from tests.expert_samples import EXPERTS
 from tests.op_sample import Input, Sample, X, aten
@@ -89,4 +91,33 @@ LOSSES = (
     _loss("hinge_embedding_loss", X(0), X(1), 1.0, 0, shapes=PAIR),
     _loss("margin_ranking_loss", X(0), X(1), X(2), 0.0, 0, shapes=(*PAIR, (6,))),
 )
-OTHERS = (*BAGS, *LOSSES, *EXPERTS, *SUMS)
+
+
+def _net(name: str, batch: int, hidden: int, gates: int, *, states: int = 1, first: bool = False) -> Sample:
+    """Two layers of a recurrent net over rows of three steps and five inputs."""
+    x = (batch, 3, 5) if first else (3, batch, 5)
+    layer = [(gates * hidden, 5), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)]
+    layers = [*layer, (gates * hidden, hidden), *layer[1:]]
+    inputs = _floats(x, *[(2, batch, hidden)] * states, *layers)
+    own: Any = [X(1), X(2)] if states == 2 else X(1)
+    args = (X(0), own, [X(1 + states + i) for i in range(8)], True, 2, 0.0, True, False, first)
+    return Sample(name=f"{name} {x}", target=getattr(aten, name).input, args=args, inputs=inputs)
+
+
+def _cell(name: str, gates: int, *, states: int = 1) -> Sample:
+    inputs = _floats((4, 5), *[(4, 6)] * states, (gates * 6, 5), (gates * 6, 6), (gates * 6,), (gates * 6,))
+    own: Any = [X(1), X(2)] if states == 2 else X(1)
+    args = (X(0), own, *(X(1 + states + i) for i in range(4)))
+    return Sample(name=name, target=getattr(aten, name).default, args=args, inputs=inputs)
+
+
+RECURRENT = (
+    _net("lstm", 4, 6, 4, states=2),
+    _net("lstm", 6, 4, 4, states=2, first=True),
+    _net("gru", 4, 6, 3, first=True),
+    _net("rnn_tanh", 6, 4, 1),
+    _cell("lstm_cell", 4, states=2),
+    _cell("gru_cell", 3),
+    _cell("rnn_relu_cell", 1),
+)
+OTHERS = (*BAGS, *LOSSES, *RECURRENT, *EXPERTS, *SUMS)

@@ -18,6 +18,7 @@ from autopar.rules import (
     linear,
     loss,
     normalization,
+    recurrent,
     reductions,
     scatter,
     views,
@@ -42,7 +43,7 @@ MODULES = (
         loss,
         normalization,
     ),
-    *(random_rules, reductions, scatter, views),
+    *(random_rules, recurrent, reductions, scatter, views),
 )
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Bags of rows of a table, each summed, averaged or its maximum taken: whole, or over a part of the table or the ids."""
+"""Sums, means or maxima of bags of a table's rows: whole, or over a part of the table or of the ids."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Bags of a table's rows: `table[vocabulary hidden], ids[bags.. place] -> [bags.. hidden]`, vocabulary and place summed.
+"""Bags of rows: `table[vocabulary hidden], ids[bags.. place] -> [bags.. hidden]`, vocabulary and place summed.
 
 Where bags are told by offsets, ids are one row of places, and which bag one is in is known only when the model runs:
 bags stay whole. A table on one rank, another table on the next, sends what a split of every table's columns sends, and

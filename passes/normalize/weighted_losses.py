@@ -1,4 +1,4 @@
-"""What is a cross entropy of weighted classes or of probabilities, or a likelihood? Each row's loss and what divides it.
+"""What is a cross entropy of weighted classes or of probabilities? Each row's loss and what divides it.
 
     rows     -sum of weight * target * log probability, over classes
     mean     sum of rows / sum of the weights of their labels; of probabilities: / number of rows
