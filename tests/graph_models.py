@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Built = tuple[nn.Module, dict[str, Any]]
-NODES, EDGES, WIDTH, BATCH, LENGTH = 16, 32, 8, 8, 6
+NODES, EDGES, WIDTH, BATCH, LENGTH = 48, 128, 16, 8, 6
 
 
 def edges() -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class Normed(nn.Module):
 
 
 def _normed() -> Built:
-    given = edges() | {"graph": torch.arange(NODES) // 4, "y": torch.randint(0, 4, (4,))}
+    given = edges() | {"graph": torch.arange(NODES) % 4, "y": torch.randint(0, 4, (4,))}
     return Normed(), given
 
 
@@ -111,7 +111,7 @@ class Tables(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        rows = (40, 24, 64)
+        rows = (160, 96, 256)
         mode = "sum" if kind == "sum" else "mean"
         made = nn.Embedding if kind == "one" else lambda r, d: nn.EmbeddingBag(r, d, mode=mode)
         self.tables = nn.ModuleList(made(r, WIDTH) for r in rows)
@@ -133,7 +133,7 @@ class Tables(nn.Module):
 def _tables(kind: str) -> Callable[[], Built]:
     def build() -> Built:
         shape = (BATCH, 3) if kind == "one" else (BATCH, 3, 5)
-        given = {"dense": torch.randn(BATCH, 12), "sparse": torch.randint(0, 24, shape)}
+        given = {"dense": torch.randn(BATCH, 12), "sparse": torch.randint(0, 96, shape)}
         return Tables(kind), given | {"label": torch.randint(0, 2, (BATCH,)).float()}
 
     return build
@@ -142,7 +142,7 @@ def _tables(kind: str) -> Callable[[], Built]:
 def _bags() -> Built:
     """Bags of any length in one row of ids, with where each begins."""
     starts = torch.tensor([0, 3, 3, 7, 12, 13, 20, 22])
-    given = {"dense": torch.randn(BATCH, 12), "sparse": torch.randint(0, 24, (3, 24)), "offsets": starts.expand(3, -1)}
+    given = {"dense": torch.randn(BATCH, 12), "sparse": torch.randint(0, 96, (3, 24)), "offsets": starts.expand(3, -1)}
     return Tables("sum"), given | {"label": torch.randint(0, 2, (BATCH,)).float()}
 
 

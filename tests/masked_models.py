@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Built = tuple[nn.Module, dict[str, Any]]
-BATCH, LENGTH, HEADS, WIDTH = 8, 16, 4, 16
+BATCH, LENGTH, HEADS, WIDTH = 8, 16, 4, 32
 
 
 class Masked(nn.Module):

@@ -12,9 +12,22 @@ from torch import fx
 from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, dim_name, normalized_dim, numel, shapes_of
 from autopar.rules.kept import kept_by_autograd
-from autopar.rules.rule import Dims, Factor, Rule, replicated_rule
+from autopar.rules.rule import Dims, Factor, Rule, Shapes, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
+
+
+def _of_maximum(shapes: Shapes, _: Shapes) -> tuple[int, int]:
+    """Backward compares every element with its place's maximum, and counts those that are equal."""
+    return 0, 3 * numel(shapes[2]) + 3 * numel(shapes[0])
+
+
+def _of_product(shapes: Shapes, _: Shapes) -> tuple[int, int]:
+    """Backward divides products, and looks for zeros."""
+    return 0, 6 * numel(shapes[2]) + 6 * numel(shapes[0])
+
+
+SPARE = {"amax": _of_maximum, "amin": _of_maximum, "prod": _of_product}
 
 
 def _rule(node: fx.Node, dims: tuple[Dims, ...], sizes: dict[str, int], summed: frozenset[str]) -> Rule:
@@ -37,6 +50,7 @@ def _rule(node: fx.Node, dims: tuple[Dims, ...], sizes: dict[str, int], summed: 
         saves_nbytes=nbytes,
         flops=count,
         backward_flops=count if node.meta["requires_grad"] else 0.0,
+        spare=SPARE.get(argument(node, 4, "reduce")) if "reduce" in str(node.target) else None,
     )
 
 

@@ -38,7 +38,7 @@ BACKWARD: dict[str, float] = {
     "abs": 1.0, "sin": 1.0, "cos": 2.0, "erf": 4.0, "square": 2.0, "sqrt": 1.0, "rsqrt": 2.0, "reciprocal": 2.0,
     "log1p": 1.0, "pow": 2.0, "clamp": 0.5, "div": 3.0, "where": 1.0, "dropout": 0.75, "cumsum": 2.0, "maximum": 1.0,
     "minimum": 1.0, "amax": 0.75, "amin": 0.75, "logsumexp": 2.0, "max": 1.0, "min": 1.0, "var": 1.33, "std": 1.5,
-    "topk": 1.0, "sort": 1.0, "index": 1.0, "index_select": 1.0, "gather": 1.0, "cross_entropy": 1.0, "atan2": 5.0,
+    "topk": 1.0, "sort": 1.0, "cross_entropy": 1.0, "atan2": 5.0,
 }  # fmt: skip
 """Spare tensors of backward; an elementwise op with an operand that is broadcast needs one for its sum."""
 
