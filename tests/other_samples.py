@@ -120,4 +120,8 @@ RECURRENT = (
     _cell("gru_cell", 3),
     _cell("rnn_relu_cell", 1),
 )
-OTHERS = (*BAGS, *LOSSES, *RECURRENT, *EXPERTS, *SUMS)
+JOINED = (
+    Sample(name="cat of two", target=aten.cat.default, args=([X(0), X(1)], 1), inputs=_floats((4, 6), (4, 10))),
+    Sample(name="cat of rows", target=aten.cat.default, args=([X(0), X(1)], 0), inputs=_floats((4, 6), (8, 6))),
+)
+OTHERS = (*JOINED, *BAGS, *LOSSES, *RECURRENT, *EXPERTS, *SUMS)

@@ -56,7 +56,6 @@ def _embedding(node: fx.Node) -> Rule:
         linear=(frozenset({0}),) if all_float(node, operands(node)[:1]) else (),
         saves=(1,) if grads_of(operands(node))[0] else (),
         looked_up=frozenset({0}),
-        spare=_again,
         localize=localize,
     )
 

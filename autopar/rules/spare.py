@@ -8,9 +8,9 @@ the storage of the gradient that it got, as views and sums do; else it is writte
 from functools import cache
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from autopar.graph import operands, target_name
+from autopar.graph import operands, requires_grad, target_name
 from autopar.rules.rule import Rule
 
 WRITTEN = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "expand", "diagonal"})
@@ -32,7 +32,7 @@ HANDED: dict[str, tuple[int, ...]] = {
 VIEWED: dict[str, tuple[int, ...]] = {
     "sum": (0,), "view": (0,), "reshape": (0,), "slice_scatter": (1,), "select_scatter": (1,),
 }  # fmt: skip
-"""Operands that are given a view of it, a part or expanded; `stack` gives each of its own."""
+"""Operands that are given a view of it, a part or expanded; `stack` and `cat` give each of its own."""
 
 BACKWARD: dict[str, float] = {
     "abs": 1.0, "sin": 1.0, "cos": 2.0, "erf": 4.0, "square": 2.0, "sqrt": 1.0, "rsqrt": 2.0, "reciprocal": 2.0,
@@ -63,9 +63,10 @@ def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:
     if rule.alias is not None:
         return 0.0, 0.0
     name = short_name(node)
-    shapes = {tuple(source.meta["val"].shape) for source in operands(node)}
+    shape = tuple(value.shape) if isinstance(value := node.meta["val"], Tensor) else ()
+    summed = any(requires_grad(s) and tuple(s.meta["val"].shape) != shape for s in operands(node))
     is_scaled = name != "add" or node.kwargs.get("alpha", 1) != 1  # what a sum hands on is reduced as it is
-    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and len(shapes) > 1 and is_scaled else 0.0
+    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and summed and is_scaled else 0.0
     return FORWARD.get(name, 0.0), max(BACKWARD.get(name, 0.0), broadcast)
 
 
@@ -81,7 +82,7 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
     if rule.alias is not None:
         return frozenset() if name in WRITTEN else frozenset({rule.alias})
     sources = operands(node)
-    if name == "stack":
+    if name in ("stack", "cat"):
         return frozenset(range(len(sources)))
     value = node.meta["val"]
     given = HANDED.get(name, ()) if node.kwargs.get("alpha", 1) == 1 else HANDED.get(name, ())[:1]
