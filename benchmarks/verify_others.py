@@ -1,6 +1,7 @@
 """Do masked attention, message passing, tables, recurrent nets and models of science train as one process does?
 
-    python -m benchmarks.verify_others [--kinds masked,messages] [--meshes 2x2] [--random 20] [--write PAGE]
+    python -m benchmarks.verify_others [--kinds masked,messages] [--models NAME;NAME] [--meshes 2x2] [--random 20]
+                                       [--write PAGE]
 
 As `verify_families`, of the small models of tests/other_models.py. What is written is a table: a row a model, with the
 calls that no rank shares with another though they depend on the model's inputs.
@@ -54,6 +55,7 @@ HEAD = "| model | calls | whole | plans | loss | gradient | peak | failed |\n|--
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--models", help="names within the kinds, separated by semicolons; all by default")
     parser.add_argument("--meshes", default="2x2")
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -64,7 +66,10 @@ def main() -> int:
     lines: list[str] = []
     refused: list[str] = []
     num_failed = 0
+    named = arguments.models.split(";") if arguments.models else None
     for name in (f"{kind}: {model}" for kind in arguments.kinds.split(",") for model in KINDS[kind]):
+        if named is not None and name.partition(": ")[2] not in named:
+            continue
         model, kwargs = other_model(name, dtype=torch.float64)
         try:
             captured = capture(model, (), kwargs, name=type(model).__name__)
@@ -91,7 +96,7 @@ def page(arguments: argparse.Namespace, lines: list[str], refused: list[str]) ->
         f"Written by `{command}` with torch {torch.__version__}.",
         "Small float64 models, real Gloo processes, the best plan, every baseline that applies and random plans, three "
         "steps each: loss (1e-10) and every gradient on every rank (1e-8) against the eager module, bytes as counted, "
-        "peaks of every rank within 5% of the prediction. *Whole*: calls that depend on the inputs and have no dim that "
+        "peaks of every rank within 5% of the prediction. *Whole*: calls that depend on the inputs without a dim that "
         "can be split.",
         "\n".join([HEAD, *lines]),
         *(["## Not captured", "\n".join(refused)] if refused else []),

@@ -19,8 +19,7 @@ from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads
 
 # Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
-# a gradient, three dims or one head for all; of bags that are no maxima they keep a number each, of recurrent nets other
-# copies.
+# a gradient, three dims or one head for all; of bags that are no maxima they keep a number each, of nets other copies.
 CPU_KEEPS = (
     "sdpa bias",
     "attention dropout",

@@ -21,7 +21,8 @@ def _bags(node: fx.Node) -> Rule:
     sources = operands(node)
     table, ids, *_ = shapes_of(sources)
     _, _, offsets, weights = node.args
-    mode, padded = node.kwargs["mode"], node.kwargs.get("padding_idx", -1) >= 0
+    options: dict[str, Any] = dict(node.kwargs)
+    mode, padded = options["mode"], options.get("padding_idx", -1) >= 0
     leading: Dims = tuple(dim_name(d) if size > 1 else None for d, size in enumerate(ids[:-1]))
     sizes = {"hidden": table[1]} | {n: ids[d] for d, n in enumerate(leading) if n}
     summed = {"vocabulary": table[0], "place": ids[-1]} if mode == "sum" or (mode == "mean" and not padded) else {}

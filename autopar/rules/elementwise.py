@@ -178,7 +178,7 @@ def _loss_of_elements(node: fx.Node) -> Rule:
     """Any other loss of each element, which may have weights; what is kept for backward is looked at."""
     sources = operands(node)
     shapes, value = shapes_of(sources), node.meta["val"]
-    if value.shape != torch.broadcast_tensors(*(s.meta["val"] for s in sources))[0].shape:  # torch reduces it
+    if value.shape != torch.broadcast_shapes(*shapes):  # type: ignore[no-untyped-call]  # torch reduces it
         return replicated_rule(tuple(map(len, shapes)), (value.dim(),))
     saves, saves_results, nbytes = kept_by_autograd(node)
     return elementwise_rule(
