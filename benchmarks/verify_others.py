@@ -20,6 +20,7 @@ from autopar.graph import CapturedModel, operands, target_name
 from autopar.mesh import parse_mesh
 from autopar.rules.describe import result_values
 from autopar.rules.registry import rule_of
+from autopar.verification import TOLERANCES
 from benchmarks.verify_families import Verified, verified
 from tests.other_models import KINDS, other_model
 
@@ -43,12 +44,26 @@ def row(name: str, captured: CapturedModel, found: list[Verified]) -> str:
     worst = [max((v.worst[i] for v in found), key=abs) for i in range(3)]
     plans = sum(len(v.plans) for v in found)
     failed = sum(len(v.failed) for v in found)
+    kinds = sorted({kind for v in found for check in v.failed for kind in check.wrong(*TOLERANCES["fp64"])})
     calls = sum(node.op == "call_function" for node in captured.graph.nodes)
     ops = ", ".join(f"`{op}` ({n})" for op, n in whole(captured).items()) or "none"
     numbers = f"{worst[0]:.0e} | {worst[1]:.0e} | {worst[2]:+.1%}"
-    return f"| {name} | {calls} | {ops} | {plans} | {numbers} | {failed} |"
+    return f"| {name} | {calls} | {ops} | {plans} | {numbers} | {failed} {' '.join(kinds)} |"
 
 
+REASONS = """## Not split, and why
+
+- Hidden units of a recurrent net: every step reads the whole state of the step before, so that ranks would gather it at
+  every step, forward and backward; ranks that split the batch send nothing. A net on rows packed by length is not
+  captured: its sizes are values.
+- Nodes that edges are summed into: which node an edge goes to is known only when the model runs. Edges are split, and
+  their sums are reduced and scattered over nodes. Of maxima, means with other weights and products edges stay whole.
+- Bags by offsets: ids are split instead, of which every rank sums those that it holds.
+- A whole table on one rank: a split of every table's columns sends as many bytes and is balanced.
+- Dims that a transform runs along, and the matrix whose determinant a flow takes, which has no batch.
+- `ctc_loss`: sizes of its saved tensors are values; it is not captured. FlexAttention: torch has no backward of it on a
+  CPU, and block masks are not made in a traced forward; attention under a mask tensor is split instead."""
+"""What the table does not say."""
 HEAD = "| model | calls | whole | plans | loss | gradient | peak | failed |\n|---|---|---|---|---|---|---|---|"
 
 
@@ -90,7 +105,8 @@ def main() -> int:
 
 
 def page(arguments: argparse.Namespace, lines: list[str], refused: list[str]) -> str:
-    command = f"python -m benchmarks.verify_others --meshes {arguments.meshes} --random {arguments.random}"
+    models = f'--models "{arguments.models}" ' if arguments.models else ""
+    command = f"python -m benchmarks.verify_others {models}--meshes {arguments.meshes} --random {arguments.random}"
     parts = [
         "# Masked and packed sequences, graphs, tables, recurrent nets, science",
         f"Written by `{command}` with torch {torch.__version__}.",
@@ -101,7 +117,7 @@ def page(arguments: argparse.Namespace, lines: list[str], refused: list[str]) ->
         "\n".join([HEAD, *lines]),
         *(["## Not captured", "\n".join(refused)] if refused else []),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, REASONS]) + "\n"
 
 
 if __name__ == "__main__":

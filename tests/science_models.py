@@ -107,29 +107,26 @@ class Flow(nn.Module):
 class Forces(nn.Module):
     """Energies of pairs of atoms and the forces that are their gradients, both trained."""
 
-    def __init__(self, cdist: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.cdist = cdist
         self.net = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1))
         self.register_buffer("centres", torch.linspace(0.0, 3.0, 8))
 
     def forward(self, positions: Tensor, energy: Tensor, forces: Tensor) -> Tensor:
         positions = positions.detach().requires_grad_()
-        if self.cdist:
-            apart = torch.cdist(positions, positions + 0.01)
-        else:
-            apart = ((positions[:, :, None] - positions[:, None]).square().sum(-1) + 1e-3).sqrt()
+        apart = ((positions[:, :, None] - positions[:, None]).square().sum(-1) + 1e-3).sqrt()
         found = self.net(torch.exp(-(apart[..., None] - self.centres).square())).sum((1, 2, 3))
         (gradient,) = torch.autograd.grad(found.sum(), positions, create_graph=True)
         return F.mse_loss(found, energy) + F.mse_loss(-gradient, forces)
 
 
-def _forces(cdist: bool) -> Callable[[], Built]:
+def _forces() -> Built:
     shape = (BATCH, 5, 3)
-    return lambda: (
-        Forces(cdist),
-        {"positions": torch.randn(shape), "energy": torch.randn(BATCH), "forces": torch.randn(shape)},
-    )
+    return Forces(), {"positions": torch.randn(shape), "energy": torch.randn(BATCH), "forces": torch.randn(shape)}
+
+
+def _distances(x: Tensor) -> Tensor:
+    return torch.exp(-torch.cdist(x, x + 0.1)) @ x
 
 
 class Volumes(nn.Module):
@@ -275,8 +272,8 @@ SCIENCE: dict[str, Callable[[], Built]] = {
     "spectral": _spectral,
     "spectrogram": _spectrogram,
     "flow": lambda: (Flow(), {"x": torch.randn(BATCH, WIDTH)}),
-    "forces": _forces(False),
-    "forces, cdist": _forces(True),
+    "forces": _forces,
+    "distances": _applied(_distances),
     "volumes": _volumes,
     "nearest": _resized("nearest"),
     "bilinear": _resized("bilinear", align_corners=False),
