@@ -11,9 +11,13 @@ any rank's peak of tensors is more than 5% from the prediction.
 import argparse
 import random
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from autopar.capture import capture
 from autopar.cluster import load_cluster
@@ -29,7 +33,7 @@ from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
-from autopar.verification import DEVICES, TOLERANCES, verify_plans
+from autopar.verification import DEVICES, TOLERANCES, Check, verify_plans
 from tests.zoo import FAMILIES, zoo
 
 
@@ -56,6 +60,51 @@ def plans_for(
     return plans, reasons
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Plans of a model on a mesh: their names, why baselines do not apply, the worst errors of all (loss, gradient,
+    predicted peak), and the checks that failed."""
+
+    plans: tuple[str, ...]
+    reasons: tuple[str, ...]
+    worst: tuple[float, float, float]
+    failed: tuple[Check, ...]
+
+    def line(self) -> str:
+        loss, gradient, peak = self.worst
+        return f"worst loss {loss:.0e}, gradient {gradient:.0e}, predicted peak {peak:+.1%}, failed {len(self.failed)}"
+
+
+def verified(
+    captured: CapturedModel,
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    meshes: Sequence[Mesh],
+    num_random: int,
+    seed: int,
+    *,
+    against_module: bool = True,
+    device: str = "cpu",
+) -> Iterator[Verified]:
+    """What `verify_plans` finds on each mesh, compared with the module or, without that, with its graph."""
+    values = {k: v.detach() for k, v in (parameters_of(captured, model) | buffers_of(captured, model)).items()}
+    subject = Subject(model=model, captured=captured, args=(), kwargs=dict(kwargs))
+    steps = check_module(subject, 3, context=promoted_eager).steps
+    inputs = [bind_inputs(captured.inputs, *call) for call in subject.calls(3)]
+    for mesh in meshes:
+        plans, reasons = plans_for(captured, mesh, num_random, seed)
+        wanted = steps if against_module and device == "cpu" else None
+        checks = list(verify_plans(captured, values, inputs, plans, wanted=wanted, device=device))
+        found = [(c.loss_error, c.gradient_error, c.peak_error) for c in checks]
+        loss, gradient, peak = (max(column, key=abs) for column in zip(*found, strict=True))
+        yield Verified(
+            plans=tuple(plans),
+            reasons=tuple(reasons.values()),
+            worst=(loss, gradient, peak),
+            failed=tuple(c for c in checks if c.wrong(*TOLERANCES["fp64"])),
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
@@ -66,37 +115,24 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=tuple(DEVICES), help="cuda: GPUs, shared if too few")
     arguments = parser.parse_args()
     console = Console(width=150)
-    loss_tolerance, gradient_tolerance = TOLERANCES["fp64"]
     num_checked = num_failed = 0
+    meshes = [parse_mesh(text) for text in arguments.meshes.split(",")]
     for family in arguments.families.split(","):
         model, kwargs = zoo(family, dtype=torch.float64, dropout=arguments.dropout)
         captured = promote_casts(capture(model, (), kwargs, name=family))
-        values = {k: v.detach() for k, v in (parameters_of(captured, model) | buffers_of(captured, model)).items()}
-        subject = Subject(model=model, captured=captured, args=(), kwargs=kwargs)
-        steps = check_module(subject, 3, context=promoted_eager).steps
-        inputs = [bind_inputs(captured.inputs, *call) for call in subject.calls(3)]
-        for text in arguments.meshes.split(","):
-            mesh = parse_mesh(text)
-            plans, reasons = plans_for(captured, mesh, arguments.random, arguments.seed)
-            worst = [0.0, 0.0, 0.0]
-            failed = []
-            wanted = None if arguments.dropout or arguments.device != "cpu" else steps
-            for check in verify_plans(captured, values, inputs, plans, wanted=wanted, device=arguments.device):
-                found = check.loss_error, check.gradient_error, check.peak_error
-                worst = [max(pair, key=abs) for pair in zip(worst, found, strict=True)]
-                if check.wrong(loss_tolerance, gradient_tolerance):
-                    failed.append(check)
-            num_checked, num_failed = num_checked + len(plans), num_failed + len(failed)
-            named = ", ".join(name for name in plans if not name.startswith("random"))
+        options = {"against_module": not arguments.dropout, "device": arguments.device}
+        rows = verified(captured, model, kwargs, meshes, arguments.random, arguments.seed, **options)
+        for mesh, row in zip(meshes, rows, strict=True):
+            num_checked, num_failed = num_checked + len(row.plans), num_failed + len(row.failed)
+            named = ", ".join(name for name in row.plans if not name.startswith("random"))
             console.print(
-                f"{family:8} {text:6} {len(plans):3} plans ({named}): worst loss {worst[0]:.0e}, "
-                f"gradient {worst[1]:.0e}, predicted peak {worst[2]:+.1%}, failed {len(failed)}",
-                style="red" if failed else "",
+                f"{family:8} {mesh!s:6} {len(row.plans):3} plans ({named}): {row.line()}",
+                style="red" if row.failed else "",
                 highlight=False,
             )
-            for reason in reasons.values():
+            for reason in row.reasons:
                 console.print(f"    {reason}", style="dim", highlight=False)
-            for check in failed:
+            for check in row.failed:
                 console.print(f"    {check.plan}: {check}", style="red", highlight=False)
     console.print(f"{num_checked} plans, {num_failed} failed")
     return 1 if num_failed else 0

@@ -63,8 +63,8 @@ def _over(sums: Iterable[fx.Node]) -> set[str]:
 
 
 def _reduces(call: fx.Node, axes: Set[str]) -> bool:
-    """Whether backward of a call of parameters, alone or in a bucket, sums gradients over exactly these axes, in their own
-    dtype."""
+    """Whether backward of a call of parameters, alone or in a bucket, sums gradients, as they are made, over exactly
+    these axes."""
     if {*axis_of(call), *axis_of(call, "inside")} != axes or call.kwargs.get("bits"):
         return False
     if call.target in (all_gather, all_gather_bucket):

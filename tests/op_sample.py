@@ -20,7 +20,7 @@ class X:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A tensor input; `kind`: float, positive, bool, or ids below `high`."""
+    """A tensor input; `kind`: float, positive, bool, ids below `high`, or where parts of a row of `high` start."""
 
     shape: tuple[int, ...]
     kind: str = "float"
@@ -85,6 +85,9 @@ def as_results(value: Any) -> tuple[Tensor, ...]:
 def random_tensor(spec: Input, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     if spec.kind == "ids":
         return torch.randint(spec.low, spec.high, spec.shape, generator=generator)
+    if spec.kind == "starts":
+        starts = torch.randint(0, spec.high, spec.shape, generator=generator).sort().values
+        return starts - starts[0]
     if spec.kind == "bool":
         return torch.rand(spec.shape, generator=generator) > 0.4
     value = torch.randn(spec.shape, generator=generator, dtype=torch.float64)

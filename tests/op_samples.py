@@ -8,8 +8,8 @@ import torch
 from autopar.ops.attention import attention
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from tests.expert_samples import EXPERTS
 from tests.op_sample import Input, Sample, X, aten
+from tests.other_samples import OTHERS
 from tests.product_samples import EINSUMS, TRANSPOSED
 from tests.product_samples import floats as _floats
 from tests.random_samples import RANDOM
@@ -388,7 +388,6 @@ SAMPLES = (
     *PRODUCTS,
     *EINSUMS,
     *TRANSPOSED,
-    *EXPERTS,
     *ATTENTION,
     *NORMS,
     *REDUCTIONS,
@@ -396,4 +395,5 @@ SAMPLES = (
     *CONVOLUTIONS,
     *LOSSES,
     *CREATION,
+    *OTHERS,
 )

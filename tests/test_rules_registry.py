@@ -8,6 +8,7 @@ from autopar.mesh import make_mesh
 from autopar.ops.batch_norm import batch_norm
 from autopar.rules import (
     attention,
+    bags,
     convolution,
     creation,
     discovered,
@@ -18,7 +19,9 @@ from autopar.rules import (
     linear,
     loss,
     normalization,
+    recurrent,
     reductions,
+    scatter,
     views,
 )
 from autopar.rules import random as random_rules
@@ -30,6 +33,7 @@ from tests.op_samples import SAMPLES
 MODULES = (
     *(
         attention,
+        bags,
         convolution,
         creation,
         discovered,
@@ -41,7 +45,7 @@ MODULES = (
         loss,
         normalization,
     ),
-    *(random_rules, reductions, views),
+    *(random_rules, recurrent, reductions, scatter, views),
 )
 aten = torch.ops.aten
 

@@ -19,8 +19,17 @@ from tests.ranks_in_threads import run_in_threads
 from tests.rules_on_ranks import local_of
 
 # Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
-# a gradient, three dims or one head for all.
-CPU_KEEPS = ("sdpa bias", "attention dropout", "rms_norm", "sdpa one key head", "sdpa three dims")
+# a gradient, three dims or one head for all; of bags that are no maxima they keep a number each, of nets other copies.
+CPU_KEEPS = (
+    "sdpa bias",
+    "attention dropout",
+    "rms_norm",
+    "sdpa one key head",
+    "sdpa three dims",
+    "bags",
+    "lstm (",
+    "gru (",
+)
 
 
 def kept(sample: Sample, dtype: torch.dtype) -> tuple[set[int], set[int], int]:

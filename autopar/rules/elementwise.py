@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, grads_of, numel, result_values, shapes_of
+from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Rule, replicated_rule
 
 aten = torch.ops.aten
@@ -173,6 +174,23 @@ def _loss(*, unsafe: bool = False) -> Maker:
     return rule
 
 
+def _loss_of_elements(node: fx.Node) -> Rule:
+    """Any other loss of each element, which may have weights; what is kept for backward is looked at."""
+    sources = operands(node)
+    shapes, value = shapes_of(sources), node.meta["val"]
+    if value.shape != torch.broadcast_shapes(*shapes):  # type: ignore[no-untyped-call]  # torch reduces it
+        return replicated_rule(tuple(map(len, shapes)), (value.dim(),))
+    saves, saves_results, nbytes = kept_by_autograd(node)
+    return elementwise_rule(
+        node,
+        saves=saves,
+        saves_results=saves_results,
+        saves_nbytes=nbytes,
+        unsafe=frozenset(range(len(sources))),
+        flops=8.0,
+    )
+
+
 def _plain(node: fx.Node) -> Rule:
     """Comparisons and logic: nothing to save, garbage stays garbage."""
     return elementwise_rule(node)
@@ -249,6 +267,10 @@ RULES: dict[str, Maker] = {
     **dict.fromkeys(_names("exp expm1", "default"), _unary("result", unsafe=True)),
     **dict.fromkeys(_names("mse_loss smooth_l1_loss huber_loss", "default"), _loss()),
     **dict.fromkeys(_names("soft_margin_loss", "default"), _loss(unsafe=True)),
+    **dict.fromkeys(
+        _names("binary_cross_entropy binary_cross_entropy_with_logits kl_div", "default"), _loss_of_elements
+    ),
+    **dict.fromkeys(_names("poisson_nll_loss margin_ranking_loss hinge_embedding_loss", "default"), _loss_of_elements),
     **dict.fromkeys(_names("eq ne lt le gt ge", "Tensor", "Scalar"), _plain),
     **dict.fromkeys(_names("__and__ __or__ __xor__", "Tensor", "Scalar"), _plain),
     **dict.fromkeys(_names("bitwise_and bitwise_or bitwise_xor", "Tensor", "Scalar"), _plain),

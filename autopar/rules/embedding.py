@@ -22,9 +22,14 @@ from autopar.rules.describe import (
     numel,
     shapes_of,
 )
-from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
+from autopar.rules.rule import Call, Dims, Factor, Local, Rule, Shapes, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
+
+
+def _again(operand_shapes: Shapes, _: Shapes) -> tuple[int, int]:
+    """Backward adds to zeros of the operand's size, and what it adds to is another tensor."""
+    return 0, numel(operand_shapes[0])
 
 
 def _embedding(node: fx.Node) -> Rule:
@@ -84,6 +89,7 @@ def _index(node: fx.Node) -> Rule:
             linear=(frozenset({0}),) if all_float(node, sources[:1]) else (),
             saves=tuple(range(1, len(sources))) if grads_of(sources)[0] else (),
             looked_up=frozenset({0}),
+            spare=_again,
         )
         if after <= len(x)
         else replicated_rule(tuple(map(len, shapes)), (len(result),))
@@ -105,6 +111,7 @@ def _index_select(node: fx.Node) -> Rule:
         linear=(frozenset({0}),) if all_float(node, operands(node)[:1]) else (),
         saves=(1,) if grads_of(operands(node))[0] else (),
         looked_up=frozenset({0}),
+        spare=_again,
     )
 
 
@@ -124,6 +131,7 @@ def _gather(node: fx.Node) -> Rule:
         saves=(0, 1) if grads_of(operands(node))[0] else (),
         flops=float(numel(index)),
         looked_up=frozenset({0}),
+        spare=_again,
     )
 
 

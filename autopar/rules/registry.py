@@ -14,6 +14,7 @@ from torch import fx
 from autopar.graph import operands
 from autopar.rules import (
     attention,
+    bags,
     convolution,
     creation,
     discovered,
@@ -25,7 +26,9 @@ from autopar.rules import (
     loss,
     normalization,
     random,
+    recurrent,
     reductions,
+    scatter,
     views,
 )
 from autopar.rules.describe import free_dims
@@ -36,6 +39,7 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
     key: rule
     for module in (
         attention,
+        bags,
         convolution,
         creation,
         discovered,
@@ -47,7 +51,9 @@ RULES: dict[Any, Callable[[fx.Node], Rule]] = {
         loss,
         normalization,
         random,
+        recurrent,
         reductions,
+        scatter,
         views,
     )
     for key, rule in module.RULES.items()

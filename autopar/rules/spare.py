@@ -8,9 +8,9 @@ the storage of the gradient that it got, as views and sums do; else it is writte
 from functools import cache
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from autopar.graph import operands, target_name
+from autopar.graph import operands, requires_grad, target_name
 from autopar.rules.rule import Rule
 
 WRITTEN = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "expand", "diagonal"})
@@ -23,23 +23,26 @@ HANDED: dict[str, tuple[int, ...]] = {
     "sub": (0,),
     "_to_copy": (0,),
     "baddbmm": (0,),
+    "index_add": (0,),
+    "scatter_add": (0,),
+    "index_put": (0,),
 }
 """Operands of the result's size and dtype that are given its gradient."""
 
 VIEWED: dict[str, tuple[int, ...]] = {
     "sum": (0,), "view": (0,), "reshape": (0,), "slice_scatter": (1,), "select_scatter": (1,),
 }  # fmt: skip
-"""Operands that are given a view of it, a part or expanded; `stack` gives each of its own."""
+"""Operands that are given a view of it, a part or expanded; `stack` and `cat` give each of its own."""
 
 BACKWARD: dict[str, float] = {
     "abs": 1.0, "sin": 1.0, "cos": 2.0, "erf": 4.0, "square": 2.0, "sqrt": 1.0, "rsqrt": 2.0, "reciprocal": 2.0,
     "log1p": 1.0, "pow": 2.0, "clamp": 0.5, "div": 3.0, "where": 1.0, "dropout": 0.75, "cumsum": 2.0, "maximum": 1.0,
     "minimum": 1.0, "amax": 0.75, "amin": 0.75, "logsumexp": 2.0, "max": 1.0, "min": 1.0, "var": 1.33, "std": 1.5,
-    "topk": 1.0, "sort": 1.0, "index": 1.0, "index_select": 1.0, "gather": 1.0, "cross_entropy": 1.0, "atan2": 5.0,
+    "topk": 1.0, "sort": 1.0, "cross_entropy": 1.0, "atan2": 5.0,
 }  # fmt: skip
 """Spare tensors of backward; an elementwise op with an operand that is broadcast needs one for its sum."""
 
-AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear"})
+AT_ONCE = frozenset({"scaled_dot_product_attention", "prelu", "_prelu_kernel", "grouped_linear", "scatter_reduce"})
 """Ops that make all gradients in one call, which is not told those asked for."""
 
 FORWARD: dict[str, float] = {"dropout": 1.0, "alpha_dropout": 1.0, "rrelu": 1.0}
@@ -60,9 +63,10 @@ def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:
     if rule.alias is not None:
         return 0.0, 0.0
     name = short_name(node)
-    shapes = {tuple(source.meta["val"].shape) for source in operands(node)}
+    shape = tuple(value.shape) if isinstance(value := node.meta["val"], Tensor) else ()
+    summed = any(requires_grad(s) and tuple(s.meta["val"].shape) != shape for s in operands(node))
     is_scaled = name != "add" or node.kwargs.get("alpha", 1) != 1  # what a sum hands on is reduced as it is
-    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and len(shapes) > 1 and is_scaled else 0.0
+    broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and summed and is_scaled else 0.0
     return FORWARD.get(name, 0.0), max(BACKWARD.get(name, 0.0), broadcast)
 
 
@@ -78,10 +82,12 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
     if rule.alias is not None:
         return frozenset() if name in WRITTEN else frozenset({rule.alias})
     sources = operands(node)
-    if name == "stack":
+    if name in ("stack", "cat"):
         return frozenset(range(len(sources)))
     value = node.meta["val"]
     given = HANDED.get(name, ()) if node.kwargs.get("alpha", 1) == 1 else HANDED.get(name, ())[:1]
+    if name == "index_put" and not (len(node.args) > 3 and node.args[3]):  # what is written over has no gradient
+        given = ()
     alike = (i for i in given if i < len(sources) and sources[i].meta["val"].shape == value.shape)
     same = frozenset(i for i in alike if sources[i].meta["val"].dtype == value.dtype)
     return same | frozenset(VIEWED.get(name, ()))

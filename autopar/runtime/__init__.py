@@ -1,6 +1,7 @@
 """What runs under torchrun: the distributed module, what belongs to it, and every function that exported code calls."""
 
 from autopar.ops.attention import attention
+from autopar.ops.bags import bags
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.checked import checked
 from autopar.ops.collectives import (
@@ -47,6 +48,7 @@ __all__ = [
     "all_to_all",
     "alpha_dropout",
     "attention",
+    "bags",
     "batch_norm",
     "block",
     "check_optimizer",

@@ -6,6 +6,7 @@ from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import tidy, verify
 from autopar.passes.lay_out import lay_out
 from autopar.passes.normalize.attention import normalize_attention
+from autopar.passes.normalize.bags import normalize_bags
 from autopar.passes.normalize.batch_norm import normalize_batch_norm
 from autopar.passes.normalize.canonical_arguments import canonicalize_arguments
 from autopar.passes.normalize.constants import fold_constants
@@ -19,10 +20,12 @@ from autopar.passes.normalize.linear import fold_linear
 from autopar.passes.normalize.losses import part_losses
 from autopar.passes.normalize.projections import split_projections
 from autopar.passes.normalize.random import normalize_random, number_sites
+from autopar.passes.normalize.scatter import part_scatters
 from autopar.passes.normalize.sink_expands import sink_expands
 from autopar.passes.normalize.slices import normalize_slices
 from autopar.passes.normalize.storage import resolve_storage
 from autopar.passes.normalize.views import normalize_views
+from autopar.passes.normalize.weighted_losses import part_weighted_losses
 from autopar.passes.normalize.where import simplify_where
 
 Pass = Callable[[CapturedModel], CapturedModel]
@@ -35,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     drop_noops,
     normalize_random,
     normalize_batch_norm,
+    normalize_bags,
     simplify_creation,
     normalize_slices,
     fold_constants,
@@ -44,8 +48,10 @@ PIPELINE: tuple[Pass, ...] = (
     order_by_token,
     normalize_views,
     split_projections,
+    part_weighted_losses,
     normalize_cross_entropy,
     part_losses,
+    part_scatters,
     sink_expands,
     normalize_attention,
     drop_noops,
