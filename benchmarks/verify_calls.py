@@ -5,7 +5,7 @@
 Tiny float64 models (tests/zoo.py, tests/calling_models.py) on 4 Gloo processes, under random plans on a 2x2 mesh and
 one in two stages, before a training step (with SGD's update but where the model draws numbers in training) and after
 it. A row a model; exit code 1 if any output of any rank is off. Outputs are compared with the module itself: 1e-9
-(relative to the tensor's largest entry), 1e-4 where the model computes in float32 inside.
+(relative to the tensor's largest entry), 1e-4 where the model computes in float32, as a whole or inside.
 """
 
 import argparse
@@ -39,19 +39,29 @@ from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo
 
 ROWS = (8, 1, 5)
-CONFIG = TrainConfig(precision="fp64")
 
 
 def model_of(name: str, seed: int = 0, rows: int = 8) -> tuple[nn.Module, dict[str, Any]]:
     if name in MODELS:
         return made(name), call(seed, rows)
-    model = zoo(name, dtype=torch.float64)[0]
-    return model, zoo(name, dtype=torch.float64, batch=rows, seed=seed)[1]
+    model = zoo(name, dtype=dtype_of(name))[0]
+    return model, zoo(name, dtype=dtype_of(name), batch=rows, seed=seed)[1]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Float64, float32 where torch's kernels have no other."""
+    return torch.float32 if name == "mixtral" else torch.float64
+
+
+def config_of(name: str) -> TrainConfig:
+    return TrainConfig(precision="fp32" if dtype_of(name) is torch.float32 else "fp64")
 
 
 def plans_of(name: str, captured: CapturedModel, count: int, seed: int) -> list[str]:
     rng = random.Random(f"{name} {seed}")
-    texts = [replace(random_plan(captured, make_mesh((2, 2)), rng), config=CONFIG).to_json() for _ in range(count)]
+    texts = [
+        replace(random_plan(captured, make_mesh((2, 2)), rng), config=config_of(name)).to_json() for _ in range(count)
+    ]
     try:
         cuts = random_cuts(captured, 2, rng)
         split_stages(captured, cuts)
@@ -59,7 +69,7 @@ def plans_of(name: str, captured: CapturedModel, count: int, seed: int) -> list[
         return texts
     return [
         *texts,
-        replace(random_staged_plan(captured, make_mesh((2,)), "gpipe", 2, cuts, rng), config=CONFIG).to_json(),
+        replace(random_staged_plan(captured, make_mesh((2,)), "gpipe", 2, cuts, rng), config=config_of(name)).to_json(),
     ]
 
 
@@ -74,11 +84,11 @@ def on_a_rank(name: str, text: str, draws: bool) -> tuple[float, str]:
     if is_staged(text):
         staged = staged_plan_from_json(text)
         parts = split_stages(captured, staged.cuts)
-        captor = Again(model=own, plans=staged.stages, planned=parts, precision="fp64", call=given)
+        captor = Again(model=own, plans=staged.stages, planned=parts, precision=config_of(name).precision, call=given)
         module = PipelinedModule(captured, parts, staged, values, captor=captor)
     else:
         plan = plan_from_json(text)
-        captor = Again(model=own, plans=[plan], planned=[captured], precision="fp64", call=given)
+        captor = Again(model=own, plans=[plan], planned=[captured], precision=config_of(name).precision, call=given)
         module = DistributedModule(insert_collectives(captured, plan), values, captor=captor)
     worst = 0.0
     try:
@@ -138,12 +148,6 @@ def main() -> int:
     console, failed = Console(), 0
     for name in asked.models.split(","):
         model, kwargs = model_of(name)
-        try:
-            model(**kwargs)
-        except RuntimeError as problem:
-            reason = str(problem).splitlines()[0]
-            console.print(f"{name}: left out, the module itself fails: {reason}", soft_wrap=True)
-            continue
         captured = capture(model, (), kwargs)
         narrow = any(
             isinstance(v := n.meta.get("val"), Tensor) and v.dtype == torch.float32 for n in captured.graph.nodes
