@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo.demo
 
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

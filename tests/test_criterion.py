@@ -118,7 +118,7 @@ def outside(seed: int, name: str) -> None:
         check_gradients(module, eager)
 
 
-@pytest.mark.parametrize(("seed", "name"), [(0, "cross_entropy"), (2, "smoothed"), (3, "smoothed")])
+@pytest.mark.parametrize(("seed", "name"), [(0, "cross_entropy"), (3, "smoothed")])
 def test_a_criterion_outside_is_the_loss_inside_at_its_cost(seed: int, name: str) -> None:
     ranks(4).run(outside, seed, name)
 
@@ -294,6 +294,5 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 2
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_outputs_are_tensors_that_may_be_written_and_watched(seed: int) -> None:
-    ranks(4).run(odd_loops, seed)
+def test_outputs_are_tensors_that_may_be_written_and_watched() -> None:
+    ranks(4).run(odd_loops, 2)

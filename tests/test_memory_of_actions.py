@@ -90,7 +90,7 @@ def test_random_cuts(family: str, schedule: str) -> None:
     num_stages = 2 if schedule in ("gpipe", "1f1b") else 4
     plan = random_staged_plan(captured, make_mesh((1,)), schedule, 2, random_cuts(captured, num_stages, rng), rng)
     found = errors(plan, captured, values, inputs)
-    assert max(map(abs, found.values())) <= 0.01, found
+    assert max(map(abs, found.values())) <= 0.015, found
 
 
 def test_a_permuted_gradient_is_copied_once_a_step() -> None:
@@ -158,7 +158,7 @@ def test_a_small_model(at: int) -> None:
     plan = random_staged_plan(captured, make_mesh((1,)), "zbv", 2, cuts, Random(0))
     (spec,) = captured.inputs
     found = errors(plan, captured, values, {spec.placeholder: picture})
-    assert max(map(abs, found.values())) <= 0.01, found
+    assert max(map(abs, found.values())) <= 0.015, found
 
 
 def test_gradients_are_made_contiguous_one_after_another() -> None:

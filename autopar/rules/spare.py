@@ -82,7 +82,7 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
     if rule.alias is not None:
         return frozenset() if name in WRITTEN else frozenset({rule.alias})
     sources = operands(node)
-    if name in ("stack", "cat"):
+    if name in ("stack", "cat") or (name == "einsum" and _is_sum(str(node.args[0]))):
         return frozenset(range(len(sources)))
     value = node.meta["val"]
     given = HANDED.get(name, ()) if node.kwargs.get("alpha", 1) == 1 else HANDED.get(name, ())[:1]
@@ -91,3 +91,9 @@ def handed_on(node: fx.Node, rule: Rule) -> frozenset[int]:
     alike = (i for i in given if i < len(sources) and sources[i].meta["val"].shape == value.shape)
     same = frozenset(i for i in alike if sources[i].meta["val"].dtype == value.dtype)
     return same | frozenset(VIEWED.get(name, ()))
+
+
+def _is_sum(equation: str) -> bool:
+    """Whether an einsum sums one operand over some of its letters."""
+    letters = equation.split("->")[0].replace(" ", "").replace("...", "")
+    return "," not in letters and len(set(letters)) == len(letters)

@@ -46,7 +46,8 @@ def reduction_position(node: fx.Node) -> int | None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return None
     schema = node.target._schema
-    if len(schema.returns) != 1 or schema.name.removeprefix("aten::").startswith(OF_COUNTS):
+    name = schema.name.removeprefix("aten::")
+    if len(schema.returns) != 1 or name.startswith(OF_COUNTS) or name.endswith("backward"):
         return None
     names = [a.name for a in schema.arguments if isinstance(a.type, torch.IntType)]
     if "reduction" not in names:
