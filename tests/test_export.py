@@ -92,7 +92,7 @@ def with_dropout(family: str) -> CapturedModel:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(f, kind) for i, f in enumerate(FAMILIES) for kind in ("random", ("uniform", "recompute")[i % 2])],
+    [(f, ("random", "uniform", "recompute")[i % 3]) for i, f in enumerate(FAMILIES)],
 )
 def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) -> None:
     """On a 1x1 mesh all the plan's collectives stand in the code and send nothing."""
@@ -144,7 +144,7 @@ def test_one_function_a_kind_of_block_called_once_a_layer() -> None:
     assert '"w_q_proj": "self_attn.q_proj.weight"' in source
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[::2])
 def test_exported_code_is_readable_and_needs_torch_and_the_runtime_alone(family: str) -> None:
     captured = captured_of(family)
     source = generate(insert_collectives(captured, uniform_plan(captured, make_mesh((4,)))))

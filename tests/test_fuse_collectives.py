@@ -30,7 +30,7 @@ from tests.zoo_graphs import zoo_graph
 MESHES = ((2,), (2, 2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[::2])
 def test_random_buckets_of_random_plans_equal_one_process(family: str) -> None:
     model, kwargs = zoo(family, dtype=torch.float64)
     captured = exact_of(family)

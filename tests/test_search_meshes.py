@@ -287,7 +287,7 @@ def without_a_limit(cluster: Cluster, buckets: bool = False) -> Plan:
     return found
 
 
-@pytest.mark.parametrize(("share", "buckets"), [(1.0, False), (0.8, False), (0.8, True)])
+@pytest.mark.parametrize(("share", "buckets"), [(1.0, False), (0.8, True)])
 def test_the_joint_search_finds_what_trying_everything_finds(share: float, buckets: bool) -> None:
     """Every mesh of 4 devices with every number of micro-batches, each planned by itself, with and without a limit.
 
