@@ -277,6 +277,13 @@ def odd_loops(seed: int) -> None:
         waits.sum().item()
     with pytest.raises(ArgumentError, match=r"autograd\.Function was applied"):
         Doubled.apply(module(x)).sum().backward()  # type: ignore[no-untyped-call]
+    head = nn.Linear(CLASSES, 1).double()
+    (slope,) = torch.autograd.grad(head(module(x)).sum(), [head.weight])  # a plain part after it
+    torch.testing.assert_close(slope, whole(module(x).detach()).sum(0, keepdim=True))
+    seen = module(x)[:, 1:]
+    assert seen.sum().item() != 0
+    with pytest.raises(ArgumentError, match="before anything is read"):
+        seen.mul_(2)
     with pytest.raises(ArgumentError, match="call backward"):
         torch.autograd.grad(cross_entropy(module(x), y), list(module.parameters()))
     next(module.parameters()).register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar.capture import capture
@@ -25,9 +25,8 @@ from autopar.search.known.random_plan import random_buckets, random_cuts, random
 from autopar.serialize import dump, load
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
-from tests.runtime_cases import whole
 from tests.search_cases import machine
-from tests.test_mixed_precision import MIXED, case, from_folder, some_plan, staged_errors, step_errors
+from tests.test_mixed_precision import MIXED, Sum, case, from_folder, some_plan, staged_errors, step_errors, summed
 from tests.test_peak_memory import measured
 
 WIDE = TrainConfig(precision=MIXED, reduce_dtype="fp64")
@@ -60,25 +59,6 @@ def test_wide_sums_are_right_and_sent_and_held_as_said(name: str, microbatches: 
         assert found["sent"] == sent
     predicted = evaluate(plan, captured, machine(2)).peak_nbytes
     assert max(ranks(2).run(measured, plan, dump(captured), values, inputs)) == pytest.approx(predicted, rel=0.05)
-
-
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).sum()
-
-
-def summed(plan: Plan, graph: bytes, x: Tensor) -> Tensor:
-    captured = load(graph)
-    (spec,), (given,) = captured.parameters, captured.inputs
-    module = DistributedModule(insert_collectives(captured, plan), {spec.placeholder: torch.ones(4)})
-    module.step({given.placeholder: x})
-    gradient = module.get_parameter("weight").grad
-    assert gradient is not None
-    return whole(gradient)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -21,6 +21,7 @@ from autopar.errors import ArgumentError
 from autopar.inputs import taken_apart
 from autopar.outputs import flatten_outputs
 from autopar.runtime.agreement import agree
+from autopar.runtime.parameters import MARK
 from autopar.runtime.private_torch import is_made
 
 
@@ -79,6 +80,8 @@ class DeferredCall:
     values: dict[int, Tensor] | None = None
     wholes: dict[int, Tensor] = field(default_factory=dict)
     """Values that every rank has whole: what was gathered once, and may be written since."""
+    own: set[int] = field(default_factory=set)
+    """Those of them that nothing else shares."""
     is_eager: bool = False
     read: set[int] = field(default_factory=set)
     """Values that others were computed of before there were any."""
@@ -86,7 +89,7 @@ class DeferredCall:
 
     def __post_init__(self) -> None:
         self._given = [tensor._version for tensor in self.given if not tensor.is_inference()]
-        _waiting.append(weakref.ref(self))
+        _waiting[id(self)] = self
 
     def new(self, meta: Tensor) -> "Deferred":
         """A tensor of the call that has no value yet."""
@@ -147,23 +150,23 @@ class DeferredCall:
     def opened(self, number: int, name: str) -> Tensor:
         """A value that is written, or whose gradient is watched, by the function `name`."""
         self.finish(eagerly=True)
-        if self.is_eager:
-            return self.whole(number)
-        if number in self.read:
-            raise ArgumentError(
-                f"{name} of an output that others were computed of, after these were read, would not be seen by them; "
-                "do it before, or on a copy"
-            )
-        self.wholes[number] = self.whole(number).clone()
-        return self.wholes[number]
+        if not (self.is_eager or number in self.own):
+            if number in self.read or number >= self.num_returned:
+                raise ArgumentError(
+                    f"{name} of an output, or of what was computed of one, after some of it was read, may not be seen "
+                    "by the rest; do it before anything is read, or on a copy"
+                )
+            self.wholes[number] = self.whole(number).clone()
+            self.own.add(number)
+        return self.whole(number)
 
 
-_waiting: list[weakref.ref[DeferredCall]] = []
+_waiting: weakref.WeakValueDictionary[int, DeferredCall] = weakref.WeakValueDictionary()
 
 
 def finish_all() -> None:
     """Run all calls that wait, in their order: what they read is about to change."""
-    waiting = [call for reference in _waiting if (call := reference()) is not None]
+    waiting = list(_waiting.values())
     _waiting.clear()
     for call in waiting:
         if not call.has_begun:
@@ -246,7 +249,7 @@ class Deferred(Tensor):
         leaves, rebuild = taken_apart((args, kwargs))
         calls = {id(leaf.call): leaf.call for leaf in leaves if isinstance(leaf, Deferred)}
         call = next(iter(calls.values()))
-        _refuse(func, name, leaves)
+        _refuse(func, leaves)
         if len(calls) == 1 and call.values is None and not (name in _ENDS or attribute in _READS or _changes(name)):
             noted = _note(call, func, leaves, rebuild)
             if noted is not None:
@@ -271,9 +274,9 @@ def whole_of(value: Tensor) -> Tensor:
     return value.full_tensor()
 
 
-def _refuse(func: Any, name: str, leaves: Sequence[Any]) -> None:
+def _refuse(func: Any, leaves: Sequence[Any]) -> None:
     """Raises ArgumentError for what would lose gradients."""
-    if func is torch.autograd.grad and any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+    if func is torch.autograd.grad and any(hasattr(leaf, MARK) for leaf in leaves):
         raise ArgumentError(
             "torch.autograd.grad finds no gradients of a distributed module's parameters, which travel before they are "
             "used; call backward() and read .grad"

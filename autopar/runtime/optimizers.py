@@ -14,9 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
 from autopar.runtime.deferred import finish_all
-
-MARK = "autopar_name"
-"""Attribute that tells our parameters from others."""
+from autopar.runtime.parameters import MARK
 
 REFUSED: dict[type, str] = {
     torch.optim.Adafactor: "its factored second moments need an operation in place that DTensor does not have",

@@ -22,6 +22,9 @@ from autopar.mesh import Mesh
 from autopar.placement import PARTIAL, REPLICATE, Layout, Shard, divides, local_ranges, local_shape
 from autopar.runtime.private_torch import strided_shard
 
+MARK = "autopar_name"
+"""Attribute that tells our parameters from others."""
+
 
 def torch_placements(layout: Layout, mesh: Mesh) -> tuple[TorchPlacement, ...]:
     """DTensor's placements for storage in `layout`."""

@@ -22,8 +22,15 @@ from autopar.errors import ArgumentError
 from autopar.graph import BufferSpec, LocalModel, ParameterSpec
 from autopar.mesh import Mesh
 from autopar.placement import Layout, Shard
-from autopar.runtime.optimizers import MARK
-from autopar.runtime.parameters import check_storage, has_name, local_part, padded_part, register_under, to_dtensor
+from autopar.runtime.parameters import (
+    MARK,
+    check_storage,
+    has_name,
+    local_part,
+    padded_part,
+    register_under,
+    to_dtensor,
+)
 from autopar.runtime.private_torch import local_tensor, stored_like
 
 

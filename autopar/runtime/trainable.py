@@ -197,13 +197,13 @@ class Trainable(nn.Module):
         Raises:
             ArgumentError: if a parameter would be trained that was not.
         """
-        for state in self.states:
-            for placeholder, spec in state.specs.items():
-                if requires_grad and not spec.trainable:
-                    raise ArgumentError(
-                        f"training {spec.names[0]} needs another plan; call requires_grad_ on the model before planning"
-                    )
-                state.parameters[placeholder].requires_grad_(requires_grad)
+        for spec in (spec for state in self.states for spec in state.specs.values()):
+            if requires_grad and not spec.trainable:
+                raise ArgumentError(
+                    f"training {spec.names[0]} needs another plan; call requires_grad_ on the model before planning"
+                )
+        for parameter in (held for state in self.states for held in state.parameters.values()):
+            parameter.requires_grad_(requires_grad)
         self.bind()
         return self
 
