@@ -41,6 +41,9 @@ def pytest_collection_finish() -> None:
     torch writes what it traces, every tensor and every graph, for whoever listens at a logger that passes nothing on,
     and pytest listens at all that do not: with it a capture took twice as long.
     """
+    from tests.quick_export import quicken_export
+
+    quicken_export()
     trace = logging.getLogger("torch.__trace")
     trace.handlers.clear()
     trace.propagate = True

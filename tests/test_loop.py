@@ -146,8 +146,6 @@ def run(plan: str, folder: str, by_step: bool, steps: tuple[int, int]) -> list[f
 
 KINDS: dict[str, dict[str, Any]] = {
     "best": {"mesh": "2x2"},
-    "ddp": {"baseline": "ddp"},
-    "fsdp": {"baseline": "fsdp"},
     "micro-batches": {"baseline": "fsdp", "microbatches": 2},
     "stages": {"mesh": "2", "pipeline": 2, "microbatches": 2},
 }
