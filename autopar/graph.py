@@ -84,21 +84,6 @@ class Accumulation:
     rows: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rider:
-    """What of a step's loss goes along with gradients, in the message of one bucket (`passes.ride_along`).
-
-    bucket: the first parameter of that bucket. scatters: its gradients are scattered, not reduced whole. inside: the
-    axes over which they are reduced first, if level by level (`redistribution.in_levels`). rows: over how many labels
-    the loss is a mean, some perhaps ignored; the count of those that are not goes along too. None where it does not.
-    """
-
-    bucket: str
-    scatters: bool
-    inside: tuple[str, ...] = ()
-    rows: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel:
     """A model's forward pass and loss as one functional graph, at its global batch shapes.
@@ -195,14 +180,11 @@ class LocalModel:
         node.meta["layouts"]   tuple of Layout, one a result
         node.meta["global"]    tuple of global shapes, one a result
         node.meta["messages"]  (forward, backward) tuples of `redistribution.Message` that it sends, if any
-
-    rider: what of the loss goes along with gradients where the processor sends.
     """
 
     captured: CapturedModel
     plan: "Plan"
     graph: fx.Graph
-    rider: Rider | None = None
 
 
 def target_name(target: object) -> str:

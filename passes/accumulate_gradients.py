@@ -11,7 +11,7 @@ With M micro-batches of equal size, the loss of the global batch is
 Which of them it is, or that it is none, `joined_samples` says: a loss that joins samples has no micro-batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from autopar.errors import BatchError
-from autopar.graph import Accumulation, CapturedModel, operands, target_name
-from autopar.ops.checked import checked
+from autopar.graph import Accumulation, CapturedModel, operands
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
@@ -28,8 +27,6 @@ from autopar.passes.sample_states import Joined
 from autopar.rules.discovered import has_own_backward
 from autopar.rules.registry import rule_of
 
-_LINEAR = {"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "_to_copy", "clone", "alias", "neg"}
-_LINEAR |= {"mul", "div", "add", "sub"}
 ONE = "use one micro-batch, or a loss that is a sum or a mean of terms of single samples"
 
 
@@ -96,34 +93,9 @@ def parts_of(captured: CapturedModel, microbatches: int, whole: CapturedModel) -
     return Parts(weight=weight, losses=tuple(n.name for n in own), target=_target(own[0]).name, ignored=ignored)
 
 
-def rows_of_mean(captured: CapturedModel) -> float | None:
-    """Over how many labels the loss is a mean, or a multiple of several over the same labels; None if of others too."""
-    means = {node for node in captured.graph.nodes if is_mean_over_labels(node)}
-    labels = {(_target(node), node.kwargs.get("ignore_index", -100)) for node in means}
-    if set(_terms(captured.nodes[captured.loss])) != means or len(labels) != 1:
-        return None
-    ((target, _),) = labels
-    return float(target.meta["val"].numel())
-
-
 def is_mean_over_labels(node: fx.Node) -> bool:
     """Whether a call is a mean over labels that are not ignored."""
     return node.target is cross_entropy and node.kwargs.get("reduction", "mean") == "mean"
-
-
-def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    """What a value is a multiple or a sum of."""
-    sources = operands(node)
-    if node.target is checked:
-        yield from _terms(sources[0])
-        return
-    name = target_name(node.target).removeprefix("aten.").split(".")[0]
-    numbers = [a for a in node.args[:2] if not isinstance(a, fx.Node) and a] if name in ("add", "sub") else []
-    if name not in _LINEAR or numbers or (name in ("mul", "div") and len(sources) != 1):
-        yield node
-        return
-    for source in sources:
-        yield from _terms(source)
 
 
 def _target(node: fx.Node) -> fx.Node:

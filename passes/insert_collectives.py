@@ -19,7 +19,6 @@ from autopar.graph import CapturedModel, LocalModel, operands, requires_grad
 from autopar.ops.collectives import pad_dim
 from autopar.passes.collective_call import collective_call
 from autopar.passes.recompute import check_recompute, mark_again
-from autopar.passes.ride_along import find_rider
 from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard, is_even, local_shape
@@ -94,7 +93,7 @@ class _Insertion:
         _drop_unused_backward(local.graph)
         mark_again(local.graph, self.plan)
         verify_local(local)
-        return replace(local, rider=find_rider(local))
+        return local
 
     def _placeholder(self, node: fx.Node) -> None:
         layout = self.plan.layouts[node.name]

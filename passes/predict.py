@@ -7,39 +7,34 @@ views in between included, and for every call replayed in backward that reads it
 
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from math import prod
 
 from torch import fx
 
-from autopar.graph import LocalModel, Rider, operands, requires_grad
+from autopar.graph import LocalModel, operands, requires_grad
 from autopar.passes.fuse_collectives import Group, fused_groups
 from autopar.passes.graph_tools import is_own
 from autopar.passes.hoist_parameters import hoist_parameters, hoisted_nodes
 from autopar.passes.recompute import backward_nodes, is_replayed
-from autopar.passes.wait_late import last_sums
 from autopar.passes.weave_copies import weave_copies
-from autopar.redistribution import Message, level_messages
+from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
 
 Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """(collective, axis names) -> (calls, payload bytes) of one step on one rank."""
 
 
-def predicted_messages(local: LocalModel, *, splits: bool = False, by_processor: bool = True) -> Sent:
+def predicted_messages(local: LocalModel, *, splits: bool = False) -> Sent:
     """Everything that one step, forward and backward of all its micro-batches, sends on each rank.
 
     splits: backward in two parts, both of which read what some calls keep.
-    by_processor: what computes sends too, as with Gloo, so that the loss goes along with gradients (`ride_along`);
-        not of a compiled module.
     """
-    rider = local.rider if by_processor else None
-    return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits, rider).sent
+    return _Count(weave_copies(local) if local.plan.copies > 1 else local, splits).sent
 
 
 class _Count:
     """Adds up. once: calls that run once a step; group: the calls that go with each in one message."""
 
-    def __init__(self, local: LocalModel, splits: bool, rider: Rider | None) -> None:
+    def __init__(self, local: LocalModel, splits: bool) -> None:
         self.sent: Sent = {}
         self.mesh, self.parts = local.plan.mesh, local.plan.microbatches
         self.once = hoisted_nodes(local.graph, local.plan.lifetimes)
@@ -50,18 +45,12 @@ class _Count:
         for group in groups:
             for direction in (0, 1):
                 self._together(group, direction)
-        told = () if rider is None else last_sums(local.graph)
-        counted = rider is not None and rider.rows is not None
-        if rider is not None:
-            for message in self._riding(told, rider, 1 + counted):
-                self._add(message, 0, 1)
         twice = heads(local) if splits else frozenset[str]()
         for node in local.graph.nodes:
             forward, backward = node.meta.get("messages", ((), ()))
             times = 1 if node in self.once else self.parts
-            for message in () if node in self.group or node in told else (*forward, *backward):
-                if not (message.early and counted):
-                    self._add(message, times)
+            for message in () if node in self.group else (*forward, *backward):
+                self._add(message, times)
             for gather in _gathered_again(node, self.group):
                 self._again(gather, times * (2 if node.name in twice else 1))
             if is_replayed(node):
@@ -71,24 +60,10 @@ class _Count:
                     for gather in regather_chain(operand, self.group):
                         self._again(gather, times)
 
-    def _riding(self, told: Iterable[fx.Node], rider: Rider, num_values: int) -> tuple[Message, ...]:
-        """What so many values, alone summed by these, add to the messages of a bucket."""
-        alone, *others = (node.meta["messages"][0][0] for node in told)
-        axes = tuple(sorted({axis for message in (alone, *others) for axis in message.axes}))
-        whole = replace(alone, axes=axes, nbytes=num_values * alone.nbytes)
-        if rider.inside:
-            inside = tuple(map(self.mesh.names.index, rider.inside))
-            return level_messages(inside, axes, whole.nbytes, alone.nbytes, self.mesh)
-        if rider.scatters:  # in every rank's row
-            num_ranks = prod(self.mesh.shape[axis] for axis in axes)
-            return (replace(whole, kind="reduce_scatter", nbytes=num_ranks * whole.nbytes),)
-        return (whole,)
-
-    def _add(self, message: Message, times: int, payloads: int | None = None) -> None:
-        """payloads: how often its bytes are sent, if not once a call."""
+    def _add(self, message: Message, times: int) -> None:
         key = (message.kind, tuple(self.mesh.names[a] for a in message.axes))
         calls, nbytes = self.sent.get(key, (0, 0))
-        self.sent[key] = (calls + times, nbytes + (times if payloads is None else payloads) * message.nbytes)
+        self.sent[key] = (calls + times, nbytes + times * message.nbytes)
 
     def _together(self, group: Group, direction: int) -> None:
         """What each call of a group would send, together, forward (0) or backward (1)."""

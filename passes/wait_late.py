@@ -5,7 +5,6 @@ The gradient of that sum is the gradient of every summand, so backward can begin
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops import collectives
 from autopar.ops.buckets import all_reduce_told
 
@@ -23,19 +22,8 @@ def wait_late(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def last_sums(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The all-reduces without a backward pass, one of the other, that make the first result, if nothing else reads
-    them; the last one last."""
-    found: list[fx.Node] = []
-    node = last_sum(graph)
-    while node is not None and _only_told(node):
-        found.append(node)
-        node = operands(node)[0]
-    return tuple(reversed(found))
-
-
 def last_sum(graph: fx.Graph) -> fx.Node | None:
-    """The last of them."""
+    """The all-reduce without a backward pass that makes the first result, if nothing else reads it."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results = output.args[0]
     first = next(iter(results), None) if isinstance(results, tuple | list) else results  # a stage may have none

@@ -175,7 +175,7 @@ def errors_of(
         mock.patch.object(dist, "all_to_all_single", all_to_all_single),
     ):
         outcomes, groups = run_in_threads(plan.mesh, one_rank)
-    predicted = predicted_messages(local, by_processor=False)
+    predicted = predicted_messages(local)
     for rank, group in enumerate(groups):
         if exact:
             assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"

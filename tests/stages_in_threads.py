@@ -76,7 +76,7 @@ def staged_error_of(reference: Reference, stages: Sequence[CapturedModel], plan:
         outcomes, groups = run_in_threads(plan.mesh, one_rank)
     predicted: dict[object, tuple[int, int]] = {}
     for local in locals_:
-        for key, (count, nbytes) in predicted_messages(local, by_processor=False).items():
+        for key, (count, nbytes) in predicted_messages(local).items():
             before = predicted.get(key, (0, 0))
             predicted[key] = before[0] + count, before[1] + nbytes
     for rank, group in enumerate(groups):

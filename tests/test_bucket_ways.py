@@ -137,7 +137,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     pricer = Pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config)
     pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
     seconds = evaluate_program(plan, program_of(family), pricer).seconds
-    sent = predicted_messages(insert_collectives(captured, plan), by_processor=False)
+    sent = predicted_messages(insert_collectives(captured, plan))
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
 

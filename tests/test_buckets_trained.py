@@ -64,7 +64,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
         pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
         seconds = evaluate_program(plan, program, pricer).seconds
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            sent = predicted_messages(insert_collectives(captured, plan), by_processor=False)
+            sent = predicted_messages(insert_collectives(captured, plan))
             assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
 
 

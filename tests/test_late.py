@@ -12,14 +12,11 @@ from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.buckets import all_reduce_told
 from autopar.ops.cross_entropy import start_count
-from autopar.passes.fuse_collectives import fuse_collectives, fused_groups
+from autopar.passes.fuse_collectives import fused_groups
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.ride_along import ride_along
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.plan import Plan, TrainConfig, Way
-from autopar.search.costs import late
+from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program, itemised
 from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
@@ -30,17 +27,13 @@ from tests.search_cases import captured_of, machine, program_of
 
 def told(plan: Plan, family: str, pricer: Pricer) -> float:
     """Seconds of the count of labels and of the loss's last sum that the graph which runs hides: all but what it takes
-    to begin them, where it begins them, and all where they go along with gradients."""
+    to begin them."""
     local = insert_collectives(captured_of(family), plan)
     graph = start_early(wait_late(local.graph))
     early = [8 for node in graph.nodes if node.target is start_count]
     late = [4 for node in graph.nodes if node.target is all_reduce_told]
     assert len(early) == len(late) == 1
     seconds = sum(pricer.message("all_reduce", (0,), nbytes, False)[0] for nbytes in early + late)
-    if pricer.cluster.library == "gloo" and local.rider is not None:
-        riding = start_early(ride_along(fuse_collectives(local.graph, local.captured.parameters, plan), local.rider))
-        assert not [node for node in riding.nodes if node.target in (start_count, all_reduce_told)]
-        return seconds
     return seconds - 2 * pricer.cluster.levels[0].launch
 
 
@@ -146,39 +139,6 @@ def test_what_the_processor_sends_itself_is_not_hidden() -> None:
     assert with_buckets(plan, captured, cluster).estimate.hidden == pytest.approx(
         0.0, abs=1e-8
     )  # the labels and the loss
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "inside"),
-    [
-        ("fsdp", (4,), ()),
-        ("ddp", (4,), ()),
-        ("ddp", (2, 2), ()),
-        ("ddp", (2, 2), ("data",)),
-        ("ddp", (2, 2), ("model",)),
-    ],
-)
-def test_where_gradients_carry_the_loss_nothing_of_it_is_left(
-    name: str, shape: tuple[int, ...], inside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither of the count of its labels, whether gradients are scattered, or summed at once or level by level, and
-    the loss at once or over one axis after the other."""
-    captured, program, cluster = captured_of("llama"), program_of("llama"), machine(4)
-    plan = make_baseline(name, captured, cluster, make_mesh(shape), TrainConfig())
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    names = tuple(spec.placeholder for spec in captured.parameters)
-    path = tuple(Layout((one,) * len(shape)) for one in (INVARIANT, REPLICATE))
-    whole = [name for name in names if plan.layouts[name] == path[0]]
-    plan = replace(plan, ways=dict.fromkeys(whole, Way(path=path, inside=inside)))
-    charges, _ = itemised(plan, program, pricer)
-    of_loss = sum(charge.seconds for charge in charges if charge.axes and charge.name == captured.loss)
-    alone, together = (replace(plan, buckets=buckets) for buckets in ((), (names,)))
-    assert insert_collectives(captured, alone).rider is None
-    rider = insert_collectives(captured, together).rider
-    assert rider is not None and rider.inside == inside and rider.scatters == (name == "fsdp") and rider.rows
-    monkeypatch.setattr(late, "_reductions", lambda *_: 0.0)
-    hidden = [evaluate_program(found, program, pricer).hidden for found in (alone, together)]
-    assert hidden[0] < of_loss and hidden[1] == pytest.approx(of_loss, rel=1e-12)
 
 
 def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:

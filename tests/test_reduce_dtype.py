@@ -48,8 +48,8 @@ def test_wide_sums_are_right_and_sent_and_held_as_said(name: str, microbatches: 
     captured, values, inputs = case("gpt2", microbatches)
     plain, plan = wide_plan(name, captured)
     loss, gradients, _ = reference_gradients(captured, values, inputs)
-    narrow = predicted_messages(insert_collectives(captured, plain), by_processor=False)
-    wide = predicted_messages(insert_collectives(captured, plan), by_processor=False)
+    narrow = predicted_messages(insert_collectives(captured, plain))
+    wide = predicted_messages(insert_collectives(captured, plan))
     assert {kind: calls for kind, (calls, _) in wide.items()} == {kind: calls for kind, (calls, _) in narrow.items()}
     assert sum(nbytes for _, nbytes in wide.values()) > sum(nbytes for _, nbytes in narrow.values())
     sent = predicted_messages(insert_collectives(captured, plan))

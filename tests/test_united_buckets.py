@@ -62,7 +62,7 @@ def test_one_bucket_for_two_ways_sends_one_message_and_trains_as_one_process(see
     assert found.estimate.step_seconds < apart.estimate.step_seconds
     nbytes = sum(math.prod(p.shape) * 8 for p in captured.parameters if p.trainable)
     sent = predicted_messages(insert_collectives(captured, found))
-    assert sent == {("all_reduce", ("data",)): (1, nbytes + 16)}, "the loss and the count of labels ride along"
+    assert sent == {("all_reduce", ("data",)): (3, nbytes + 16)}, "the bucket, the loss and the count of its labels"
     model, kwargs = zoo("llama", dtype=torch.float64)
     errors = errors_of(one_process(captured, model, kwargs), found, late=True)
     assert errors[0] <= 1e-10 and errors[1] <= 1e-8, errors

@@ -61,9 +61,8 @@ def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel
 
 def specs(local: LocalModel) -> dict[str, Any]:
     """What each tensor is, and which axes collectives use together."""
-    rider = asdict(local.rider) if local.rider is not None else None
     axes = sorted(flattened_axes(local.graph, local.plan.mesh))
-    return {**specs_of(local.captured), "axes": axes, "rider": rider}
+    return {**specs_of(local.captured), "axes": axes}
 
 
 def specs_of(captured: CapturedModel) -> dict[str, Any]:

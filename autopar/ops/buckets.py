@@ -5,8 +5,6 @@ reduced in place. Every value is copied once on its way in or out, but gradients
 bucket (`ops.straight`); those that were reduced are views of the flat buffer. Gradients of one backward node are all
 there before it runs, so a bucket goes out when its last one appears.
 
-What of a step's loss goes along (`passes.ride_along`) is one more value at the end of a bucket that `carries`.
-
 Under `use_sink` gradients of parameters themselves do not go back through autograd: the sink is told how to finish and
 receives them there, so that backward goes on while they travel. An all-reduce is finished when backward ends; what a
 reduce-scatter reads must not outlive the next one, which finishes it.
@@ -34,51 +32,10 @@ from autopar.placement import chunk_size
 Finish = Callable[[], None]
 
 
-class Cargo:
-    """What goes along with gradients: this rank's summand of the loss and, if given, how many of its labels count.
-
-    loss: where the whole loss is to be written. rows: how many labels the loss was divided by, if they are counted.
-    scale: what that division makes of every gradient of the step, once it is known; None for 1.
-    """
-
-    def __init__(self, loss: Tensor, count: Tensor | None, rows: float) -> None:
-        self.loss, self.rows = loss, rows
-        self.scale: Tensor | None = None
-        self.values = torch.stack([loss] if count is None else [loss, count.to(loss.dtype)])
-        self._is_carried = False
-
-    def take(self) -> Tensor | None:
-        """The values, once."""
-        values = None if self._is_carried else self.values
-        self._is_carried = True
-        return values
-
-    def unloaded(self, arrived: Finish, sums: Tensor) -> Finish:
-        """What waits for a message that it is in, and takes what came of it."""
-
-        def finish() -> None:
-            arrived()
-            self.arrive(sums)
-
-        return finish
-
-    def arrive(self, sums: Tensor) -> None:
-        """What came of the values."""
-        self.loss.copy_(sums[0])
-        if len(sums) > 1 and float(sums[1]) != self.rows:
-            scale = self.rows / sums[1]
-            self.loss.mul_(scale)
-            self.scale = scale if sums[1] else None  # of no label at all the loss is not a number, gradients are zero
-
-
 class Sink(Protocol):
-    """Takes gradients by placeholder. told: where the waits for what is only told go, None to wait at once.
-
-    cargo: what waits for a bucket to go along with.
-    """
+    """Takes gradients by placeholder. told: where the waits for what is only told go, None to wait at once."""
 
     told: list[Finish] | None
-    cargo: Cargo | None
 
     def make_room(self) -> None:
         """Finish what holds memory until it is finished."""
@@ -153,16 +110,14 @@ def all_gather_bucket(
     backward: str = "reduce_scatter",
     regather: bool = False,
     names: tuple[str, ...] = (),
-    carries: bool = False,
     bits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of each value along its dim, narrowed to its size, in one message; so is what backward scatters.
 
-    With `regather` backward gathers the bucket again, once, when it first needs one of the results. carries: the sink's
-    cargo goes along with what is scattered.
+    With `regather` backward gathers the bucket again, once, when it first needs one of the results.
     """
     keywords: dict[str, Any] = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names}
-    keywords |= {"carries": carries, "bits": bits}
+    keywords["bits"] = bits
     return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)
 
 
@@ -173,19 +128,17 @@ def _gathered(
     axis: Axis,
     backward: str,
     names: tuple[str, ...],
-    carries: bool,
     bits: int | None,
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return gathered_together(values, dims, sizes, axis, backward, bits)
-    groups, sink = active_groups(), _sink.get()
+    groups = active_groups()
 
     def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
         return _gather(parts, dims, sizes, axis, groups)
 
     def scattered(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        cargo = sink.cargo if carries and sink is not None else None
-        return _scatter_sums([widened(g, bits) for g in gradients], [dims[i] for i in places], axis, groups, cargo)
+        return _scatter_sums([widened(g, bits) for g in gradients], [dims[i] for i in places], axis, groups)
 
     def sliced(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
         return [cut(g, dims[i], axis, groups) for i, g in zip(places, gradients, strict=True)], _nothing
@@ -200,35 +153,27 @@ def all_reduce_gradient_bucket(
     axis: Axis,
     inside: Axis = (),
     names: tuple[str, ...] = (),
-    carries: bool = False,
     straight: bool = False,
     bits: int | None = None,
 ) -> tuple[Any, ...]:
     """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward.
 
-    carries: the sink's cargo goes along. straight: behind the values is the `Room` that gradients may be computed into.
+    straight: behind the values is the `Room` that gradients may be computed into.
     """
     if torch.compiler.is_compiling():
         return reduced_together(values, axis, inside, bits)
-    groups, sink = active_groups(), _sink.get()
-
-    def cargo() -> Cargo | None:
-        return sink.cargo if carries and sink is not None else None
-
-    def extra() -> Tensor | None:
-        return None if (found := cargo()) is None else found.take()
+    groups = active_groups()
 
     def back(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        flat, found, came = room.filled(places, [widened(g, bits) for g in gradients])
+        flat, found = room.filled(places, [widened(g, bits) for g in gradients])
         if inside:
             arrived = begin_level_sums(flat, axis, inside, groups)
         else:
             nbytes = flat.numel() * flat.element_size()
             arrived = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
-        riding = cargo()
-        return found, arrived if riding is None or came is None else riding.unloaded(arrived, came)
+        return found, arrived
 
-    room = Room(values, groups.size(inside), extra)
+    room = Room(values, groups.size(inside))
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
     return (*out, room) if straight else out
 
@@ -236,63 +181,17 @@ def all_reduce_gradient_bucket(
 def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
     """`all_reduce` without a backward pass of what nothing reads before the step is over.
 
-    Under a sink that is told things it is waited for when the step ends; until then the result may be a summand. It
-    begins at once, or, where the processor sends, behind the last gradients: threads would take turns from backward.
+    Under a sink that is told things it is waited for when the step ends; until then the result may be a summand.
     """
     sink, groups = _sink.get(), active_groups()
     if sink is None or sink.told is None or groups.size(axis) == 1:
         return collectives.all_reduce(x, axis=axis)
-    later, begun = sink.later, list[Finish]()
-
-    def back(_: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        if not begun:
-            later(start, holds=False)
-        return _same(gradients), _nothing
-
-    (out,) = _Bucket.apply(_copied, back, False, (), x)  # type: ignore[no-untyped-call]
-    result: Tensor = out
+    result = x.clone(memory_format=torch.contiguous_format)
     there = result.detach()
-
-    def start() -> None:
-        nbytes = there.numel() * there.element_size()
-        begun.append(
-            begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(there, group=g, async_op=True))
-        )
-
-    def finish() -> None:
-        if not begun:  # nothing asked for gradients
-            start()
-        begun.pop()()
-
-    if x.device.type != "cpu":
-        start()
-    sink.told.append(finish)
-    return result
-
-
-def all_reduce_riding(
-    x: Tensor, labels: Tensor | None = None, *, axes: Sequence[Axis], rows: float = 0.0, ignore_index: int = -100
-) -> Tensor:
-    """`all_reduce_told` of a loss that goes along with gradients; over one axis after the other if none carries it.
-
-    labels: of those the loss was divided by their number, `rows`, instead of how many count; that is made good when it
-    is known, in the loss and by `Cargo.scale`.
-    """
-    sink, groups = _sink.get(), active_groups()
-    assert sink is not None and sink.told is not None, "a step tells its sink"
-    result = x.clone()
-    count = None if labels is None else (labels != ignore_index).sum()
-    sink.cargo = cargo = Cargo(result.detach(), count, rows)
-
-    def finish() -> None:
-        values = cargo.take()
-        if values is not None:  # no bucket had gradients
-            nbytes = values.numel() * values.element_size()
-            for axis in axes:
-                send("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(values, group=g))
-            cargo.arrive(values)
-
-    sink.told.append(finish)
+    nbytes = there.numel() * there.element_size()
+    sink.told.append(
+        begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(there, group=g, async_op=True))
+    )
     return result
 
 
@@ -317,28 +216,23 @@ def _gather(
 
 
 def _scatter_sums(
-    wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups, cargo: Cargo | None
+    wholes: Sequence[Tensor], dims: Sequence[int], axis: Axis, groups: Groups
 ) -> tuple[Sequence[Tensor], Finish]:
-    """Sums of gradients, each rank's chunks; with cargo, which is in every row, each rank has all of its sums."""
+    """Sums of gradients, each rank's chunks."""
     n = groups.size(axis)
     even = [padded(g, dim, n * chunk_size(g.shape[dim], n)) for g, dim in zip(wholes, dims, strict=True)]
-    load = None if cargo is None else cargo.take()
     lengths = [length // n for length in _lengths(even)]
-    start = sum(lengths)
     if not any(dims) and all(g.is_contiguous() for g in even):
-        loads = [] if load is None else [load.expand(n, -1)]
-        rows = torch.cat([*(g.view(n, -1) for g in even), *loads], 1)
+        rows = torch.cat([g.view(n, -1) for g in even], 1)
     else:
-        rows = wholes[0].new_empty((n, start + (0 if load is None else load.numel())))
-        for g, dim, column in zip(even, dims, rows[:, :start].split_with_sizes(lengths, 1), strict=True):
+        rows = wholes[0].new_empty((n, sum(lengths)))
+        for g, dim, column in zip(even, dims, rows.split_with_sizes(lengths, 1), strict=True):
             chunks = _rows_of(g, dim, n)
             column.view(chunks.shape).copy_(chunks)
-        if load is not None:
-            rows[:, start:] = load
     row = rows.new_empty(rows.shape[1])
     out = [
         own.view(*g.shape[:dim], g.shape[dim] // n, *g.shape[dim + 1 :])
-        for own, g, dim in zip(row[:start].split_with_sizes(lengths), even, dims, strict=True)
+        for own, g, dim in zip(row.split_with_sizes(lengths), even, dims, strict=True)
     ]
     nbytes = rows.numel() * rows.element_size()
     finish = begin(
@@ -348,7 +242,7 @@ def _scatter_sums(
         groups,
         lambda g: collectives.run_reduce_scatter(row, rows.view(-1), group=g, async_op=True),
     )
-    return out, finish if cargo is None or load is None else cargo.unloaded(finish, row[start:])
+    return out, finish
 
 
 def _lengths(parts: Sequence[Tensor]) -> list[int]:
@@ -362,10 +256,6 @@ def _rows_of(whole: Tensor, dim: int, n: int) -> Tensor:
 
 def _same(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.view_as(value) for value in values]
-
-
-def _copied(values: Sequence[Tensor]) -> list[Tensor]:
-    return [value.clone(memory_format=torch.contiguous_format) for value in values]
 
 
 def _nothing() -> None:

@@ -6,7 +6,7 @@ is computed into it, with a place for each. What comes to the bucket from elsewh
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,12 @@ LEAST_NBYTES = 1 << 20
 
 
 class Room:
-    """The buffer of the gradients of `values`, each padded to `num_parts` equal parts, and of what else goes along.
+    """The buffer of the gradients of `values`, each padded to `num_parts` equal parts."""
 
-    extra: what goes along, asked for once a backward pass.
-    """
-
-    def __init__(self, values: Sequence[Tensor], num_parts: int, extra: Callable[[], Tensor | None]) -> None:
+    def __init__(self, values: Sequence[Tensor], num_parts: int) -> None:
         self.shapes = [value.shape for value in values]
         self.like: dict[str, Any] = {"dtype": values[0].dtype, "device": values[0].device}
-        self.num_parts, self.extra = num_parts, extra
+        self.num_parts = num_parts
         self.flat: Tensor | None = None
         self.places: list[Tensor] = []
         self.free: set[int] = set()
@@ -45,34 +42,27 @@ class Room:
         return self.places[place]
 
     def _make(self) -> None:
-        load = self.extra()
-        sizes = [math.prod(shape) for shape in self.shapes] + ([] if load is None else [load.numel()])
+        sizes = [math.prod(shape) for shape in self.shapes]
         lengths = [size + -size % self.num_parts for size in sizes]
         make = torch.empty if lengths == sizes else torch.zeros
         self.flat = make(sum(lengths), **self.like)
         parts = [part[:size] for part, size in zip(self.flat.split_with_sizes(lengths), sizes, strict=True)]
-        self.places = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+        self.places = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         self.free = set(range(len(self.places)))
-        if load is not None:
-            self.places.append(parts[-1])
-            parts[-1].copy_(load)
 
-    def filled(self, places: Sequence[int], gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """The buffer with the gradients for these places, views of them in it, and the view of what goes along.
+    def filled(self, places: Sequence[int], gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The buffer with the gradients for these places, and views of them in it.
 
         After that it is the bucket's, and the next backward pass makes another.
         """
         made, rooms = self.flat, self.places
         self.flat, self.places = None, []
         if made is None or len(places) < len(self.shapes):
-            load = self.extra() if made is None else rooms[-1] if len(rooms) > len(self.shapes) else None
-            flat, views = in_parts([*gradients, *([] if load is None else [load])], self.num_parts)
-            return flat, views[: len(gradients)], None if load is None else views[-1]
-        own = rooms[: len(self.shapes)]
-        moved = [(room, g) for room, g in zip(own, gradients, strict=True) if room.data_ptr() != g.data_ptr()]
+            return in_parts(gradients, self.num_parts)
+        moved = [(room, g) for room, g in zip(rooms, gradients, strict=True) if room.data_ptr() != g.data_ptr()]
         for room, gradient in moved:
             room.copy_(gradient)
-        return made, own, rooms[-1] if len(rooms) > len(own) else None
+        return made, rooms
 
 
 class _Linear(torch.autograd.Function):

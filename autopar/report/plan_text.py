@@ -220,7 +220,7 @@ def _traffic_table(local: LocalModel, clock: Clock) -> RenderableType:
     """Everything that one step sends, by collective and axes."""
     from autopar.passes.predict import predicted_messages
 
-    sent = predicted_messages(local, by_processor=clock.machine is not None and clock.machine.library == "gloo")
+    sent = predicted_messages(local)
     if not sent:
         return Text("nothing is sent\n")
     table = Table(

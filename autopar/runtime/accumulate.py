@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.graph import Accumulation, LocalModel
-from autopar.ops.buckets import Cargo, Finish, use_sink
+from autopar.ops.buckets import Finish, use_sink
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
@@ -141,7 +141,6 @@ class _Prologue:
     def __init__(self, reduced: dict[str, Tensor], waiting: list[Finish]) -> None:
         self.reduced, self.waiting = reduced, waiting
         self.told: list[Finish] | None = None
-        self.cargo: Cargo | None = None
 
     def make_room(self) -> None:
         """Buckets go one after the other, and each is finished when the next is on its way."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, Rider
+from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
 from autopar.guards import BufferGuard
 from autopar.passes.recompute import wrapped
 from autopar.placement import Layout, local_shape
@@ -56,9 +56,8 @@ def load_exported(
     captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
     values = Values(captured, held, initial)
     axes = tuple(tuple(names) for names in specs["axes"])
-    rider = Rider(**{**own, "inside": tuple(own.get("inside", ()))}) if (own := specs.get("rider")) else None
     graph = call_graph(captured, plan, forward, axes)
-    local = LocalModel(captured=captured, plan=plan, graph=graph, rider=rider)
+    local = LocalModel(captured=captured, plan=plan, graph=graph)
     return ExportedModule(local, values, seed=seed)
 
 

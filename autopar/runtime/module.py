@@ -28,7 +28,6 @@ from autopar.passes.compute_straight import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
-from autopar.passes.ride_along import ride_along
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
@@ -106,8 +105,7 @@ class DistributedModule(Trainable):
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
         self._accumulators: dict[tuple[bool, str], Accumulator] = {}
-        self._graphs: dict[tuple[bool, str, bool], fx.GraphModule] = {}
-        self._rides = False
+        self._graphs: dict[tuple[bool, str], fx.GraphModule] = {}
         self._reads: dict[fx.GraphModule, tuple[str, ...]] = {}
         self._mutated = captured.written
         whole = all_whole(plan.layouts[spec.placeholder] for spec in captured.parameters)
@@ -210,17 +208,9 @@ class DistributedModule(Trainable):
         """`train_step` for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
         if accumulation is None:
-            self._rides = self._can_ride
-            counts = self._rides and self.local.rider is not None and self.local.rider.rows is not None
-            with self.state.apart() if counts else nullcontext():  # what is there is not to be scaled
-                with self._late.telling():
-                    try:
-                        loss = self.run(inputs, is_local=is_local)
-                    finally:
-                        self._rides = False
-                    loss.backward()  # type: ignore[no-untyped-call]
-                if self._late.cargo is not None and self._late.cargo.scale is not None:
-                    self.state.scale_gradients(self._late.cargo.scale)
+            with self._late.telling():
+                loss = self.run(inputs, is_local=is_local)
+                loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         self.check_initialized()
         parts = self._parts(inputs, is_local=is_local)
@@ -246,8 +236,7 @@ class DistributedModule(Trainable):
         return total_loss(accumulation, [loss for loss, _ in results], [n for _, n in results if n is not None])
 
     def compile(self, *, backend: str = "inductor", by_block: bool = False) -> None:
-        """From now on run under `torch.compile(fullgraph=True)`, with the same numbers, collectives and kept tensors;
-        what rides along with gradients (`passes.ride_along`) goes alone.
+        """From now on run under `torch.compile(fullgraph=True)`, with the same numbers, collectives and kept tensors.
 
         backend: inductor (needs a C++ compiler on CPUs) or aot_eager.
         by_block: compile each kind of block once, instead of the whole graph.
@@ -327,14 +316,13 @@ class DistributedModule(Trainable):
     @property
     def _graph(self) -> fx.GraphModule:
         """The graph of a call, collectives fused as the plan says; what compiles by block keeps each alone."""
-        key = self.training, self._kind, self._rides
+        key = self.training, self._kind
         if key not in self._graphs:
             graph = self._run()
             if self._kind != BY_BLOCK:
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
             if self._kind == EAGER:
-                rider = self.local.rider if self._rides else None
-                graph = start_early(wait_late(graph)) if rider is None else start_early(ride_along(graph, rider))
+                graph = start_early(wait_late(graph))
                 if self.training and self.running.captured.accumulation is None:
                     graph = compute_straight(graph, self.local)
                 if self.plan.copies > 1:
@@ -355,11 +343,6 @@ class DistributedModule(Trainable):
                 eager=self._kind == EAGER,
             )
         return self._accumulators[key]
-
-    @property
-    def _can_ride(self) -> bool:
-        """Whether the loss goes along with gradients in a step."""
-        return self.local.rider is not None and self.device.type == "cpu" and self._kind == EAGER
 
     @property
     def _kind(self) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from autopar.ops.buckets import Cargo, Finish
+from autopar.ops.buckets import Finish
 from autopar.runtime.private_torch import when_backward_ends
 
 
@@ -18,7 +18,6 @@ class Late:
     def __init__(self, give: Callable[[str, Tensor], None]) -> None:
         self.give = give
         self.told: list[Finish] | None = None
-        self.cargo: Cargo | None = None
         self._holding: list[Finish] = []
 
     def begin(self) -> None:
@@ -27,8 +26,8 @@ class Late:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """A whole step: what is only told is waited for at its end, `cargo` has arrived."""
-        self.told, self.cargo = [], None
+        """A whole step: what is only told is waited for at its end."""
+        self.told = []
         try:
             yield
             for finish in self.told:

@@ -10,8 +10,7 @@ and typed as the parameter is.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -160,26 +159,6 @@ class State:
     def add_gradient(self, placeholder: str, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, in the layout it is stored in."""
         _add(self.parameters[placeholder], gradient)
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Gradients made inside are alone first, and added to those there were in the end."""
-        before = [(own, own.grad) for own in self.parameters.values() if own.grad is not None]
-        for parameter, _ in before:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, held in before:
-                if parameter.grad is not None:
-                    local_tensor(held).add_(local_tensor(parameter.grad))
-                parameter.grad = held
-
-    def scale_gradients(self, scale: Tensor) -> None:
-        """Multiply all gradients."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(scale)
 
     @property
     def arguments(self) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     local = insert_collectives(captured, plan)
     module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
     peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
-    return module, predicted_messages(local, by_processor=module.device.type == "cpu"), peak
+    return module, predicted_messages(local), peak
 
 
 def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:

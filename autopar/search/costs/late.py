@@ -13,9 +13,6 @@ The count of labels begins before the first call (`passes.start_early`), when ra
 pass up to the loss to arrive; the loss's last sum is waited for when the step is over (`passes.wait_late`), as
 gradients are, and has the backward pass.
 
-Gloo sends both at the end of a bucket's gradients, where one goes over the same axes (`passes.ride_along`): nothing of
-them is left.
-
 Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
 take, and for copying gradients into it, which delays backward like a start. So nothing is hidden within a host, and
 between hosts what the wire takes. Collectives that backward waits for and messages on the link hold each other up, for
@@ -24,21 +21,16 @@ what is sent needs a turn of the processor at every hop: the longer the former t
 ms, with those inside hosts alone 41, with gradients between hosts alone 53, with both 79; torch 2.13.0, 2026-11-27).
 """
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.passes.accumulate_gradients import is_mean_over_labels
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
 from autopar.search.costs.fused import Fused, fused_messages
 from autopar.search.costs.journeys import Journey
-from autopar.search.costs.pricing import Pricer, Timed, total
+from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program
-
-SUMS = "all_reduce", "reduce_scatter", "reduce_scatter_all_reduce_all_gather"
-"""Messages one after the other that sum gradients: as a whole, in parts, level by level."""
 
 
 def late_seconds(
@@ -59,46 +51,11 @@ def late_seconds(
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
     lost = stood if pricer.cluster.library == "gloo" else 0.0
     hidden = _reductions(plan, program, pricer, journeys, copied, after, lost)
-    sums = _sums(program, pricer, journeys)
-    told = sums[-1:]
+    told = _told(program, pricer, journeys)
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
-    if pricer.cluster.library == "gloo" and _is_carried(sums, plan, program, journeys, copied):
-        if _counts_ride(counts, sums, plan, program):
-            hidden, counts = hidden + sum(map(total, counts.values())), {}
-        hidden, told = hidden + total(sums), ()
     for position, early in counts.items():
         hidden += _beside(early, pricer, float(before[position]))
     return hidden + _beside(told, pricer, float(after[0]))
-
-
-def _is_carried(
-    sums: Timed, plan: Plan, program: Program, journeys: Mapping[str, Journey], groups: Iterable[Fused]
-) -> bool:
-    """Whether a bucket of gradients of the loss's dtype is summed over the axes that the loss is summed over."""
-    if program.captured.is_stage or not sums:
-        return False
-    loss, axes = program.tensors[program.loss], _over(sums)
-    for group in groups:
-        tensor = journeys[group.values[0][0]].tensor
-        sent = fused_messages(group, plan, journeys, backward=True)
-        is_sum = "_".join(m.kind for m in sent) in SUMS and frozenset[int]().union(*(m.axes for m in sent)) == axes
-        is_wide = plan.config.reduced_size(tensor.element_size) != tensor.element_size
-        if group.direct and tensor.requires_grad and tensor.dtype == loss.dtype and is_sum and not is_wide:
-            return loss.dtype in ("float32", "float64")
-    return False
-
-
-def _over(sent: Timed) -> frozenset[int]:
-    """The axes of messages, together."""
-    return frozenset(axis for _, _, axes in sent for axis in axes)
-
-
-def _counts_ride(counts: Mapping[int, Timed], sums: Timed, plan: Plan, program: Program) -> bool:
-    """Whether the count of labels goes along with the sums of the loss."""
-    means = [op for op in program.ops if is_mean_over_labels(op.node)]
-    over = {_over(counts.get(op.position, ())) for op in means}
-    replayed = plan.recompute.intersection(op.name for op in means)
-    return over == {_over(sums)} and not replayed and program.countable_rows is not None
 
 
 def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
@@ -111,17 +68,15 @@ def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
     return hidden
 
 
-def _sums(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
-    """The last sums of the loss over ranks, one of the other; the last of them is what nothing waits for."""
+def _told(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
+    """The last sum of the loss over ranks, which nothing in the step waits for."""
     if program.loss not in journeys:
         return ()
     journey = journeys[program.loss]
     steps = journey.path(Layout((INVARIANT,) * len(journey.source.axes)))
-    shape, size = journey.tensor.shape, journey.tensor.element_size
-    found: list[tuple[str, float, tuple[int, ...]]] = []
-    for step in itertools.takewhile(lambda s: (s.forward, s.backward) == ("all_reduce", ""), reversed(steps)):
-        found = [*pricer.step(step, shape, size, False)[0], *found]
-    return tuple(found)
+    if not steps or (steps[-1].forward, steps[-1].backward) != ("all_reduce", ""):
+        return ()
+    return pricer.step(steps[-1], journey.tensor.shape, journey.tensor.element_size, False)[0][-1:]
 
 
 def _reductions(

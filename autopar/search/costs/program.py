@@ -18,7 +18,6 @@ from torch import fx
 
 from autopar.blocks import block_of
 from autopar.graph import CapturedModel, operands, requires_grad, target_name
-from autopar.passes.ride_along import countable_rows
 from autopar.rules.elementwise import is_positive
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, Rule, choices
@@ -109,11 +108,6 @@ class Program:
     def microbatches(self) -> int:
         """How often a step runs the graph."""
         return self.captured.microbatches
-
-    @cached_property
-    def countable_rows(self) -> float | None:
-        """`passes.ride_along.countable_rows`."""
-        return countable_rows(self.captured)
 
     @cached_property
     def strided(self) -> dict[str, TorchTensor]:

@@ -88,8 +88,7 @@ def _smaller(
 
     def made(most: float) -> Plan:
         found = _in_groups(groups, plan, pricer, flatten, most)
-        found = found.with_estimate(evaluate_program(found, program, pricer))
-        return _carrying(found, program, pricer, limit) if flatten else found
+        return found.with_estimate(evaluate_program(found, program, pricer))
 
     found = [made(math.inf)]
     merged = [names for names in found[0].buckets if len(names) > 1 and plan.lifetimes.get(names[0]) != "use"]
@@ -104,22 +103,6 @@ def _smaller(
     slowest = (1 + SLACK) * min((e.step_seconds for e in fits), default=0.0)
     free = [p for p in found if p.estimate.peak_nbytes <= limit and p.estimate.step_seconds <= slowest]
     return min(free or found, key=lambda p: p.estimate.peak_nbytes)
-
-
-def _carrying(plan: Plan, program: Program, pricer: Pricer, limit: float) -> Plan:
-    """The plan with its smallest bucket on the way that makes the whole step cheapest: the loss may go along with it
-    (`costs.late`), which is not to be seen in what the bucket itself costs."""
-    if pricer.cluster.library != "gloo" or not plan.buckets:
-        return plan
-    names = min(plan.buckets, key=lambda names: sum(_nbytes(program.tensors[name]) for name in names))
-    journeys = make_journeys(program, replace(plan, ways={}), pricer)
-    ways = {name: ways_of(journeys[name], plan, free=True) for name in names}
-    options = [plan]
-    for word in _common([journeys[name] for name in names], plan, flatten=True):
-        other = replace(plan, ways={**plan.ways, **{name: own[word] for name, own in ways.items()}})
-        options.append(other.with_estimate(evaluate_program(other, program, pricer)))
-    as_fitting = [o for o in options if o.estimate.peak_nbytes <= max(limit, plan.estimate.peak_nbytes)]
-    return min(as_fitting, key=lambda option: option.estimate.step_seconds)
 
 
 def used_last(plan: Plan, program: Program) -> list[str]:
