@@ -19,7 +19,6 @@ from autopar.ops.buckets import use_sink
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
-from autopar.passes import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
@@ -105,9 +104,6 @@ def errors_of(
     accumulation = running.captured.accumulation
     inputs = [spec.placeholder for spec in running.captured.inputs]
     final = start_early(fuse_collectives(written, local.captured.parameters, plan))
-    if accumulation is None:
-        with mock.patch.object(compute_straight, "LEAST_NBYTES", 0):
-            final = compute_straight.compute_straight(final, local)
     graph = fx.GraphModule(nn.Module(), final if copies == 1 else start_and_wait(final, set(inputs)))
     # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
     accumulator = None if accumulation is None else Accumulator(running, written, accumulation)

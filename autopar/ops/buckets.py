@@ -1,9 +1,8 @@
 """Collectives of several parameters in one message: what each would send alone, flat, one after the other.
 
 A gather's operand is all chunks of this rank, its result one such row a rank; gradients are scattered from rows and
-reduced in place. Every value is copied once on its way in or out, but gradients that are computed straight into their
-bucket (`ops.straight`); those that were reduced are views of the flat buffer. Gradients of one backward node are all
-there before it runs, so a bucket goes out when its last one appears.
+reduced in place. Every value is copied once on its way in or out; gradients that were reduced are views of the flat
+buffer. Gradients of one backward node are all there before it runs, so a bucket goes out when its last one appears.
 
 Under `use_sink` gradients of parameters themselves do not go back through autograd: the sink is told how to finish and
 receives them there, so that backward goes on while they travel. An all-reduce is finished when backward ends; what a
@@ -21,11 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.ops import collectives
-from autopar.ops.collectives import begin, begin_level_sums, cut, padded, send
+from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, padded, send
 from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
 from autopar.ops.shards import joined, widened
-from autopar.ops.straight import Room
 from autopar.ops.traced import gathered_together, reduced_together
 from autopar.placement import chunk_size
 
@@ -153,19 +151,15 @@ def all_reduce_gradient_bucket(
     axis: Axis,
     inside: Axis = (),
     names: tuple[str, ...] = (),
-    straight: bool = False,
     bits: int | None = None,
-) -> tuple[Any, ...]:
-    """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward.
-
-    straight: behind the values is the `Room` that gradients may be computed into.
-    """
+) -> tuple[Tensor, ...]:
+    """`all_reduce_gradient` of each value: nothing now, the gradients are summed in one message in backward."""
     if torch.compiler.is_compiling():
         return reduced_together(values, axis, inside, bits)
     groups = active_groups()
 
     def back(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
-        flat, found = room.filled(places, [widened(g, bits) for g in gradients])
+        flat, found = in_parts([widened(g, bits) for g in gradients], groups.size(inside))
         if inside:
             arrived = begin_level_sums(flat, axis, inside, groups)
         else:
@@ -173,9 +167,8 @@ def all_reduce_gradient_bucket(
             arrived = begin("all_reduce", axis, nbytes, groups, lambda g: dist.all_reduce(flat, group=g, async_op=True))
         return found, arrived
 
-    room = Room(values, groups.size(inside))
     out: tuple[Tensor, ...] = _Bucket.apply(_same, back, False, names, *values)  # type: ignore[no-untyped-call]
-    return (*out, room) if straight else out
+    return out
 
 
 def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:

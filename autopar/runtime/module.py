@@ -24,7 +24,6 @@ from autopar.ops.random import use_draws
 from autopar.ops.regather import regathering
 from autopar.outputs import Returned
 from autopar.passes.call_natively import call_natively
-from autopar.passes.compute_straight import compute_straight
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
@@ -323,8 +322,6 @@ class DistributedModule(Trainable):
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
             if self._kind == EAGER:
                 graph = start_early(wait_late(graph))
-                if self.training and self.running.captured.accumulation is None:
-                    graph = compute_straight(graph, self.local)
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
                 graph = call_natively(graph)

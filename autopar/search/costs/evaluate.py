@@ -27,7 +27,6 @@ from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer, Timed
 from autopar.search.costs.program import Program, Tensor, make_program
 from autopar.search.costs.replays import Replays, Value, find_replays
-from autopar.search.costs.straight import gradients_copied
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
@@ -53,10 +52,10 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     if program.copies > 1:
         hidden = sum(seconds.values()) + saved - _beside(plan, program, pricer)
     elif plan.buckets and plan.microbatches == 1:
-        copied = gradients_copied(program, plan, pricer, journeys, find_fused(plan, journeys))
+        groups = dict.fromkeys(find_fused(plan, journeys).values())
         parameters = {name for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
         stood = sum(c.seconds for c in charges if c.backward and c.axes and c.name not in parameters)
-        hidden = late_seconds(plan, program, pricer, journeys, copied, stood)
+        hidden = late_seconds(plan, program, pricer, journeys, groups, stood)
     return replace(
         plan.estimate,
         seconds=seconds,
@@ -196,20 +195,18 @@ def _charges_of_ways(
     """How the tensors of these names travel, those in one message among them, and what updates parameters."""
     parts = plan.microbatches
     fused = find_fused(plan, journeys)
-    copied = gradients_copied(program, plan, pricer, journeys, fused)
+    groups = dict.fromkeys(fused.values())
 
     def together(group: Fused, *, backward: bool, again: bool = False) -> Iterator[Charge]:
         for number, message in enumerate(fused_messages(group, plan, journeys, backward=backward and not again)):
             seconds = pricer.message(message.kind, message.axes, message.nbytes, True)[0]
-            if not number:
-                is_sent = backward and not again
-                seconds += copied[group] if is_sent else pricer.rates.copied_seconds(message.nbytes)
+            seconds += 0.0 if number else pricer.rates.copied_seconds(message.nbytes)
             seconds /= len(group.values)
             for name, _ in group.values:
                 times = 1 if plan.lifetimes.get(name) in ONCE_A_STEP else parts
                 yield Charge(message.kind, name, seconds * times, message.axes, backward)
 
-    for group in copied:
+    for group in groups:
         yield from together(group, backward=False)
         yield from together(group, backward=True)
     splits = splits_parameters(plan, journeys, pricer)

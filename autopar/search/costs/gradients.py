@@ -69,9 +69,8 @@ class Gradients:
     outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
     `grad` does, or are handed both. A permuted one is copied too, as it comes. noted: of the first of two parts, which
     gives all back when it ends, the calls for which it notes what comes to them; nothing is added to that in place.
-    received: bytes of the gradient that a step gives. straight: of values whose gradients are computed where their
-    bucket is sent from, that bucket's number: the buffer of all is there from the first of them on. width: how many
-    times as wide a parameter's gradients are summed in buckets as they are made.
+    received: bytes of the gradient that a step gives. width: how many times as wide a parameter's gradients are
+    summed in buckets as they are made.
 
     summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
     pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
@@ -90,13 +89,11 @@ class Gradients:
         buckets: Mapping[int, int] = MappingProxyType({}),
         outside: Iterable[Value] = (),
         copies: bool = True,
-        straight: Mapping[Value, int] = MappingProxyType({}),
         noted: Noted = None,
         width: Callable[[str], int] = lambda _: 1,
     ) -> None:
         self.nbytes, self.received, self.copies, self.width = nbytes, received, copies, width
-        self.buckets, self.straight, self.noted = buckets, straight, noted or ()
-        self.since: dict[int, int] = {}  # when a bucket's buffer is made
+        self.buckets, self.noted = buckets, noted or ()
         self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
         self.permuted: dict[Value | None, Tensor] = {}  # those from outside, as they lie
         self.expanded: dict[Value | None, Tensor] = {}
@@ -150,11 +147,11 @@ class Gradients:
         self.waiting.setdefault(first, []).append((call, given))
         if number != first:
             return
-        calls, since = self.waiting.pop(first), self.since.get(first, now)
+        calls = self.waiting.pop(first)
         for own, arrived in calls:
             if any(own.gradients) and any(gradient is not None for gradient in arrived):
                 value, width = own.operands[0], self.width(own.operands[0][0])
-                self._arrive(value, Gradient(value[0], width * self.nbytes(value), since, now, width=width), now)
+                self._arrive(value, Gradient(value[0], width * self.nbytes(value), now, now, width=width), now)
         for _, arrived in calls:
             for gradient in arrived:
                 if gradient is not None:
@@ -182,9 +179,6 @@ class Gradients:
         if handed and not is_copied:
             arrived.owners += 1
             return arrived
-        if call.op is not None and value in self.straight:
-            self.since.setdefault(self.straight[value], now)
-            return Gradient(value[0], 0, now, now)
         nbytes = self.nbytes(value) if call.step is None else self.received(call.step, value[0])
         return Gradient(value[0], nbytes, now, now, copied=handed)
 

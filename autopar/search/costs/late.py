@@ -21,7 +21,7 @@ what is sent needs a turn of the processor at every hop: the longer the former t
 ms, with those inside hosts alone 41, with gradients between hosts alone 53, with both 79; torch 2.13.0, 2026-11-27).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -38,19 +38,19 @@ def late_seconds(
     program: Program,
     pricer: Pricer,
     journeys: Mapping[str, Journey],
-    copied: Mapping[Fused, float],
+    groups: Iterable[Fused],
     stood: float,
 ) -> float:
     """Seconds of collectives that are hidden, in a step of one micro-batch.
 
-    copied: buckets, and what it takes to copy gradients into each. stood: seconds of collectives for which backward
+    groups: those of buckets. stood: seconds of collectives for which backward
     waits where they stand.
     """
     prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
     lost = stood if pricer.cluster.library == "gloo" else 0.0
-    hidden = _reductions(plan, program, pricer, journeys, copied, after, lost)
+    hidden = _reductions(plan, program, pricer, journeys, groups, after, lost)
     told = _told(program, pricer, journeys)
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
     for position, early in counts.items():
@@ -84,17 +84,18 @@ def _reductions(
     program: Program,
     pricer: Pricer,
     journeys: Mapping[str, Journey],
-    copied: Mapping[Fused, float],
+    groups: Iterable[Fused],
     after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
     lost: float,
 ) -> float:
     """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on. lost: that could be."""
     sent, paid, wait = [], 0.0, 0.0
-    for group, own in copied.items():
+    for group in groups:
         messages = fused_messages(group, plan, journeys, backward=True)
         if not group.direct or not messages or not any(journeys[name].tensor.requires_grad for name, _ in group.values):
             continue
         first = messages[0]
+        own = pricer.rates.copied_seconds(first.nbytes)
         uses = [position for name, _ in group.values for position, _, _ in journeys[name].wanted]
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)

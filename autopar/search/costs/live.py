@@ -11,7 +11,7 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
                             them; the part that is cast to what is computed on: for the step, or as long as it is read
     buckets                 (`search.fused`) are gathered, or gathered again, when the first of them is used, beside
-                            flat buffers; gradients wait for the last of their bucket, in its buffer (`straight`) or not
+                            flat buffers; gradients wait for the last of their bucket
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
                             a call allocates beside (`rules.spare`, buffers of collectives along a dim but the first)
@@ -35,7 +35,6 @@ from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
 from autopar.search.costs.replays import Replays, Value, root_of
-from autopar.search.costs.straight import find_straight
 
 
 class Live:
@@ -281,11 +280,9 @@ class Live:
         }
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self.is_once_a_step)
-        found = find_straight(self.program, self.plan, self.pricer, self.journeys, self.fused)
         return Gradients(
-            *own, wanted, buckets, outside, copies, {v: self.first[g] for v, g in found.items()}, noted,
-            lambda name: self.pricer.widening(self.journeys[name].tensor),
-        )  # fmt: skip
+            *own, wanted, buckets, outside, copies, noted, lambda name: self.pricer.widening(self.journeys[name].tensor)
+        )
 
     def _gradients(self) -> None:
         """Backward, call by call."""

@@ -16,9 +16,8 @@ What is gathered for use after the last block, and so needed again at once, is k
 keeps what is in no block; not where the plan would not fit the memory limit then. Where it would not with buckets of
 what is gathered for use there are none of these, and where it would not with any there are none.
 
-While a bucket of gradients is sent, those it was copied from are held too, and one that gradients are computed straight
-into is there from the first of them on (`costs.straight`). Where that raises the plan's peak its largest buckets are
-halved, some times, as long as the step takes no longer than `SLACK` for it.
+While a bucket of gradients is sent, those it was copied from are held too. Where that raises the plan's peak its
+largest buckets are halved, some times, as long as the step takes no longer than `SLACK` for it.
 """
 
 import itertools
