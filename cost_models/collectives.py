@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cluster import Cluster
 from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Group, Hop
 from autopar.cost_models.links import Crossing, Links
 from autopar.errors import ArgumentError
@@ -104,14 +103,6 @@ def skew_seconds(links: Links) -> float:
     """Seconds that a group of ranks that computed waits for the last of them, by the latest level that it crosses."""
     latest = max((crossing.level.skew for crossing in links.crossings), default=0.0)
     return latest * sum(1 / rank for rank in range(2, links.size + 1)) if latest else 0.0
-
-
-def busy_share(cluster: Cluster, links: Links) -> float:
-    """For which part of the time that a message's bytes take the processor that computes is busy with them: Gloo sends
-    with it."""
-    if cluster.library != "gloo" or not links.crossings:
-        return 0.0
-    return min(1.0, links.crossings[0].level.bandwidth / max(level.bandwidth for level in cluster.levels))
 
 
 def shared(forms: Sequence[Form], nbytes: int, part: float, share: float) -> float:

@@ -17,7 +17,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.evaluate import evaluate_program, itemised
+from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets
@@ -53,9 +53,6 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
         kind = "reduce_scatter" if scatters else "all_reduce"
         seconds, start = (pricer.message(kind, (0,), n, True)[0] - wait for n in (nbytes, 1))
         copied = pricer.rates.copied_seconds(nbytes)
-        if pricer.cluster.library == "gloo":  # two hosts of two; ranks are one of each
-            slow, fast = pricer.cluster.levels
-            start += min(1.0, slow.bandwidth / fast.bandwidth) * (seconds - start)
         start, seconds = start + copied, seconds + copied
         first_read = min(position for name in names for position, _ in program.readers[name])
         due.setdefault(first_read, []).append((seconds, start, scatters))
@@ -70,23 +67,11 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
             held = link if scatters else held
             clock += start
     total = sum(seconds + wait for found in due.values() for seconds, _, _ in found)
-    hidden = total - (max(clock, link) + (wait if due else 0.0) - computed)
-    if pricer.cluster.library != "gloo":
-        return hidden
-    waits = total - sum(seconds for found in due.values() for seconds, _, _ in found) - (wait if due else 0.0)
-    return hidden - min(stood(plan, family, pricer), max(hidden - waits, 0.0))
-
-
-def stood(plan: Plan, family: str, pricer: Pricer) -> float:
-    """Seconds of collectives of activations in backward: of positions, which are embedded once for all samples."""
-    program = program_of(family)
-    parameters = {spec.placeholder for spec in captured_of(family).parameters}
-    charges, _ = itemised(plan, program, pricer)
-    return sum(c.seconds for c in charges if c.backward and c.axes and c.name not in parameters)
+    return total - (max(clock, link) + (wait if due else 0.0) - computed)
 
 
 def linked(alpha: float, bandwidth: float, skew: float = 0.0, launch: float = 0.0) -> Cluster:
-    """Two devices whose links are not the processor's work."""
+    """Two devices with such a link."""
     cluster = machine(2)
     levels = tuple(
         replace(v, alpha=alpha, bandwidth=bandwidth, skew=skew, launch=launch, lines=()) for v in cluster.levels
@@ -105,11 +90,8 @@ def test_hidden_seconds_are_those_of_a_simulation(seed: int) -> None:
         skew=rng.choice([0.0, 10 ** rng.uniform(-9, -5)]),
         launch=10 ** rng.uniform(-9, -6),
     )
-    if seed % 2:
-        fast = cluster.levels[0]
-        slow = replace(fast, bandwidth=fast.bandwidth * rng.uniform(0.01, 1.0))
-        levels = slow, replace(fast, size=1)
-        cluster = replace(cluster, levels=levels, library="gloo", device=machine(2).device)
+    if seed % 2:  # a host, which copies gradients itself
+        cluster = replace(cluster, library="gloo", device=machine(2).device)
     plan = make_baseline(name, captured, cluster, make_mesh((2,)), TrainConfig())
     pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     for found in (with_buckets(plan, captured, cluster), random_buckets(plan, captured, rng)):
@@ -131,14 +113,6 @@ def test_a_fast_link_hides_nearly_all_and_starts_hide_nothing() -> None:
         estimate = evaluate_program(apart, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
         hidden.append(estimate.hidden / estimate.seconds["all_reduce"])
     assert hidden[0] > 0.5 and hidden[1] < 1e-4
-
-
-def test_what_the_processor_sends_itself_is_not_hidden() -> None:
-    captured, cluster = captured_of("llama"), replace(linked(1e-9, 1e10), library="gloo")
-    plan = make_baseline("ddp", captured, cluster, make_mesh((2,)), TrainConfig())
-    assert with_buckets(plan, captured, cluster).estimate.hidden == pytest.approx(
-        0.0, abs=1e-8
-    )  # the labels and the loss
 
 
 def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:

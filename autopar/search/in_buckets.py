@@ -133,7 +133,7 @@ def best_in_buckets(
         copies = _copies_on(program, pricer, axes, seconds, bool(search["fold"]))
         if copies is not None:
             found[where] = finish(copies)
-    parts = _shown(plan, pricer) if beside else ()
+    parts = SHOWN if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ()
     least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes))) if parts else 0.0
     shared = shared.paying(starts_paid(plan, program, shared)) if parts and before else shared
     for part in parts:
@@ -180,14 +180,6 @@ def _as_paid(
         )
     except (CutoffError, InfeasibleError, SearchTimeoutError):
         return None
-
-
-def _shown(plan: Plan, pricer: Pricer) -> tuple[float, ...]:
-    """Parts of reductions that are counted when it is searched again; none where nothing runs beside compute."""
-    if plan.microbatches > 1 or plan.mesh.size == 1:
-        return ()
-    hides = any(pricer.hides((axis,)) for axis, size in enumerate(plan.mesh.shape) if size > 1)
-    return SHOWN if hides else SHOWN[:1]
 
 
 def _parts(program: Program, pricer: Pricer, plan: Plan) -> list[tuple[int, ...]]:

@@ -5,8 +5,8 @@ The optimum of all ways to cut the sequence of n gradients into messages, on one
     end(0) = 0,   end(j) = min over i < j of  max(end(i), ready(j)) + alpha + beta (s(i+1) + ... + s(j))
 
 Exact, because a message that could start earlier never ends later, and for any seconds(bytes) in place of a line. Where
-the processor that computes starts messages too, each start takes `start` seconds of it, and each byte `busy`, so that
-the k'th message's gradients are ready k - 1 starts, and the bytes before, later:
+each message keeps the device from computing for `start` seconds, and for `busy` a byte (a host that copies gradients
+into it), the k'th message's gradients are ready k - 1 starts, and the bytes before, later:
 
     end(k, j) = min over i < j of  max(end(k - 1, i), ready(j) + (k - 1) start + busy s(1..i)) + seconds(s(i+1..j))
     step      = min over k of  max(end(k, n), ready(n) + k start + busy s(1..n))
@@ -87,7 +87,7 @@ def _merge(ready: Floats, travel: Floats) -> list[tuple[int, int]]:
 def merge_with_starts(
     ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float = 0.0
 ) -> list[tuple[int, int]]:
-    """First and last gradient of each message, which costs the processor `start` seconds too, and a byte `busy`."""
+    """First and last gradient of each message, which keeps the device for `start` seconds too, and `busy` a byte."""
     firsts = _parts(nbytes)
     lasts = np.append(firsts[1:], len(nbytes)) - 1
     groups = _merge_with_starts(ready[lasts], np.add.reduceat(nbytes, firsts), seconds, start, busy)
@@ -140,7 +140,7 @@ def _merge_with_starts(
 def seconds_with_starts(
     groups: list[tuple[int, int]], ready: Floats, nbytes: Floats, seconds: Seconds, start: float, busy: float = 0.0
 ) -> float:
-    """When the last message has arrived, and the processor has started it."""
+    """When the last message has arrived, and the device has started it."""
     end = stalled = 0.0
     for first, last in groups:
         sent = nbytes[first : last + 1].sum()

@@ -42,8 +42,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     plan, program = running(plan, program)
     journeys = make_journeys(program, plan, pricer)
     replays = find_replays(plan, program, pricer, journeys)
-    charges = list(_charges(plan, program, pricer, journeys, replays))
-    seconds = _summed(charges)
+    seconds = _summed(_charges(plan, program, pricer, journeys, replays))
     saved, saved_by_ways = _saved(plan, program, pricer, journeys, replays)
     live = Live(plan, program, pricer, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
@@ -53,9 +52,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
         hidden = sum(seconds.values()) + saved - _beside(plan, program, pricer)
     elif plan.buckets and plan.microbatches == 1:
         groups = dict.fromkeys(find_fused(plan, journeys).values())
-        parameters = {name for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
-        stood = sum(c.seconds for c in charges if c.backward and c.axes and c.name not in parameters)
-        hidden = late_seconds(plan, program, pricer, journeys, groups, stood)
+        hidden = late_seconds(plan, program, pricer, journeys, groups)
     return replace(
         plan.estimate,
         seconds=seconds,

@@ -12,13 +12,6 @@ reductions pay once, when backward ends, and so do the levels that follow, betwe
 The count of labels begins before the first call (`passes.start_early`), when ranks have just met, and has the forward
 pass up to the loss to arrive; the loss's last sum is waited for when the step is over (`passes.wait_late`), as
 gradients are, and has the backward pass.
-
-Gloo sends with the processors that compute: of a message they are busy for what the fastest link of the cluster would
-take, and for copying gradients into it, which delays backward like a start. So nothing is hidden within a host, and
-between hosts what the wire takes. Collectives that backward waits for and messages on the link hold each other up, for
-what is sent needs a turn of the processor at every hop: the longer the former take, the less of the latter is hidden
-(of a step of BERT under Megatron's plan, 4 ranks on two hosts of a core each at 1 Gbit/s, all but collectives took 30
-ms, with those inside hosts alone 41, with gradients between hosts alone 53, with both 79; torch 2.13.0, 2026-11-27).
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,18 +32,15 @@ def late_seconds(
     pricer: Pricer,
     journeys: Mapping[str, Journey],
     groups: Iterable[Fused],
-    stood: float,
 ) -> float:
     """Seconds of collectives that are hidden, in a step of one micro-batch.
 
-    groups: those of buckets. stood: seconds of collectives for which backward
-    waits where they stand.
+    groups: those of buckets.
     """
     prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
-    lost = stood if pricer.cluster.library == "gloo" else 0.0
-    hidden = _reductions(plan, program, pricer, journeys, groups, after, lost)
+    hidden = _reductions(plan, pricer, journeys, groups, after)
     told = _told(program, pricer, journeys)
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
     for position, early in counts.items():
@@ -81,14 +71,12 @@ def _told(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> 
 
 def _reductions(
     plan: Plan,
-    program: Program,
     pricer: Pricer,
     journeys: Mapping[str, Journey],
     groups: Iterable[Fused],
     after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
-    lost: float,
 ) -> float:
-    """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on. lost: that could be."""
+    """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on."""
     sent, paid, wait = [], 0.0, 0.0
     for group in groups:
         messages = fused_messages(group, plan, journeys, backward=True)
@@ -100,8 +88,7 @@ def _reductions(
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
-        start += own + (1 - pricer.hides(first.axes)) * (whole - start)
-        sent.append((-max(min(uses), 0), whole + own, start, first.kind == "reduce_scatter"))
+        sent.append((-max(min(uses), 0), whole + own, start + own, first.kind == "reduce_scatter"))
     link = held = stalled = 0.0
     for last, seconds, start, holds in sorted(sent):
         ready = float(after[-last])
@@ -111,4 +98,4 @@ def _reductions(
         stalled += start
     shown = stalled + max(link - (float(after[0]) + stalled), 0.0)
     beside = sum(seconds for _, seconds, _, _ in sent) - shown
-    return max(beside - min(lost, max(beside, 0.0)) + paid - wait, 0.0)
+    return max(beside + paid - wait, 0.0)

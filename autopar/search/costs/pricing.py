@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_models.collectives import Form, busy_share, cheapest_in_step, least, shared, skew_seconds
+from autopar.cost_models.collectives import Form, cheapest_in_step, least, shared, skew_seconds
 from autopar.cost_models.compute import HOST, Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_state_nbytes, optimizer_step_seconds
@@ -152,13 +152,9 @@ class Pricer:
                 found = shared(forms, nbytes, part, share), found[1]
             if self.shown is not None and parameter and kind in REDUCTIONS:
                 travel = nbytes * min(form.seconds_per_byte for form in forms) / part
-                found = found[0] - (1 - self.shown) * self.hides(axes) * travel, found[1]
+                found = found[0] - (1 - self.shown) * travel, found[1]
             self._sent[key] = found
         return found
-
-    def hides(self, axes: tuple[int, ...]) -> float:
-        """For which part of the time that a message's bytes take the processor is free to compute."""
-        return 1 - busy_share(self.cluster, axis_links(self.cluster, self.mesh.shape, axes))
 
     def waiting(self, axes: tuple[int, ...]) -> float:
         """For how much of a message along mesh axes ranks wait for the last, because they computed before."""

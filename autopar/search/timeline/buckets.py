@@ -7,8 +7,7 @@ where all take fewer seconds together on one of these than each kind on its own:
 
     kept copies     the merge of MG-WFBP (`cost_models.gradient_exchange.merged_gradients`): gradients are ready when
                     the backward passes of all later ops are over, and a message costs what the cost model says of so
-                    many bytes. Starting takes the processor's time, which nothing hides: each message delays what is
-                    computed by that, and by what of its bytes the processor is busy with (`Pricer.hides`)
+                    many bytes. Each message delays what is computed by its latency, which nothing hides
     gathered for use (ZeRO-3)   those of one block that are used one after the other: a larger bucket would hold more
                     gathered copies at once, which such a parameter is there to avoid
 
@@ -295,7 +294,7 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     sizes = np.geomspace(1.0, max(nbytes, 2.0), SIZES)
     known = np.array([seconds(first, size / nbytes) for size in sizes])
     copied = pricer.rates.copied_seconds(together[first])
-    start, busy = known[0], copied + (1 - pricer.hides(first[1])) * (known[-1] - known[0])
+    start, busy = known[0], copied
     for kind in later:
         least = seconds(kind, 0.0)
         start, busy = start + least, busy + seconds(kind, 1.0) - least
