@@ -22,7 +22,6 @@ from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program, make_program
-from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.explanation import explain as explaining
 from autopar.search.explanation.what_if import faster_link
 from autopar.search.in_buckets import best_in_buckets
@@ -217,7 +216,7 @@ def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> N
     """Of reductions of parameters what travels, of sums of one element the start; nothing else."""
     cluster, program = hosts(1e-3), make_program(classes())
     pricer = Pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig(), in_buckets=True)
-    half = pricer.paying({}, 0.5)
+    half = pricer.sharing(0.5)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for axes, nbytes, parameter in itertools.product([(0,), (1,), (0, 1)], [8, 1 << 12, 1 << 22], [False, True]):
             shares = (1.0, 0.1) if parameter else (1.0,)
@@ -235,7 +234,7 @@ def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> N
                 assert part == whole
     ddp = make_baseline("ddp", classes(), cluster, pricer.mesh, TrainConfig())
     fresh = Pricer(mesh=pricer.mesh, cluster=cluster, config=TrainConfig())
-    for other in (half, half.alone.paying({}, 0.5)):
+    for other in (half, half.alone.sharing(0.5)):
         assert evaluate_program(ddp, program, other) != evaluate_program(ddp, program, fresh)
         assert evaluate_program(ddp, program, other.alone) == evaluate_program(ddp, program, fresh)
 
@@ -359,30 +358,6 @@ def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> Non
                 assert plan.estimate.bound <= named.estimate.in_turn_seconds * (1 + 1e-9)
     assert made[0].buckets
     assert any("use" in plan.lifetimes.values() or not plan.buckets for plan in made)
-
-
-def test_starts_as_paid_lead_to_a_better_plan() -> None:
-    """Where shares of a start hide that few parameters take a way, and each bucket pays for a whole one."""
-    cluster = hosts(3e-4)
-    found = chosen(searched(cluster), cluster, with_baselines=False)
-    seconds = found.estimate.solver["in_buckets"]["seconds"]
-    assert seconds["starts as paid, try 1"] < 0.9 * seconds["the search"]
-    assert found.estimate.step_seconds == pytest.approx(min(seconds.values()))
-
-
-def test_starts_paid_are_those_of_buckets_or_of_every_parameter() -> None:
-    cluster, program = hosts(1e-3), make_program(net())
-    plan = make_baseline("ddp", net(), cluster, make_mesh((4,)), TrainConfig())
-    together = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
-    names = [p.placeholder for p in net().parameters]
-    one, two = (replace(plan, buckets=cut) for cut in ((tuple(names),), (tuple(names[:5]), tuple(names[5:]))))
-    kind = ("all_reduce", (0,))
-    assert starts_paid(one, program, together) == {kind: pytest.approx(1.0)}
-    assert starts_paid(two, program, together) == {kind: pytest.approx(2.0)}
-    assert starts_paid(plan, program, together) == {kind: pytest.approx(len(names))}
-    step = evaluate_program(plan, program, together.paying({kind: 1e9})).in_turn_seconds
-    whole = evaluate_program(plan, program, together.alone).in_turn_seconds
-    assert step == pytest.approx(whole), "no parameter counts more than a start"
 
 
 def test_over_every_mesh_a_plan_is_no_worse_than_on_the_best_of_them() -> None:

@@ -37,8 +37,7 @@ def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
         [
             (other, pricer.alone, "test"),
             (plan, pricer, "test"),
-            (plan, pricer.paying({("all_reduce", (0,)): 2.0}), "test"),
-            (plan, pricer.paying({}, 0.5), "test"),
+            (plan, pricer.sharing(0.5), "test"),
             (plan, slower, "test"),
             (plan, pricer.alone, "another kind"),
         ],

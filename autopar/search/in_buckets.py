@@ -5,8 +5,6 @@ buckets, and a plan whose parameters all go one way is priced as it will be. Whe
 of its buckets pays a whole start, of which the search counted a part: few where starts are a small part of a step, and
 then its plan is proved to be as near the best as was asked. Where it is not, others are priced in buckets too:
 
-    as paid     searched again, where each kind of message counts as much of a start as the last plan in buckets paid
-                for it (`costs.starts_paid`), a few times
     on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
                 a slow link, copies inside a host may still share a bucket; on all axes where the last plan splits some
                 for which a host's optimizer pays with all (`costs.journeys.splits_parameters`)
@@ -34,7 +32,6 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.journeys import parameters_journeys, splits_parameters
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
-from autopar.search.costs.starts_paid import starts_paid
 from autopar.search.costs.work_bound import work_seconds
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
@@ -46,8 +43,6 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import MARK
 
-TRIES = 4
-"""How often it is searched again as paid."""
 COPIES_GAP = 1e-2
 SHOWN = 1.0, 0.5, 0.2
 """Parts of gradients' reductions that are counted, as if backward hid the rest."""
@@ -108,21 +103,6 @@ def best_in_buckets(
         return time.process_time() + needed > end
 
     how = {**search, "flatten": flatten}
-    last: Plan | None = plan
-    shared = pricer.paying({})
-    for number in range(1, TRIES + 1):
-        if is_proved() or is_over() or last is None:
-            break
-        tell(f"planning for buckets with starts as they are paid, try {number}")
-        paid = starts_paid(last, program, shared)
-        shared = shared.paying(
-            {**shared.starts, **{kind: max(n, shared.starts.get(kind, 0.0)) for kind, n in paid.items()}}
-        )
-        last = _as_paid(program, shared, seconds, tell, how)
-        if last is not None and is_new(last):
-            found[f"starts as paid, try {number}"] = last
-        else:
-            break
     for axes in _parts(program, pricer, best()):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
@@ -135,13 +115,12 @@ def best_in_buckets(
             found[where] = finish(copies)
     parts = SHOWN if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ()
     least = _least_work(program, pricer, tuple(range(plan.mesh.num_axes))) if parts else 0.0
-    shared = shared.paying(starts_paid(plan, program, shared)) if parts and before else shared
     for part in parts:
         if is_over() or least >= best().estimate.step_seconds * (1 - gap):
             break
         words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
         tell(f"planning for buckets with {words}")
-        other = _as_paid(program, shared.paying(shared.starts, part), seconds, tell, how)
+        other = _beside(program, pricer.sharing(part), seconds, tell, how)
         if other is not None and (is_new(other) or other.estimate.step_seconds < best().estimate.step_seconds):
             found[words] = other
     chosen = best()
@@ -166,14 +145,14 @@ def best_in_buckets(
     )
 
 
-def _as_paid(
+def _beside(
     program: Program,
     pricer: Pricer,
     seconds: float | None,
     tell: Callable[[str], None],
     search: dict[str, Any],
 ) -> Plan | None:
-    """The best plan where starts count so."""
+    """The best plan where what runs beside compute counts less."""
     try:
         return plan_program(
             program, pricer, seconds=seconds, with_baselines=False, say_least=False, progress=tell, **search

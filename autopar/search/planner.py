@@ -194,7 +194,7 @@ def plan_program(
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
     """Under prices that only guide a search it is none that a plan is told by."""
-    pricer = pricer.alone if pricer.starts or pricer.shown is not None else pricer
+    pricer = pricer.alone if pricer.shown is not None else pricer
 
     def evaluated(bare: Plan) -> Plan:
         return bare.with_estimate(evaluate_program(bare, program, pricer))

@@ -7,7 +7,7 @@ where that is fitted, apart for parameters and for activations, and longer by wh
 other where that was measured. A step is their sum; what runs beside compute is taken off afterwards (`costs.late`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -28,7 +28,6 @@ from autopar.search.costs.program import Op, Tensor
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 """(collective, seconds, mesh axes)."""
-Starts = Mapping[tuple[str, tuple[int, ...]], float]
 REDUCTIONS, ELEMENT = ("all_reduce", "reduce_scatter"), 8
 """Of gradients; bytes of one element, at most."""
 
@@ -60,10 +59,9 @@ class Pricer:
 
     in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
-    starts: how many times its share a parameter counts of a kind of message, but no more than a whole start; with any
-    the prices are a guide (`costs.starts_paid`), and prove nothing. So they are where what runs beside compute
-    (`costs.late`) counts less, not None `shown`: of gradients' reductions that part; and sums of `ELEMENT` bytes or
-    less, as of the loss and of the count of labels, have no start.
+    shown: if not None, what runs beside compute (`costs.late`) counts less, so that the prices are a guide and prove
+    nothing: of gradients' reductions that part; and sums of `ELEMENT` bytes or less, as of the loss and of the count
+    of labels, have no start.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it;
     ops: what is known of the program's ops on any mesh of such devices.
@@ -73,7 +71,6 @@ class Pricer:
     cluster: Cluster
     config: TrainConfig
     in_buckets: bool = False
-    starts: Starts = field(default_factory=dict)
     shown: float | None = None
     loose: tuple[tuple[int, ...], ...] = ()
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
@@ -100,18 +97,18 @@ class Pricer:
         other.made, other.parameters = self.made, self.parameters
         return other
 
-    def paying(self, starts: Starts, shown: float | None = None) -> "Pricer":
-        """The same prices in buckets, where parameters count as many times their share of starts, once if not said."""
-        return self._with(True, starts, shown)
+    def sharing(self, shown: float | None = None) -> "Pricer":
+        """The same prices in buckets, where parameters count their shares of starts."""
+        return self._with(True, shown)
 
     @cached_property
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
-        return self._with(False, {}, None) if self.in_buckets else self
+        return self._with(False, None) if self.in_buckets else self
 
-    def _with(self, in_buckets: bool, starts: Starts, shown: float | None) -> "Pricer":
+    def _with(self, in_buckets: bool, shown: float | None) -> "Pricer":
         ops = self._ops if shown == self.shown else {}
-        return replace(self, in_buckets=in_buckets, starts=starts, shown=shown, _steps={}, _sent={}, _ops=ops)
+        return replace(self, in_buckets=in_buckets, shown=shown, _steps={}, _sent={}, _ops=ops)
 
     @cached_property
     def rates(self) -> Rates:
@@ -147,7 +144,7 @@ class Pricer:
             part = self.rates.link(parameter)
             found = least(forms, nbytes, part)
             is_told = self.shown is not None and kind == "all_reduce" and nbytes <= ELEMENT
-            share = min(share * self.starts.get((kind, axes), 1.0), 1.0) if parameter else 1.0 - is_told
+            share = share if parameter else 1.0 - is_told
             if share < 1.0:
                 found = shared(forms, nbytes, part, share), found[1]
             if self.shown is not None and parameter and kind in REDUCTIONS:

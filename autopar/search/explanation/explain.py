@@ -178,7 +178,7 @@ class _Asker:
                 offers.append(self._offer(change, machine, room, free))
         alternatives: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
-            prices = self.pricer.paying({}) if self.is_in_buckets else self.pricer
+            prices = self.pricer.sharing() if self.is_in_buckets else self.pricer
             space = Space(plan=plan, program=self.program, pricer=prices, limit=limit, relative_gap=self.relative_gap)
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):

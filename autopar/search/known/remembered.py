@@ -13,7 +13,7 @@ LAST = 8
 def remembered(kind: object, plan: Plan, program: Program, pricer: Pricer, make: Callable[[Plan], Plan]) -> Plan:
     """What `make` makes of a plan with no estimate, under these prices; `kind` says what that is."""
     bare = plan.with_estimate(Estimate())
-    prices = (kind, pricer.in_buckets, dict(pricer.starts), pricer.shown, pricer.cluster)
+    prices = (kind, pricer.in_buckets, pricer.shown, pricer.cluster)
     known: list[tuple[object, Plan, Plan]] = program.made.setdefault("plans", [])
     for asked, other, made in known:
         if asked == prices and other == bare:

@@ -32,7 +32,7 @@ def named_in_buckets(
     plain = pricer.alone
     made = [alone or baseline_plan(text, program, plain, limit)]
     try:
-        shared = baseline_plan(text, program, plain.paying({}), limit)
+        shared = baseline_plan(text, program, plain.sharing(), limit)
     except InfeasibleError:
         shared = made[0]  # its memory was counted from above, and what is nearest to it in seconds holds more
     if replace(shared, estimate=made[0].estimate) != made[0]:
