@@ -24,7 +24,7 @@ from autopar.precision import PRECISIONS, precision_of
 from autopar.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
-    from autopar.search.costs.program import Program
+    from autopar.lower.program import Program
     from autopar.search.timeline.weave import Overlap
     from autopar.staged_model_plan import StagedModelPlan
 
@@ -168,7 +168,7 @@ def plan(
         known = None
     captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn, turns=turns, known=known)
 
-    from autopar.search.costs.program import make_program
+    from autopar.lower.program import make_program
 
     def bucketed(found: Plan | StagedPlan, program: "Program") -> Plan | StagedPlan:
         if not buckets:

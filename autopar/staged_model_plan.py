@@ -141,7 +141,7 @@ class StagedModelPlan(StagedPlan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
-        from autopar.search.costs.program import make_program
+        from autopar.lower.program import make_program
         from autopar.search.explanation.next_best import next_best
 
         machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)

@@ -20,12 +20,12 @@ from rich.table import Table
 from autopar.capture import capture
 from autopar.cluster import load_cluster, with_memory
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program, make_program
 from autopar.mesh import Mesh, parse_mesh
 from autopar.models import load_model
 from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
@@ -77,7 +77,7 @@ def thousand_devices(num_blocks: int) -> dict[str, Any]:
     cluster = load_cluster("125x8xh100")
     row: dict[str, Any] = {"model": f"llama, {num_blocks} blocks", "devices": cluster.num_devices}
     for what, limit in (("free", None), ("limited", cluster.device.memory_bytes)):
-        pricer = Pricer(mesh=prime_mesh(cluster), cluster=cluster, config=TrainConfig(precision="bf16"))
+        pricer = make_pricer(mesh=prime_mesh(cluster), cluster=cluster, config=TrainConfig(precision="bf16"))
         began = time.process_time()
         decider = double_recursion(program, pricer, limit=limit)
         row[f"{what}_cpu"] = time.process_time() - began
@@ -102,7 +102,7 @@ def main() -> None:
     for family in filter(None, arguments.families.split(",")):
         for bandwidth in (5e9, 5e8):
             for mesh in map(parse_mesh, arguments.meshes.split(",")):
-                pricer = Pricer(mesh=mesh, cluster=machine(mesh.size, bandwidth), config=TrainConfig())
+                pricer = make_pricer(mesh=mesh, cluster=machine(mesh.size, bandwidth), config=TrainConfig())
                 name = f"{family}, {bandwidth / 1e9:g} GB/s"
                 rows.append(compare(name, program_of(family), pricer, None, arguments.seconds))
                 console.print(rows[-1], highlight=False)
@@ -123,7 +123,7 @@ def _llama_rows(meshes: list[str], memory_gb: float, seconds: float, console: Co
     for mesh in map(parse_mesh, meshes):
         for limit in (None, memory_gb * 1e9):
             machine_of = cluster if limit is None else with_memory(cluster, int(limit))
-            pricer = Pricer(mesh=mesh, cluster=machine_of, config=TrainConfig(precision="bf16"))
+            pricer = make_pricer(mesh=mesh, cluster=machine_of, config=TrainConfig(precision="bf16"))
             name = "llama-3-8b" + ("" if limit is None else f", {memory_gb:g} GB")
             try:
                 rows.append(compare(name, program, pricer, limit, seconds))

@@ -15,11 +15,11 @@ from rich.table import Table
 from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import AutoparError
+from autopar.lower.program import make_program
 from autopar.mesh import parse_mesh
 from autopar.models import load_model
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.exact.least_peak import least_peak
 from autopar.search.graph.build import Builder, build
@@ -41,7 +41,7 @@ def main() -> None:
     builder = RecomputeBuilder if arguments.recompute else Builder
     table = Table("mesh", "limit GB", "build s", "solve s", "wall s", "step s", "gap")
     for text in arguments.meshes.split(","):
-        plain = Pricer(mesh=parse_mesh(text), cluster=cluster, config=config)
+        plain = make_pricer(mesh=parse_mesh(text), cluster=cluster, config=config)
         graph = build(program, plain, limit=1e15, builder=builder).graph
         assert graph.memory is not None
         fastest = solve(graph, relative_gap=arguments.gap)
@@ -50,7 +50,7 @@ def main() -> None:
         assert least is not None
         for part in map(float, arguments.parts.split(",")):
             limit = least + part * (most - least)
-            pricer = Pricer(mesh=plain.mesh, cluster=cluster, config=config)
+            pricer = make_pricer(mesh=plain.mesh, cluster=cluster, config=config)
             began = time.process_time()
             graph = build(program, pricer, limit=limit, builder=builder).graph
             built, wall = time.process_time(), time.monotonic()

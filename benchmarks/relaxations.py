@@ -17,11 +17,11 @@ from rich.table import Table
 
 from autopar.capture import capture
 from autopar.cluster import load_cluster
+from autopar.lower.program import make_program
 from autopar.mesh import parse_mesh
 from autopar.models import load_model
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.priced_memory import priced
@@ -47,7 +47,7 @@ def main() -> None:
     cluster, config = load_cluster("8x8xh100"), TrainConfig(precision="bf16")
     table = Table("mesh", "recompute", "price", "columns", "simplex s", "labels s", "ratio", "bound", "suggested")
     for text in arguments.meshes.split(","):
-        pricer = Pricer(mesh=parse_mesh(text), cluster=cluster, config=config)
+        pricer = make_pricer(mesh=parse_mesh(text), cluster=cluster, config=config)
         for builder in (Builder, RecomputeBuilder):
             graph = build(program, pricer, limit=LIMIT, builder=builder).graph
             assert graph.memory is not None

@@ -25,12 +25,12 @@ import typer
 
 import autopar
 from autopar.cluster import load_cluster
+from autopar.lower.program import Program, make_program
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import make_pricer
 from benchmarks.race_models import MODELS, make
 
 OPTIMIZER, IN_A_ROW, BARRIER_SECONDS = "adamw-fused", 5, 300
@@ -59,7 +59,7 @@ def _run(process: int, model: str, cluster: str, rounds: int, folder: str, barri
     kept = autopar.plan(module, batch, cluster=device, mesh="1", optimizer=OPTIMIZER, precision="fp32")
     program = make_program(kept.captured)
     names = _calls_of_blocks(program)
-    pricer = Pricer(mesh=kept.mesh, cluster=device, config=kept.config)
+    pricer = make_pricer(mesh=kept.mesh, cluster=device, config=kept.config)
     said, steps = [], []
     for recompute in (frozenset[str](), names):
         plan = replace(kept, recompute=recompute)

@@ -10,12 +10,12 @@ import transformers as hf
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from tests.shared_graphs import shared_graph
 from tests.zoo_graphs import zoo_graph
 
@@ -45,7 +45,7 @@ def program_of(family: str) -> Program:
 
 
 def pricer_of(mesh: tuple[int, ...], *, bandwidth: float = 5e9, config: TrainConfig | None = None) -> Pricer:
-    return Pricer(mesh=make_mesh(mesh), cluster=machine(bandwidth=bandwidth), config=config or TrainConfig())
+    return make_pricer(mesh=make_mesh(mesh), cluster=machine(bandwidth=bandwidth), config=config or TrainConfig())
 
 
 @lru_cache

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.cluster import load_cluster
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
 from autopar.rules.registry import rule_of
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from tests.op_samples import SAMPLES
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -52,9 +52,9 @@ def test_what_products_keep_on_a_gpu(key_heads: int, dtype: torch.dtype, product
     config = TrainConfig(precision="bf16")
     kept = {}
     for device in ("h100", "cpu"):
-        pricer = Pricer(mesh=make_mesh((1,)), cluster=load_cluster(f"1x{device}"), config=config)
-        names = next((way,) for way in op.choices if pricer.is_allowed(op, (way,)))
-        kept[device], saved = pricer.op(op, names).kept, pricer.saves(op)
+        pricer = make_pricer(mesh=make_mesh((1,)), cluster=load_cluster(f"1x{device}"), config=config)
+        names = next((way,) for way in op.choices if pricer.target.is_allowed(op, (way,)))
+        kept[device], saved = pricer.target.op(op, names).sizes.kept, pricer.target.saves(op)
         assert bool(saved[0]) == (not products or device == "cpu")
     statistics = 2 * 4 * 16 * (8 if dtype == F64 else 4)
     copies = (2 * 4 * 16 * 8 + 2 * 2 * key_heads * 16 * 8 + 2 * 4 * 16 * 16) * dtype.itemsize

@@ -11,12 +11,12 @@ from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.split_stages import possible_cuts
 from autopar.plan import Plan, TrainConfig
 from autopar.rules.rule import splits
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import baseline_plan, make_baseline
 from autopar.search.staged.stages import staged
 from tests.plans_in_threads import errors_of, one_process
@@ -62,7 +62,7 @@ def test_two_stages_equal_one_process(case: str) -> None:
     captured = capture(model, (), dict(inputs))
     reference = one_process(captured, model, inputs)
     program, cluster, mesh = make_program(captured), load_cluster("2xcpu"), make_mesh((2,))
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=TrainConfig(precision="fp64"))
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig(precision="fp64"))
     plan = baseline_plan(("ddp", "fsdp")[CASES.index(case) % 2], program, pricer, None)
     names = [op.name for op in program.ops if op.position <= program.tensors[program.loss].producer][1:]
     names = list(possible_cuts(captured, names))

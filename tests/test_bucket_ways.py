@@ -25,7 +25,7 @@ from autopar.redistribution import in_levels, messages, step_between
 from autopar.reference import buffers_of
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.evaluate import evaluate, evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_ways
 from autopar.search.timeline.buckets import with_buckets
@@ -134,7 +134,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     captured, rng = captured_of(family), random.Random(family)
     plan = random_plan(captured, make_mesh((2, 2)), rng)
     plan = random_buckets(random_ways(plan, captured, rng), captured, rng)
-    pricer = Pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config)
     pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
     seconds = evaluate_program(plan, program_of(family), pricer).seconds
     sent = predicted_messages(insert_collectives(captured, plan))

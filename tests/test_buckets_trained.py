@@ -13,6 +13,7 @@ import tests.runtime_cases as cases
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
 from autopar.passes.insert_collectives import insert_collectives
@@ -20,8 +21,7 @@ from autopar.passes.predict import predicted_messages
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of
 from autopar.search.costs.evaluate import evaluate, evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.timeline import buckets
@@ -60,7 +60,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     rng = random.Random(family)
     for shape in ((2,), (2, 2)):
         plan = random_buckets(random_plan(captured, make_mesh(shape), rng), captured, rng)
-        pricer = Pricer(mesh=plan.mesh, cluster=counting(plan.mesh.size), config=plan.config)
+        pricer = make_pricer(mesh=plan.mesh, cluster=counting(plan.mesh.size), config=plan.config)
         pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
         seconds = evaluate_program(plan, program, pricer).seconds
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
@@ -84,7 +84,7 @@ def test_slow_starts_make_one_bucket_and_quick_ones_many() -> None:
     for alpha in (1.0, 1e-6, 1e-12):
         plan, captured, cluster = ddp(alpha)
         hiding = replace(cluster, library="nccl")
-        pricer = Pricer(mesh=plan.mesh, cluster=hiding, config=plan.config)
+        pricer = make_pricer(mesh=plan.mesh, cluster=hiding, config=plan.config)
         buckets = choose_buckets(plan, make_program(captured), pricer).buckets
         counts.append(len(captured.parameters) - sum(len(names) - 1 for names in buckets))
     assert counts[0] == 1 and counts == sorted(counts) and counts[-1] > 1

@@ -13,10 +13,10 @@ from autopar.calibration.samples import WorkSample
 from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.device import Device
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 
 CALIBRATED = Device(
     name="synthetic", peak_flops=(("fp32", 5e10),), memory_bytes=10**10, memory_bandwidth=8e9, launch_seconds=2e-5,
@@ -55,7 +55,7 @@ def test_what_is_measured_is_what_planning_prices() -> None:
             seconds=1.0,
         )  # fmt: skip
         for cluster, rates in ((load_cluster("1xa100"), "fitted constants of a100"), (mine, "roofline of")):
-            pricer = Pricer(mesh=make_mesh((1,)), cluster=cluster, config=TrainConfig(precision="fp32"))
+            pricer = make_pricer(mesh=make_mesh((1,)), cluster=cluster, config=TrainConfig(precision="fp32"))
             assert pricer.rates.name.startswith(rates)
-            price = pricer.op(op, next((way,) for way in op.choices if pricer.is_allowed(op, (way,))))
+            price = pricer.op(op, next((way,) for way in op.choices if pricer.target.is_allowed(op, (way,))))
             assert predicted_work(cluster, sample) == pytest.approx(price.forward + price.backward, rel=1e-9), name

@@ -11,7 +11,7 @@ from autopar.mesh import make_mesh
 from autopar.placement import Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import make_baseline
 from autopar.search.planner import plan_program
@@ -23,7 +23,7 @@ LAUNCH = 1e-5
 
 def updates(plan: Plan, cluster: Cluster) -> float:
     """Seconds of the optimizer."""
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return evaluate_program(plan, program_of("gpt2"), pricer).seconds["optimizer"]
 
 
@@ -36,12 +36,12 @@ def test_one_parameter_in_parts_makes_dtensors_of_all(optimizer: str) -> None:
     whole = with_buckets(ddp, captured_of("gpt2"), host)
     trained = [t for t in program_of("gpt2").tensors.values() if t.kind == "parameter" and t.requires_grad]
     name = max(trained, key=lambda tensor: tensor.shape[0]).name
-    prices = Pricer(mesh=whole.mesh, cluster=host, config=whole.config)
+    prices = make_pricer(mesh=whole.mesh, cluster=host, config=whole.config)
     assert whole.buckets and not any(prices.is_split(tensor, whole.layouts[tensor.name]) for tensor in trained)
     other = {"layouts": {**whole.layouts, name: Layout((Shard(0),))}, "ways": {}}
     others = tuple(left for names in whole.buckets if (left := tuple(n for n in names if n != name)))
     split = replace(whole, buckets=others, **other)
-    prices = Pricer(mesh=whole.mesh, cluster=host, config=whole.config)
+    prices = make_pricer(mesh=whole.mesh, cluster=host, config=whole.config)
     tensor = program_of("gpt2").tensors[name]
     before, after = (prices.optimizer_seconds(tensor, plan.layouts[name]) for plan in (whole, split))
     dispatch = rates_of(host.device).split_seconds  # of one kernel, which both optimizers have
@@ -63,14 +63,14 @@ def test_a_plan_with_parameters_whole_is_looked_for_beside_one_that_splits_some(
     program, host = program_of("gpt2"), machine(2)
     host = replace(host, device=replace(host.device, launch_seconds=launch, memory_bandwidth=1e9))
     config = TrainConfig(optimizer="adamw-fused")
-    pricer = Pricer(mesh=make_mesh((2,)), cluster=host, config=config, in_buckets=True)
+    pricer = make_pricer(mesh=make_mesh((2,)), cluster=host, config=config, in_buckets=True)
     how = {"relative_gap": 5e-3, "fold": True}
     searched = plan_program(program, pricer, seconds=None, with_baselines=False, **how)
     found = best_in_buckets(searched, program, host, spent=math.inf, **how)
     parameters = [tensor for tensor in program.tensors.values() if tensor.kind == "parameter"]
 
     def splits(plan: Plan) -> bool:
-        return any(pricer.is_split(tensor, plan.layouts[tensor.name]) for tensor in parameters)
+        return any(pricer.target.is_split(tensor, plan.layouts[tensor.name]) for tensor in parameters)
 
     assert splits(searched) and splits(found) != is_whole
     assert "with parameters whole" in found.estimate.solver["in_buckets"]["seconds"]

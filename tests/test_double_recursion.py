@@ -8,14 +8,14 @@ import torch
 
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, InfeasibleError
+from autopar.lower.program import Tensor
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.promote_casts import promote_casts
 from autopar.placement import INVARIANT, REPLICATE, Shard
 from autopar.plan import TrainConfig
 from autopar.redistribution import cheapest_route
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer, total
-from autopar.search.costs.program import Tensor
+from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.costs.storages import is_storable, orders
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.completion import complete
@@ -76,7 +76,7 @@ def test_it_says_what_its_plan_costs_which_is_no_less_than_the_bound(
 def _whole_seconds(family: str, pricer: Pricer) -> float:
     """The plan that splits nothing."""
     program = program_of(family)
-    alone = Pricer(mesh=make_mesh((1,)), cluster=machine(1), config=pricer.config)
+    alone = make_pricer(mesh=make_mesh((1,)), cluster=machine(1), config=pricer.config)
     decider = double_recursion(program, alone, limit=None)
     return evaluate_program(plan_of(decider, program), program, alone).step_seconds
 
@@ -157,7 +157,7 @@ def test_ways_lead_where_they_should_and_are_seldom_dearer_than_a_full_search(se
     """Random layouts: every step starts where the last one ended, and the price is that of the steps."""
     rng = random.Random(seed)
     mesh = make_mesh((2, 2) if seed % 2 else (2, 2, 2))
-    pricer = Pricer(mesh=mesh, cluster=machine(mesh.size), config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=machine(mesh.size), config=TrainConfig())
     shape = tuple(rng.choice((8, 16, 24)) for _ in range(3))
     tensor = Tensor(
         name="t", kind="op", shape=shape, element_size=4, stored_size=4, dtype="float32", requires_grad=True

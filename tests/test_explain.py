@@ -13,7 +13,7 @@ from autopar.model_plan import model_plan, plan_from_text
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.ledger import ledger
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.explanation import explain as explaining
 from autopar.search.explanation.alternatives import Space
@@ -33,7 +33,7 @@ GAP = 5e-3
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_items_add_up_to_the_estimate(family: str, shape: tuple[int, ...]) -> None:
     program, captured = program_of(family), captured_of(family)
-    pricer = Pricer(mesh=make_mesh(shape), cluster=machine(), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh(shape), cluster=machine(), config=TrainConfig())
     for seed in range(2):
         rng = random.Random(seed)
         plan = random_recompute(random_plan(captured, pricer.mesh, rng), captured, rng, share=0.5)
@@ -136,7 +136,7 @@ def test_a_forbidden_decision_is_the_best_of_all_others() -> None:
     """Brute force: every other option of the node fixed in turn."""
     plan = make_plan(captured_of("gpt2"), machine(), make_mesh((4,)), TrainConfig(), with_baselines=False)
     program = program_of("gpt2")
-    pricer = Pricer(mesh=plan.mesh, cluster=machine(), config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=machine(), config=plan.config)
     space = Space(plan=plan, program=program, pricer=pricer, limit=1e9, relative_gap=1e-7)
     label, answer = next(space.decisions(1))
     found = answer(60.0)

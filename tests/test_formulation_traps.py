@@ -22,11 +22,11 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact import brute_force, ilp
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -244,7 +244,7 @@ def test_nothing_is_run_again_where_that_is_free_and_memory_slack() -> None:
     program, _ = chain(1)
     cluster = machine()
     device = replace(cluster.device, launch_seconds=0.0, memory_bandwidth=1e30, peak_flops=(("fp32", 1e30),))
-    pricer = Pricer(mesh=make_mesh((1,)), cluster=replace(cluster, device=device), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((1,)), cluster=replace(cluster, device=device), config=TrainConfig())
     problem = build(program, pricer, limit=1e12, builder=RecomputeBuilder)
     plan = extract(problem, ilp.solve(problem.graph), pricer.cluster, pricer.config, "ilp")
     assert not plan.recompute and not plan.remade
@@ -277,7 +277,7 @@ def test_a_gradient_over_several_axes_is_one_collective_with_its_own_price() -> 
     program = program_of("llama")
     mesh = make_mesh((2, 2))
     small = load_cluster("2x2xh100")
-    pricer = Pricer(mesh=mesh, cluster=small, config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=small, config=TrainConfig())
     plan = baseline_plan("ddp", program, pricer, None)
     links = axis_links(small, (2, 2), (0, 1))
     sizes = [t.element_size * int(np.prod(t.shape)) for t in program.tensors.values() if t.kind == "parameter"]
@@ -294,7 +294,7 @@ def test_the_optimizers_time_is_what_makes_sharded_state_better() -> None:
     for states in ("adamw", "sgd-momentum"):
         config = TrainConfig(optimizer=states)
         plan = make_plan(program.captured, slow, make_mesh((4,)), config, with_baselines=False)
-        ddp = baseline_plan("ddp", program, Pricer(mesh=make_mesh((4,)), cluster=slow, config=config), None)
+        ddp = baseline_plan("ddp", program, make_pricer(mesh=make_mesh((4,)), cluster=slow, config=config), None)
         assert plan.estimate.seconds["optimizer"] < 0.5 * ddp.estimate.seconds["optimizer"]
         assert plan.estimate.memory["optimizer"] < 0.5 * ddp.estimate.memory["optimizer"]
 

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops",),
     ("rules", "cost_models", "passes"),
+    ("lower",),
     (
         "search",
         "runtime",

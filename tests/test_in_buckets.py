@@ -17,11 +17,11 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import Form, least, shared
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation import explain as explaining
 from autopar.search.explanation.what_if import faster_link
 from autopar.search.in_buckets import best_in_buckets
@@ -98,7 +98,7 @@ def test_the_best_of_all_that_is_ranked_is_chosen(start: float) -> None:
     assert found.estimate.step_seconds == min(found.estimate.solver["in_buckets"]["seconds"].values())
     assert 0 < found.estimate.bound <= found.estimate.in_turn_seconds
     rng = random.Random(start)
-    program, pricer = make_program(net()), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    program, pricer = make_program(net()), make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     others = [random_plan(net(), plan.mesh, rng) for _ in range(3)] + list(ranked.values())
     for other in others:
         for _ in range(2):
@@ -145,7 +145,9 @@ def test_a_plan_whose_reductions_hide_is_found_though_it_adds_up_to_more(start: 
     found = chosen(plan, cluster, with_baselines=False)
     assert found.estimate.step_seconds < 0.9 * by_sum.estimate.step_seconds
     assert found.estimate.in_turn_seconds > by_sum.estimate.in_turn_seconds >= found.estimate.bound
-    again = evaluate_program(found, make_program(net()), Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    again = evaluate_program(
+        found, make_program(net()), make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    )
     assert found.estimate.step_seconds == pytest.approx(again.step_seconds)  # as it is, not as it was searched for
 
 
@@ -172,7 +174,7 @@ def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypa
         assert offer.in_turn is not None and offer.bound <= offer.in_turn < plan.estimate.in_turn_seconds
     (faster,) = (offer for offer in made.offers if offer.change.startswith(cluster.levels[0].name))
     other = faster_link(cluster, 0, 2.0)
-    own = evaluate_program(plan, make_program(net()), Pricer(mesh=plan.mesh, cluster=other, config=plan.config))
+    own = evaluate_program(plan, make_program(net()), make_pricer(mesh=plan.mesh, cluster=other, config=plan.config))
     again = chosen(searched(other), other)
     assert faster.best == pytest.approx(min(own.step_seconds, again.estimate.step_seconds))
     assert made.baselines == plan.estimate.baselines and made.limit_costs == (0.0, 0.0)
@@ -215,7 +217,7 @@ def test_a_loss_that_goes_along_with_gradients_is_not_kept_from_being_split() ->
 def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> None:
     """Of reductions of parameters what travels, of sums of one element the start; nothing else."""
     cluster, program = hosts(1e-3), make_program(classes())
-    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig(), in_buckets=True)
+    pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig(), in_buckets=True)
     half = pricer.sharing(0.5)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for axes, nbytes, parameter in itertools.product([(0,), (1,), (0, 1)], [8, 1 << 12, 1 << 22], [False, True]):
@@ -233,7 +235,7 @@ def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> N
             else:
                 assert part == whole
     ddp = make_baseline("ddp", classes(), cluster, pricer.mesh, TrainConfig())
-    fresh = Pricer(mesh=pricer.mesh, cluster=cluster, config=TrainConfig())
+    fresh = make_pricer(mesh=pricer.mesh, cluster=cluster, config=TrainConfig())
     for other in (half, half.alone.sharing(0.5)):
         assert evaluate_program(ddp, program, other) != evaluate_program(ddp, program, fresh)
         assert evaluate_program(ddp, program, other.alone) == evaluate_program(ddp, program, fresh)
@@ -258,8 +260,8 @@ def test_with_its_share_of_starts_a_plan_costs_no_more_than_in_any_buckets(famil
             plan = random_ways(random_plan(captured, make_mesh(shape), rng), captured, rng)
             plan = random_recompute(plan, captured, rng, share=rng.choice([0.0, 0.5]))
             cluster = hosts(rng.choice([1e-5, 1e-4, 1e-3]), device=device)
-            pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-            together = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
+            pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+            together = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
             alone, least = (evaluate_program(plan, program, p).in_turn_seconds for p in (pricer, together))
             assert least < alone
             for _ in range(4):
@@ -274,11 +276,10 @@ def test_one_bucket_of_all_costs_what_its_shares_add_up_to() -> None:
     plan = make_baseline("ddp", net(), cluster, make_mesh((4,)), TrainConfig())
     plan = replace(plan, buckets=(tuple(p.placeholder for p in net().parameters),))
     program = make_program(net())
-    real = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    real = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     whole = evaluate_program(plan, program, real)
-    counted = evaluate_program(
-        replace(plan, buckets=()), program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
-    )
+    shared = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=True)
+    counted = evaluate_program(replace(plan, buckets=()), program, shared)
     assert counted.in_turn_seconds == pytest.approx(whole.in_turn_seconds, rel=0.02)
     assert counted.in_turn_seconds <= whole.in_turn_seconds * (1 + 1e-12)
 
@@ -346,7 +347,7 @@ def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> Non
         plan = make_plan(
             captured, cluster, mesh, config, relative_gap=0.01, seconds=10.0, with_baselines=False, buckets=True
         )
-        again = evaluate_program(plan, program, Pricer(mesh=mesh, cluster=cluster, config=config))
+        again = evaluate_program(plan, program, make_pricer(mesh=mesh, cluster=cluster, config=config))
         assert plan.estimate.seconds == pytest.approx(again.seconds)
         assert plan.estimate.peak_nbytes == again.peak_nbytes <= limit
         assert plan.estimate.bound <= again.in_turn_seconds

@@ -18,7 +18,7 @@ from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets
 from autopar.search.timeline.buckets import with_buckets
@@ -93,7 +93,7 @@ def test_hidden_seconds_are_those_of_a_simulation(seed: int) -> None:
     if seed % 2:  # a host, which copies gradients itself
         cluster = replace(cluster, library="gloo", device=machine(2).device)
     plan = make_baseline(name, captured, cluster, make_mesh((2,)), TrainConfig())
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     for found in (with_buckets(plan, captured, cluster), random_buckets(plan, captured, rng)):
         estimate = evaluate_program(found, program, pricer)
         beside = max(simulated(found, family, pricer), 0.0) + told(found, family, pricer)
@@ -110,7 +110,7 @@ def test_a_fast_link_hides_nearly_all_and_starts_hide_nothing() -> None:
         plan = make_baseline("ddp", captured, cluster, make_mesh((2,)), TrainConfig())
         names = [spec.placeholder for spec in captured.parameters]
         apart = replace(plan, buckets=tuple((name,) for name in names))
-        estimate = evaluate_program(apart, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+        estimate = evaluate_program(apart, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
         hidden.append(estimate.hidden / estimate.seconds["all_reduce"])
     assert hidden[0] > 0.5 and hidden[1] < 1e-4
 

@@ -10,6 +10,8 @@ from torch import Tensor, fx
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
+from autopar.lower.journeys import make_journeys
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.groups import Groups, use_groups
@@ -20,9 +22,7 @@ from autopar.plan import TrainConfig
 from autopar.reference import buffers_of, parameters_of
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING
-from autopar.search.costs.journeys import make_journeys
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.random_plan import random_cuts, random_plan
 from tests.ranks_in_threads import Done
 from tests.search_cases import machine
@@ -107,7 +107,7 @@ def test_views_copy_under_a_plan_where_they_do_when_a_rank_runs(family: str, mon
         names = [node.name for node in local.nodes if node.op == "placeholder"]
         with torch.no_grad(), use_groups(Groups(mesh=mesh, rank=0, groups={})):
             Noting(fx.GraphModule({}, local)).run(*(own[name] for name in names))
-        journeys = make_journeys(program, plan, Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig()))
+        journeys = make_journeys(program, plan, make_pricer(mesh=mesh, cluster=machine(2), config=TrainConfig()))
         assert copied == {name for name, journey in journeys.items() if journey.is_copy}
         seen += len(copied)
     assert seen

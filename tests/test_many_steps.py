@@ -11,7 +11,7 @@ from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.plan import TrainConfig
 from autopar.redistribution import is_possible
 from autopar.search.costs.many_steps import step_seconds
-from autopar.search.costs.pricing import Pricer, total
+from autopar.search.costs.pricing import make_pricer, total
 from autopar.search.graph.lattice import Lattices, _steps
 
 
@@ -19,7 +19,7 @@ from autopar.search.graph.lattice import Lattices, _steps
 def test_each_step_takes_what_it_takes_alone(seed: int) -> None:
     draw = random.Random(seed)
     shape = draw.choice([(32,), (4, 8), (2, 16), (2, 4, 4), (8, 1, 4), (1, 32)])
-    pricer = Pricer(
+    pricer = make_pricer(
         mesh=make_mesh(shape), cluster=load_cluster("4x8xh100"), config=TrainConfig(), in_buckets=draw.random() < 0.5
     )
     share = draw.choice((0.0, 0.2, 1.0)) if pricer.in_buckets else 1.0

@@ -8,14 +8,14 @@ from functools import lru_cache
 import pytest
 
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.placement import Shard, local_shape
 from autopar.plan import ONCE_A_STEP, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -48,7 +48,7 @@ def test_collectives_cost_what_the_step_sends(family: str, count: int) -> None:
 
 def problem_of(family: str, count: int, limit: float | None) -> tuple[Program, Pricer, Problem]:
     program = make_program(captured_of(family, count))
-    pricer = Pricer(mesh=make_mesh((4,)), cluster=machine(), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((4,)), cluster=machine(), config=TrainConfig())
     return program, pricer, build(program, pricer, limit=limit)
 
 

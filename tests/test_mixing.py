@@ -11,11 +11,11 @@ import torch
 from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.completion import Completed
 from autopar.search.exact.mixture import Seen
 from autopar.search.graph.moments import Share
@@ -157,7 +157,7 @@ def test_of_equal_blocks_some_run_again_and_some_do_not_where_that_is_nearer_the
 def test_stages_priced_before_cost_what_they_cost_alone() -> None:
     """Plans of one model in the same stages, of which most are alike: whichever was priced first."""
     program, cluster = make_program(graph(4)), machine(4)
-    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
     known, cuts = PricedStages(), even_cuts(program, 2, 2)
     slow, fast = kept_and_recomputed(program, pricer, random.Random(3))
     half = mixed(slow, fast, program, list(blocks_of(program))[::2], fast)
@@ -174,7 +174,7 @@ def test_stages_priced_before_cost_what_they_cost_alone() -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
 def test_each_rank_has_the_slow_blocks_that_it_needs(schedule: str, chunks: int) -> None:
     program, cluster = make_program(graph(4)), machine(4)
-    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=TrainConfig())
     slow, fast = kept_and_recomputed(program, pricer, random.Random(2))
     cuts, begins = even_cuts(program, 2, chunks), even_starts(program, 2, chunks)
 
@@ -211,7 +211,7 @@ def test_the_best_stages_are_mixed_and_fit() -> None:
 
 def _best(program: Program, cluster: Cluster, limit: float | None) -> StagedPlan:
     config = TrainConfig(memory_nbytes=limit)
-    pricer = Pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
+    pricer = make_pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
 
     def whole(own: Pricer, share: Share, mixes: Callable[[Plan, Plan], None] | None) -> Plan:
         return plan_program(program, own, relative_gap=2e-2, seconds=10.0, with_baselines=False, fold=True, share=share,

@@ -13,6 +13,7 @@ from autopar.captures import captured_model
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import target_name
+from autopar.lower.program import Program, make_program
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
@@ -20,8 +21,7 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.placement import Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.baselines import BASELINES, baseline_plan, make_baseline
 from autopar.search.known.named_configuration import COMMON, KINDS, configured, parse_configuration
@@ -60,7 +60,7 @@ def made_of(text: str, family: str = "llama", layers: int = 2) -> Made:
     mesh, count = configured(text, machine(), make_mesh((4,)), False, 8)
     assert isinstance(count, int)
     program = program_at(family, count, layers)
-    pricer = Pricer(mesh=mesh, cluster=machine(), config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=machine(), config=TrainConfig())
     return baseline_plan(text, program, pricer, None), program, pricer
 
 
@@ -203,7 +203,7 @@ def test_a_mesh_that_is_asked_for_must_be_the_configurations() -> None:
 
 @pytest.mark.parametrize("text", ["ddp", "ddp:zero=0,recompute=full"])
 def test_what_does_not_fit_names_its_bytes(text: str) -> None:
-    pricer = Pricer(mesh=make_mesh((4,)), cluster=machine(), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((4,)), cluster=machine(), config=TrainConfig())
     fits = baseline_plan(text, program_of("gpt2"), pricer, None).estimate.peak_nbytes
     with pytest.raises(InfeasibleError, match=r"it needs 0.000\d+ GB of 9e-05 GB a device") as caught:
         baseline_plan(text, program_of("gpt2"), pricer, 9e4)

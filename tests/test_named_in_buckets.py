@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
@@ -43,7 +43,7 @@ def test_the_cheaper_of_two_is_taken_and_either_may_be_it() -> None:
             for alpha in (1e-7, 1e-5):
                 for rate in (0.02, 0.5):
                     cluster = two_hosts(alpha, rate)
-                    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig())
+                    pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=cluster, config=TrainConfig())
                     alone, shared = (plan.estimate.step_seconds for plan in both(name, family, pricer))
                     found = named_in_buckets(name, program_of(family), pricer, ROOM)
                     assert found.origin == name and found.estimate.step_seconds == min(alone, shared)
@@ -67,10 +67,10 @@ def test_a_baseline_costs_beside_a_plan_what_it_costs_when_asked_for() -> None:
 
 def test_what_does_not_fit_alone_is_an_error_and_what_fits_stays_within_its_limit() -> None:
     program = program_of("llama")
-    pricer = Pricer(mesh=make_mesh((4,)), cluster=machine(4), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh((4,)), cluster=machine(4), config=TrainConfig())
     whole = named_in_buckets("fsdp", program, pricer, ROOM).estimate.peak_nbytes
     least = baseline_plan("fsdp", program, pricer, ROOM).estimate.peak_nbytes
-    tight = replace(pricer, config=replace(pricer.config, memory_nbytes=least))
+    tight = pricer.within(least)
     assert named_in_buckets("fsdp", program, tight, least).estimate.peak_nbytes <= least <= whole
     with pytest.raises(InfeasibleError, match="fsdp does not fit"):
         named_in_buckets("fsdp", program, pricer, 1e3)

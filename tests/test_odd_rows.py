@@ -11,10 +11,10 @@ from autopar.capture import capture
 from autopar.cluster import load_cluster
 from autopar.cost_models.compute import HOST
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation.explain import explain
 from autopar.search.explanation.odd_rows import odd_rows
 from autopar.search.planner import make_plan
@@ -47,7 +47,7 @@ def test_what_odd_rows_cost_is_what_padding_them_saves(device: str) -> None:
     cluster, mesh, config = load_cluster(f"1x{device}"), make_mesh((1,)), TrainConfig(precision="bf16")
     heads: dict[int, float] = {}
     for words in (50264, 50258, 50257):
-        program, pricer = make_program(captured(words)), Pricer(mesh=mesh, cluster=cluster, config=config)
+        program, pricer = make_program(captured(words)), make_pricer(mesh=mesh, cluster=cluster, config=config)
         plan = make_plan(program.captured, cluster, mesh, config, with_baselines=False)
         found = odd_rows(plan, program, pricer)
         [head] = [op for op in program.ops if op.rule.product is not None and op.operand_shapes[1][0] == words]
@@ -75,7 +75,7 @@ def test_what_bytes_bind_is_not_said_to_take_longer() -> None:
     cluster, mesh, config = load_cluster("1xh200-eager"), make_mesh((1,)), TrainConfig(precision="bf16")
     program = make_program(captured(1))
     plan = make_plan(program.captured, cluster, mesh, config, with_baselines=False)
-    assert odd_rows(plan, program, Pricer(mesh=mesh, cluster=cluster, config=config)) == ()
+    assert odd_rows(plan, program, make_pricer(mesh=mesh, cluster=cluster, config=config)) == ()
 
 
 def test_a_host_knows_no_odd_rows() -> None:
@@ -83,5 +83,5 @@ def test_a_host_knows_no_odd_rows() -> None:
     config = TrainConfig(precision="fp32")
     plan = make_plan(program.captured, load_cluster("1xh100"), mesh, config, with_baselines=False)
     device = replace(load_cluster("1xh100").device, name=HOST)
-    host = Pricer(mesh=mesh, cluster=replace(cluster, device=device), config=config)
+    host = make_pricer(mesh=mesh, cluster=replace(cluster, device=device), config=config)
     assert odd_rows(plan, program, host) == ()

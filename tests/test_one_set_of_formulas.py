@@ -27,12 +27,12 @@ from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.step_work import step_work
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, shape_from_config
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
 from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 
 CONFIGS = {
@@ -93,7 +93,7 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
     plan = make_baseline(
         case.split()[0], program.captured, cluster, mesh, TrainConfig(precision=precision, memory_nbytes=1e12)
     )
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=plan.config)
     config = replace(EAGER, seq=SEQ[model], precision=precision, **degrees)  # type: ignore[arg-type]
     work, price = step_work(shape, config, cluster, efficiency), efficiency.seconds_per_unit()
     forward, backward = work.forward[0] * price, work.backward[0] * price
@@ -134,7 +134,7 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
         assert estimate.step_seconds - updates - agreeing == pytest.approx(others, rel=0.03)
 
     held = {name: interval.nbytes for name, interval in stage_intervals(shape, config, 0)}
-    stored = sum(pricer.local_nbytes(program.tensors[name], plan.layouts[name]) for name in trained)
+    stored = sum(pricer.target.local_nbytes(program.tensors[name], plan.layouts[name]) for name in trained)
     blocks = pytest.approx(stored, abs=512)
     assert estimate.memory["parameters"] == stored
     assert held["parameters"] == blocks

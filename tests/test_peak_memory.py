@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
+from autopar.lower.flights import beside, keeps_padding
 from autopar.mesh import make_mesh
 from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups
@@ -27,8 +28,7 @@ from autopar.runtime.data import local_samples
 from autopar.runtime.groups import build_groups
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.costs.evaluate import evaluate
-from autopar.search.costs.flights import beside, keeps_padding
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
@@ -122,11 +122,11 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
     mesh, rng = make_mesh((2,)), random.Random(0)
     layouts = [Layout((p,)) for p in (Shard(0), Shard(1), Shard(2), REPLICATE, PARTIAL)]
     steps = {(s.source, s.target): s for v in layouts for s in steps_from(v, 3, False) if s.target in layouts}
-    pricer = Pricer(mesh=mesh, cluster=machine(2), config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=machine(2), config=TrainConfig())
 
     def expected(step: Step, shape: tuple[int, ...]) -> int:
         source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
-        whole = pricer.wholes(step, shape, 4)[0]
+        whole = pricer.target.wholes(step, shape, 4)[0]
         held = whole if keeps_padding(step) else target
         return int(source + held + beside(step.forward, step, source, target, whole))
 

@@ -14,14 +14,14 @@ from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import load_plan
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, itemised
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.runs import Fact, Runs, Task, find_runs
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
@@ -108,7 +108,7 @@ def test_stages_take_what_their_estimate_says(schedule: str, chunks: int, family
 
 
 def runs_of(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Runs:
-    pricer, program = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), make_program(captured)
+    pricer, program = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), make_program(captured)
     return find_runs(plan, program, pricer, itemised(plan, program, pricer)[1], hoisted=False)
 
 

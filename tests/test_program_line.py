@@ -13,7 +13,7 @@ from autopar.calls import Call
 from autopar.capture.rebatch import Batches, Line
 from autopar.captures import Captures
 from autopar.graph import Accumulation
-from autopar.search.costs.program import Program, make_program
+from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
@@ -22,7 +23,6 @@ from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, plan_from_json
 from autopar.reference import buffers_of, parameters_of
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.program import make_program
 from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, pricer_of

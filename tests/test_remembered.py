@@ -7,7 +7,7 @@ import pytest
 from autopar.mesh import make_mesh
 from autopar.plan import Estimate, Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.remembered import LAST, remembered
 from autopar.search.planner import plan_program
 from tests.search_cases import machine, program_of
@@ -15,7 +15,7 @@ from tests.search_cases import machine, program_of
 
 def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
     program = replace(program_of("gpt2"))
-    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
+    pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
     plan = plan_program(program, pricer, relative_gap=0.01, seconds=None, with_baselines=False, fold=True)
     made: list[Plan] = []
 
@@ -32,7 +32,7 @@ def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
     assert asked(again, pricer.alone) is first and len(made) == 1
     name = next(iter(plan.lifetimes))
     other = replace(plan, lifetimes={**plan.lifetimes, name: "use" if plan.lifetimes[name] != "use" else "always"})
-    slower = Pricer(mesh=pricer.mesh, cluster=replace(pricer.cluster, name="other"), config=pricer.config)
+    slower = make_pricer(mesh=pricer.mesh, cluster=replace(pricer.cluster, name="other"), config=pricer.config)
     for count, (one, prices, kind) in enumerate(
         [
             (other, pricer.alone, "test"),
@@ -53,7 +53,7 @@ def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
 
 def test_planning_again_prices_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = replace(program_of("gpt2"))
-    pricer = Pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
+    pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
     how = {"relative_gap": 0.01, "seconds": None, "with_baselines": False, "fold": True}
     plan = plan_program(program, pricer, **how)
 

@@ -7,9 +7,9 @@ import pytest
 from scipy.optimize import linprog
 
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program, make_program
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import again_seconds, ops_work, saved_nbytes
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.joint import Joint
@@ -66,4 +66,4 @@ def _plan(pricer: Pricer, program: Program) -> Plan:
 
 
 def _within(pricer: Pricer, nbytes: float) -> Pricer:
-    return Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=TrainConfig(memory_nbytes=nbytes))
+    return make_pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=TrainConfig(memory_nbytes=nbytes))

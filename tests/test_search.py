@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
 from autopar.search import planner
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
 from autopar.search.graph.extract import extract
@@ -75,7 +75,7 @@ def test_a_parameter_that_nothing_reads_is_stored(limit: float | None, mesh: tup
     model, kwargs = _Unread().double(), {"x": torch.randn(8, 16, dtype=torch.float64)}
     captured = capture(model, (), kwargs)
     program = make_program(captured)
-    pricer = Pricer(mesh=make_mesh(mesh), cluster=machine(4), config=TrainConfig())
+    pricer = make_pricer(mesh=make_mesh(mesh), cluster=machine(4), config=TrainConfig())
     problem = build(program, pricer, limit=limit)
     solution = solve(problem.graph, relative_gap=1e-7)
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")

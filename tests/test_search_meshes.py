@@ -13,10 +13,10 @@ from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster, load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.plan import Plan, TrainConfig
 from autopar.report.search_text import search_text
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.in_buckets import ROUGH
@@ -356,7 +356,7 @@ def test_a_plan_is_at_hand_where_few_fit() -> None:
         config = TrainConfig(memory_nbytes=nbytes)
 
         def pricer(key: Candidate) -> Pricer:
-            return Pricer(mesh=key.arrangement.mesh, cluster=cluster, config=config)
+            return make_pricer(mesh=key.arrangement.mesh, cluster=cluster, config=config)
 
         return [*at_hand(keys, programs.__getitem__, pricer, seconds)]
 

@@ -8,12 +8,12 @@ import pytest
 
 from autopar.blocks import block_of
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan, TrainConfig
 from autopar.report.recompute_text import recompute_text
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder

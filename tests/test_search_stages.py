@@ -16,14 +16,14 @@ from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, MeshError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import local_stage
 from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.costs.evaluate import itemised
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.meshes import parts
@@ -92,7 +92,7 @@ def graph(family: str) -> CapturedModel:
 def whole(family: str) -> tuple[Plan, Pricer]:
     cluster, mesh = parts(machine(4))[2], make_mesh((2,))
     plan = make_plan(graph(family), cluster, mesh, TrainConfig(), relative_gap=1e-2, with_baselines=False)
-    return plan, Pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
+    return plan, make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -12,10 +12,10 @@ from autopar.capture import capture
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.problem import Problem
@@ -43,7 +43,7 @@ def captured_llama(layers: int, batch: int = 4) -> CapturedModel:
 def test_stages_of_one_key_cost_the_same() -> None:
     captured = captured_llama(layers=4)
     cluster, mesh = parts(machine(8))[4], make_mesh((2,))
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
     plan = make_plan(captured, cluster, mesh, TrainConfig(), relative_gap=1e-2, with_baselines=False)
     made, stages = staged(plan, make_program(captured), pricer, 4, "gpipe", block_starts(captured))
     send = cheapest("send_recv", axis_links(machine(8), (4, 2), (0,)))
@@ -76,12 +76,12 @@ def test_graphs_from_shared_prices_are_those_from_fresh_ones(builder: "type[Reco
     """Limits, restricted bytes and other programs on the mesh in between."""
     captured, other = captured_llama(layers=2), captured_llama(layers=2, batch=2)
     cluster, mesh = machine(4), make_mesh((2, 2))
-    shared = Pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
+    shared = make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
     program = make_program(captured)
     build(make_program(other), shared.for_another(), limit=None)
     for limit in (None, 1e6, 1e7):
         kind = builder if limit is not None else None
-        fresh = Pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
+        fresh = make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
         found = build(program, shared.within(1e6), limit=limit, builder=kind)
         same(found, build(make_program(captured), fresh, limit=limit, builder=kind))
 

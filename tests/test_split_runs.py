@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 
+from autopar.lower.live import Live
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.predict import predicted_messages
 from autopar.passes.split_stages import split_stages
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.live import Live
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.runs import Runs, Task, find_runs
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.split_runs import split_backward
@@ -33,7 +33,7 @@ def test_parts_send_what_the_runtime_sends_and_take_what_the_whole_takes(
         own, program = plan.stages[number], make_program(stage)
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
         sends = {name: after[name] for name in stage.sends}
-        pricer = Pricer(mesh=mesh, cluster=machine(2), config=plan.config)
+        pricer = make_pricer(mesh=mesh, cluster=machine(2), config=plan.config)
         live = find_live(own, program, pricer, sends)
         runs = find_runs(own, program, pricer, live, hoisted=True)
         parts = split_backward(own, runs, live, pricer)

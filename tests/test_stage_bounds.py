@@ -14,12 +14,12 @@ from autopar.cost_models.schedules import Action, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact import brute_force
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
@@ -63,7 +63,7 @@ def _whole(own: Pricer, share: Share, mixes: Mixes = None, microbatches: int = M
 
 
 def pricer() -> Pricer:
-    return Pricer(mesh=make_mesh((2,)), cluster=parts(machine(4))[2], config=TrainConfig())
+    return make_pricer(mesh=make_mesh((2,)), cluster=parts(machine(4))[2], config=TrainConfig())
 
 
 @pytest.mark.parametrize("num_blocks", [4, 7, 30, 126])
@@ -172,7 +172,7 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
 def test_a_way_counts_forward_and_back_each_for_itself(schedule: str, chunks: int) -> None:
     """On one device nothing is chosen: more passes back, or forward, take what the ops of their stages take there."""
-    own = Pricer(mesh=make_mesh((1,)), cluster=parts(machine(2))[2], config=TrainConfig())
+    own = make_pricer(mesh=make_mesh((1,)), cluster=parts(machine(2))[2], config=TrainConfig())
     way = way_before_planning(program(), own, machine(2), 2, schedule, chunks)
     stage_of, before = stages_of(way.begins, len(program().ops)), way_seconds(program(), own, way, True)
     prices = [own.op(op, ("invariant",)) for op in program().ops]

@@ -15,6 +15,7 @@ from autopar.cluster import load_cluster
 from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.predict_stages import predicted_rank_messages
@@ -22,8 +23,7 @@ from autopar.passes.split_stages import local_stage, split_stages
 from autopar.plan import TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.asked_mesh import asked_mesh
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.search.known.staged_baselines import make_configuration
@@ -196,7 +196,7 @@ def test_a_whole_model_on_one_device_a_rank() -> None:
 def test_the_step_is_never_faster_than_the_whole_work_shared_out() -> None:
     text, captured = "fsdp:pp=2", llama(4)
     part, mesh = part_of(machine(), 2), make_mesh((2,))
-    pricer = Pricer(mesh=mesh, cluster=part, config=TrainConfig())
+    pricer = make_pricer(mesh=mesh, cluster=part, config=TrainConfig())
     whole = baseline_plan(text, make_program(captured), pricer, None).estimate.step_seconds
     assert made_of(text, captured).estimate.step_seconds >= whole / 2 * (1 - 1e-9)
 

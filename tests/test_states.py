@@ -8,10 +8,10 @@ import torch
 from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate
-from autopar.search.costs.program import make_program
 from autopar.search.costs.states import check_states, states_nbytes
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import make_baseline

@@ -9,13 +9,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import Around, Fewest, stages_of, whole_readers
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.graph.extract import extract
@@ -63,7 +63,7 @@ def program(family: str, microbatches: int) -> Program:
 @cache
 def pricer(_: Program) -> Pricer:
     """One for each program."""
-    return Pricer(mesh=make_mesh((DEVICES,)), cluster=parts(machine(2 * DEVICES))[2], config=TrainConfig())
+    return make_pricer(mesh=make_mesh((DEVICES,)), cluster=parts(machine(2 * DEVICES))[2], config=TrainConfig())
 
 
 def test_a_tensor_counts_as_often_as_the_part_that_counts_least_of_those_that_read_it() -> None:

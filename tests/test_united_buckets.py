@@ -22,7 +22,7 @@ from autopar.passes.predict import predicted_messages
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
-from autopar.search.costs.pricing import Pricer
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
 from autopar.search.timeline import buckets
@@ -105,7 +105,7 @@ def test_together_costs_no_more_than_apart(monkeypatch: pytest.MonkeyPatch) -> N
     for family, name, seed in itertools.product(("gpt2", "vit"), ("2x2xh100", "2x2xcpu@10gbe"), range(3)):
         program, cluster = program_of(family), load_cluster(name)
         plan = random_plan(captured_of(family), make_mesh((2, 2)), random.Random(seed))
-        pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+        pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         together = bucketed(plan, program, pricer).estimate
         with monkeypatch.context() as patch:
             patch.setattr(buckets, "_united", lambda runs, *_: runs)
@@ -128,7 +128,7 @@ def test_no_borders_are_better(network: str, alpha: float, monkeypatch: pytest.M
     plan, captured, _ = deep(alpha, layers=8)
     cluster = starting(alpha, load_cluster(network))
     found = with_buckets(plan, captured, cluster)
-    pricer, program = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), buckets.make_program(captured)
+    pricer, program = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), buckets.make_program(captured)
     names = tuple(name for bucket in found.buckets for name in bucket)
     in_order = tuple(sorted(names, key=[p.placeholder for p in captured.parameters].index))
     seconds = {

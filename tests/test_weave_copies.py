@@ -14,6 +14,8 @@ from autopar.errors import BatchError
 from autopar.export.folder import export_folder
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
+from autopar.lower.copies import running
+from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
 from autopar.passes.insert_collectives import insert_collectives
@@ -21,10 +23,8 @@ from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.exported import load_exported
-from autopar.search.costs.copies import running
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.costs.folding import fold_program
-from autopar.search.costs.program import make_program
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.woven import best_woven

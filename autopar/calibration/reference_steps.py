@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.device import Device
+from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.ops.recompute import again
 from autopar.ops.regather import regathering
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS
 from autopar.search.costs.evaluate import charges_of
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.planner import make_plan
 
 
@@ -145,7 +145,7 @@ def predicted_step(device: Device, batch: int, size: str = "small", kind: str = 
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
     cluster = replace(_one_device(), device=device)
-    charges = charges_of(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    charges = charges_of(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
     return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
 
 

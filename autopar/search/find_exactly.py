@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.program import Program
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.ilp import CutoffError, solve

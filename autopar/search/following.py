@@ -15,11 +15,11 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel, requires_grad, target_name
+from autopar.lower.program import Op, Program, make_program
 from autopar.placement import INVARIANT, REPLICATE, Layout, is_even
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import route
-from autopar.search.costs.pricing import Pricer, total
-from autopar.search.costs.program import Op, Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.graph.options import axis_choices
 
 WIDE = 64
@@ -29,7 +29,9 @@ WIDE = 64
 def following_plan(call: CapturedModel, plan: Plan, planned: CapturedModel, cluster: Cluster) -> Plan:
     """The plan of `call`, another graph of the model that `planned` is a graph of, under whose `plan` it lives."""
     program = make_program(call)
-    walk = _Walk(program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), _placed(call, plan, planned))
+    walk = _Walk(
+        program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), _placed(call, plan, planned)
+    )
     known = _by_place(planned)
     choices: dict[str, tuple[str, ...]] = {}
     alike: set[str] = set()
@@ -121,7 +123,7 @@ class _Walk:
 
     def decide(self, op: Op, known: tuple[str, ...] | None) -> tuple[str, ...]:
         """The op's choices, those that are known where its sizes allow it."""
-        if known is None or not set(known) <= set(op.choices) or not self.pricer.is_allowed(op, known):
+        if known is None or not set(known) <= set(op.choices) or not self.pricer.target.is_allowed(op, known):
             known = min(self._offered(op), key=lambda names: self._seconds(op, names))
         price = self.pricer.op(op, known)
         for name, layout in zip(op.operands, price.operands, strict=True):
@@ -139,11 +141,11 @@ class _Walk:
             count *= len(own)
         if count <= WIDE:
             combined = itertools.product(*axes)
-            return [names for names in combined if self.pricer.is_allowed(op, names)]
+            return [names for names in combined if self.pricer.target.is_allowed(op, names)]
         best = ("invariant",) * len(axes)
         for axis, own in enumerate(axes):
             tried = [(*best[:axis], name, *best[axis + 1 :]) for name in own]
-            best = min((t for t in tried if self.pricer.is_allowed(op, t)), key=lambda t: self._seconds(op, t))
+            best = min((t for t in tried if self.pricer.target.is_allowed(op, t)), key=lambda t: self._seconds(op, t))
         return [best]
 
     def _seconds(self, op: Op, names: tuple[str, ...]) -> float:

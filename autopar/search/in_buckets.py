@@ -26,12 +26,12 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.journeys import parameters_journeys, splits_parameters
+from autopar.lower.program import Program
 from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.journeys import parameters_journeys, splits_parameters
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_seconds
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.graph.build import build
@@ -77,7 +77,7 @@ def best_in_buckets(
     as `search.planner.plan_program` takes it. Of a plan that came from here baselines are asked, and what runs beside
     compute.
     """
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     found, gap = {"the search": plan}, float(search["relative_gap"])
     facts = plan.estimate.solver
     before = dict(facts.get(MARK, {}).get("seconds", {}))
@@ -169,8 +169,8 @@ def _parts(program: Program, pricer: Pricer, plan: Plan) -> list[tuple[int, ...]
     if len(axes) > SEARCHED_AXES:
         return []
     parts = [part for count in range(1, len(axes)) for part in itertools.combinations(axes, count)]
-    journeys = parameters_journeys(program, plan, pricer) if pricer.rates.split_seconds else {}
-    every = [tuple(range(pricer.mesh.num_axes))] if splits_parameters(plan, journeys, pricer) else []
+    journeys = parameters_journeys(program, plan, pricer.target) if pricer.rates.split_seconds else {}
+    every = [tuple(range(pricer.mesh.num_axes))] if splits_parameters(plan, journeys, pricer.target) else []
     return [*every, *sorted(parts, key=lambda part: -math.prod(shape[axis] for axis in part))]
 
 
@@ -185,7 +185,7 @@ def _copies_on(
 ) -> Plan | None:
     """The best plan in buckets that splits nothing on other axes, and of parameters nothing; None if it does not
     fit."""
-    together = Pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, in_buckets=True)
+    together = make_pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, in_buckets=True)
     part = Restriction(
         choice=lambda op, axis, name: axis in axes or name == "invariant",
         storage=lambda tensor, storage: not any(isinstance(place, Shard) for place in storage.axes),

@@ -13,10 +13,10 @@ from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
@@ -152,7 +152,7 @@ def unlimited_bound(
 ) -> float:
     """Seconds that no plan of a graph takes less than, if memory has no limit."""
     program = make_program(captured)
-    pricer = Pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets)
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets)
     if solver == "double-recursive" or mesh.num_axes > SEARCHED_AXES:
         return work_bound(program, pricer)
     return solve(build(program, pricer, limit=None).graph, relative_gap=relative_gap).bound

@@ -16,9 +16,9 @@ from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import BatchError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import split_stages
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.explanation.next_best import SECONDS, Some, next_best
 from autopar.search.meshes import divisors
@@ -155,7 +155,7 @@ def _numbers(
 ) -> Iterator[tuple[int, Program, float]]:
     """Other numbers of micro-batches that may be better, their programs and the seconds that each is given."""
     pipeline = plan.pipeline if isinstance(plan, StagedPlan) else 1
-    pricer = Pricer(mesh=plan.mesh, cluster=part_of(cluster, pipeline), config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=part_of(cluster, pipeline), config=plan.config)
     near = sorted(graphs, key=lambda number: abs(math.log(number / plan.microbatches)))
     for place, number in enumerate(near):
         left = deadline - time.monotonic()

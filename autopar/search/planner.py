@@ -17,11 +17,11 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.graph import CapturedModel, called_name
+from autopar.lower.program import Program, make_program
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.find_exactly import LATER, Exact, find_exactly
@@ -79,7 +79,7 @@ def make_plan(
         raise ArgumentError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
     return plan_program(
         make_program(captured),
-        Pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets),
+        make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets),
         relative_gap=relative_gap,
         seconds=seconds,
         with_baselines=with_baselines,

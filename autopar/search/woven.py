@@ -12,11 +12,11 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.program import make_program
 from autopar.passes.weave_copies import COPIES
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import charges_of, evaluate
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import memory_limit
 from autopar.staged_plan import StagedPlan
 
@@ -78,7 +78,7 @@ def best_woven(
 def _hideable_seconds(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
     """Of collectives of activations, and no more than there is compute beside them."""
     program = make_program(captured)
-    charges = charges_of(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    charges = charges_of(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
     stored = {p.placeholder for p in captured.parameters}
     sent = sum(charge.seconds for charge in charges if charge.axes and charge.name not in stored)
     computed = sum(charge.seconds for charge in charges if not charge.axes)

@@ -9,10 +9,10 @@ where they stand. A pass ends when all that it began has ended. What is paid onc
 from collections import defaultdict
 from collections.abc import Iterable
 
+from autopar.lower.live import Live
+from autopar.lower.program import Program
 from autopar.plan import Plan
-from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.costs.runs import Fact, Task, find_runs
 
 

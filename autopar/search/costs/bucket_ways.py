@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
+from autopar.lower.journeys import Journey, sent_by
 from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.plan import Plan, Way
 from autopar.redistribution import Step, flattened_step, is_possible, levels_of, single_step
-from autopar.search.costs.journeys import Journey, sent_by
 from autopar.search.costs.pricing import Pricer
 
 Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]

@@ -8,25 +8,25 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
-from autopar.placement import Layout
-from autopar.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.redistribution import Step
-from autopar.search.costs.beside import beside_seconds
-from autopar.search.costs.copies import running
-from autopar.search.costs.fused import Fused, find_fused, fused_messages
-from autopar.search.costs.holding import MEMORY_KINDS
-from autopar.search.costs.journeys import (
+from autopar.lower.copies import running
+from autopar.lower.fused import Fused, find_fused, fused_messages
+from autopar.lower.holding import MEMORY_KINDS
+from autopar.lower.journeys import (
     Journey,
     make_journeys,
     parameters_journeys,
     regathered,
     splits_parameters,
 )
+from autopar.lower.live import Live
+from autopar.lower.program import Program, Tensor, make_program
+from autopar.lower.replays import Replays, Value, find_replays
+from autopar.placement import Layout
+from autopar.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.redistribution import Step
+from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.late import late_seconds
-from autopar.search.costs.live import Live
-from autopar.search.costs.pricing import Pricer, Timed
-from autopar.search.costs.program import Program, Tensor, make_program
-from autopar.search.costs.replays import Replays, Value, find_replays
+from autopar.search.costs.pricing import Pricer, Timed, make_pricer
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
@@ -34,17 +34,17 @@ KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "al
 def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
     """Seconds of one step and memory at its peak. Seconds add up, but for what runs beside compute (`hidden`)."""
     program = make_program(captured)
-    return evaluate_program(plan, program, Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    return evaluate_program(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
 
 
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     plan, program = running(plan, program)
-    journeys = make_journeys(program, plan, pricer)
-    replays = find_replays(plan, program, pricer, journeys)
+    journeys = make_journeys(program, plan, pricer.target)
+    replays = find_replays(plan, program, pricer.target, journeys)
     seconds = _summed(_charges(plan, program, pricer, journeys, replays))
     saved, saved_by_ways = _saved(plan, program, pricer, journeys, replays)
-    live = Live(plan, program, pricer, journeys, replays).bytes
+    live = Live(plan, program, pricer.target, journeys, replays).bytes
     peak = int(np.argmax(np.sum(list(live.values()), axis=0)))
     memory = {kind: float(live[kind][peak]) for kind in MEMORY_KINDS}
     hidden = 0.0
@@ -76,10 +76,10 @@ def _saved(
     """Seconds that parameters' buckets and ways save, and those of them that ways alone do; all else costs the same."""
 
     def of_parameters(other: Plan) -> float:
-        own = parameters_journeys(program, other, pricer)
+        own = parameters_journeys(program, other, pricer.target)
         every = {**journeys, **own}
         is_again = "use" in other.lifetimes.values()  # else backward asks for no parameter's way
-        again = find_replays(other, program, pricer, every) if is_again else replays
+        again = find_replays(other, program, pricer.target, every) if is_again else replays
         return sum(charge.seconds for charge in _charges_of_ways(other, program, pricer, every, again, own))
 
     if not plan.buckets and not plan.ways:
@@ -100,8 +100,8 @@ def _summed(charges: "Iterable[Charge]") -> dict[str, float]:
 def find_live(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})) -> Live:
     """Bytes at every moment, by kind; of a pipeline's stage `sent` says how the next takes what it sends."""
     plan, program = running(plan, program)
-    journeys = make_journeys(program, plan, pricer, sent)
-    return Live(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys))
+    journeys = make_journeys(program, plan, pricer.target, sent)
+    return Live(plan, program, pricer.target, journeys, find_replays(plan, program, pricer.target, journeys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +121,17 @@ def itemised(
 ) -> tuple[list[Charge], Live]:
     """What `evaluate_program` adds up; of a pipeline's stage `sent` says how the next takes what it sends."""
     plan, program = running(plan, program)
-    journeys = make_journeys(program, plan, pricer, sent)
-    replays = find_replays(plan, program, pricer, journeys)
+    journeys = make_journeys(program, plan, pricer.target, sent)
+    replays = find_replays(plan, program, pricer.target, journeys)
     charges = _charges(plan, program, pricer, journeys, replays)
-    return list(charges), Live(plan, program, pricer, journeys, replays)
+    return list(charges), Live(plan, program, pricer.target, journeys, replays)
 
 
 def charges_of(plan: Plan, program: Program, pricer: Pricer) -> list[Charge]:
     """The seconds of `itemised`, and no bytes."""
     plan, program = running(plan, program)
-    journeys = make_journeys(program, plan, pricer)
-    return list(_charges(plan, program, pricer, journeys, find_replays(plan, program, pricer, journeys)))
+    journeys = make_journeys(program, plan, pricer.target)
+    return list(_charges(plan, program, pricer, journeys, find_replays(plan, program, pricer.target, journeys)))
 
 
 def peak_nbytes(plan: Plan, program: Program, pricer: Pricer) -> float:
@@ -142,7 +142,7 @@ def peak_nbytes(plan: Plan, program: Program, pricer: Pricer) -> float:
 
 def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
     """Most bytes at once in forward and backward of a step before which the optimizer has no state."""
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     live = find_live(plan, make_program(captured), pricer).bytes
     return float(np.sum([nbytes for kind, nbytes in live.items() if kind != "optimizer"], axis=0).max())
 
@@ -206,7 +206,7 @@ def _charges_of_ways(
     for group in groups:
         yield from together(group, backward=False)
         yield from together(group, backward=True)
-    splits = splits_parameters(plan, journeys, pricer)
+    splits = splits_parameters(plan, journeys, pricer.target)
     for name in names:
         journey = journeys[name]
         tensor = journey.tensor

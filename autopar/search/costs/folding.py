@@ -8,8 +8,8 @@ last block's output. So a folded cost is exactly the unfolded one: a price times
 
 from dataclasses import dataclass
 
-from autopar.search.costs.journeys import SINK
-from autopar.search.costs.program import Program
+from autopar.lower.journeys import SINK
+from autopar.lower.program import Program
 
 Signature = frozenset[tuple[int, int]]
 """(class of the reading op, operand) of every reader; the graph's output is class SINK."""

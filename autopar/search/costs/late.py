@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from autopar.lower.fused import Fused, fused_messages
+from autopar.lower.journeys import Journey
+from autopar.lower.program import Program
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
-from autopar.search.costs.fused import Fused, fused_messages
-from autopar.search.costs.journeys import Journey
 from autopar.search.costs.pricing import Pricer, Timed
-from autopar.search.costs.program import Program
 
 
 def late_seconds(

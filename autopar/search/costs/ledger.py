@@ -10,14 +10,14 @@ from functools import cache, partial
 import numpy as np
 
 from autopar.graph import target_name
+from autopar.lower.calls import Call
+from autopar.lower.live import Live
+from autopar.lower.program import Program
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.search.costs.calls import Call
 from autopar.search.costs.evaluate import itemised
 from autopar.search.costs.folding import pattern
-from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ def step_seconds(
             moved = moved // split * (-(-split // ranks) * ranks)
         elif sent.kind != "all_reduce":  # as many chunks as ranks, of the sharded side
             moved = moved * ranks
-        size = pricer.sum_size(element_size, parameter) if sent.backward and sent.kind in SUMS else element_size
+        size = pricer.target.sum_size(element_size, parameter) if sent.backward and sent.kind in SUMS else element_size
         sizes, place = np.unique(moved * size, return_inverse=True)
         price = np.array([pricer.message(sent.kind, sent.axes, int(n), parameter, share)[0] for n in sizes])
         seconds[int(sent.backward), sent.steps] += price[place]

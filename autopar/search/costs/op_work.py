@@ -5,41 +5,11 @@ So equal ops are worked out once for all meshes of the same devices, and for all
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from autopar.cost_models.compute import Rates
-from autopar.placement import Layout
+from autopar.lower.program import Op
 from autopar.rules.rule import Local
-from autopar.search.costs.program import Op
-
-Split = tuple[tuple[str, int], ...]
-"""Names of factors, each with the number of parts that mesh axes split it into."""
-
-
-class OpWork(NamedTuple):
-    """What one rank has to do, however the rest of the cluster is arranged; see `OpPrice`."""
-
-    forward: float
-    backward: float
-    working_forward: int
-    working_backward: int
-    spare_forward: int
-    spare_backward: int
-    kept: int
-
-
-Layouts = tuple[tuple[Layout, ...], tuple[Layout, ...]]
-"""Of operands and of results."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OnAnyMesh:
-    """What is known of the ops of a program, by signature, on any mesh of devices of one kind."""
-
-    works: dict[tuple[int, Split], OpWork] = field(default_factory=dict)
-    allowed: dict[tuple[int, Split], bool] = field(default_factory=dict)
-    layouts: dict[tuple[int, tuple[str, ...]], Layouts] = field(default_factory=dict)
 
 
 def moved_nbytes(op: Op, sizes: Sequence[float], results: Sequence[float], kept: float) -> tuple[float, float]:

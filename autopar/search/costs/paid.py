@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.journeys import SINK
+from autopar.lower.program import Program
 from autopar.search.costs.folding import Folding
-from autopar.search.costs.journeys import SINK
-from autopar.search.costs.program import Program
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

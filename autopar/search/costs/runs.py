@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.graph import target_name
+from autopar.lower.calls import WAIT, Call
+from autopar.lower.journeys import regathered, sent_by, splits_parameters
+from autopar.lower.live import Live
+from autopar.lower.program import Program
+from autopar.lower.replays import Value, root_of
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message
-from autopar.search.costs.calls import WAIT, Call
-from autopar.search.costs.journeys import regathered, sent_by, splits_parameters
-from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import OpPrice, Pricer, Timed
-from autopar.search.costs.program import Program
-from autopar.search.costs.replays import Value, root_of
 
 Fact = tuple[str, str, Layout, int]
 """("value" | "gradient" | "again" | "gathered", tensor, layout, position of the op that it is gathered for)."""
@@ -98,7 +98,7 @@ class _Finder:
         )
 
     def _optimizer(self) -> Iterator[Task]:
-        splits = splits_parameters(self.plan, self.journeys, self.pricer)
+        splits = splits_parameters(self.plan, self.journeys, self.pricer.target)
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter" and journey.tensor.requires_grad:
                 seconds = self.pricer.optimizer_seconds(journey.tensor, journey.source, beside_split=splits)
@@ -179,7 +179,7 @@ class _Finder:
 
     def _remade(self, value: Value, position: int) -> Iterator[Fact]:
         """What backward waits for to have a value that it does not keep; facts that nothing makes hold from before."""
-        root = root_of(self.program, self.plan, self.pricer, self.journeys, *value)
+        root = root_of(self.program, self.plan, self.pricer.target, self.journeys, *value)
         yield ("again", *root, -1)
         yield ("gathered", *root, position)
 
@@ -203,7 +203,7 @@ class _Finder:
             yield self._sent(call, 1, tuple(reads), makes)
             return
         op, price = call.op, self._price(call)
-        operands, results = self.pricer.saves(op)
+        operands, results = self.pricer.target.saves(op)
         saved = [call.operands[slot] for slot in operands]
         saved += [value for slot in results if (value := call.results[slot]) is not None]
         reads += [fact for value in saved for fact in self._remade(value, op.position)]

@@ -9,8 +9,8 @@ import math
 from autopar.cluster import Cluster
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program
 from autopar.plan import TrainConfig
-from autopar.search.costs.program import Program
 
 GIGA = 1e9
 

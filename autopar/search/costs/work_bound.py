@@ -14,9 +14,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.program import Op, Program
 from autopar.search.costs.op_work import moved_nbytes
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program
 
 
 def work_bound(program: Program, pricer: Pricer) -> float:

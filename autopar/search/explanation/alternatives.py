@@ -13,12 +13,12 @@ import numpy as np
 from torch import fx
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.program import Op, Program, Tensor
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import describe
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program, Tensor
 from autopar.search.costs.words import WHOLE, Tags, dim_tags, factor_tags
 from autopar.search.costs.words import describe as words
 from autopar.search.exact.completion import within
@@ -147,7 +147,7 @@ class Space:
             label = f"{describe(self.program, root.name)}: {said(self.plan)}"
             yield label, self._forbidden(node, is_banned, label, said)
         stored = {
-            node: sum(self.pricer.local_nbytes(self.program.tensors[n], self.plan.layouts[n]) for n in names)
+            node: sum(self.pricer.target.local_nbytes(self.program.tensors[n], self.plan.layouts[n]) for n in names)
             for node, (names, _) in problem.parameters.items()
         }
         for node in sorted(stored, key=lambda n: -stored[n])[: max(most // 2, 1)]:

@@ -19,11 +19,11 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import Ledger, ledger
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Alternative, Space
 from autopar.search.explanation.odd_rows import OddRows, odd_rows
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
@@ -121,7 +121,7 @@ def explain(
     """
     plan.check(captured)
     program = make_program(captured)
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     plan = plan.with_estimate(evaluate_program(plan, program, pricer))
     asker = _Asker(
         plan=plan,
@@ -212,7 +212,7 @@ class _Asker:
 
     def _offer(self, change: str, cluster: Cluster, limit: float, free: Offer | None) -> Offer:
         """free: the same without a limit; what fits there is what is best within this one."""
-        pricer = Pricer(mesh=self.plan.mesh, cluster=cluster, config=self.plan.config)
+        pricer = make_pricer(mesh=self.plan.mesh, cluster=cluster, config=self.plan.config)
         own = evaluate_program(self.plan, self.program, pricer)
         is_held = own.peak_nbytes <= limit
         same, in_turn = (own.step_seconds, own.in_turn_seconds) if is_held else (None, None)

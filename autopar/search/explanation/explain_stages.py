@@ -27,11 +27,11 @@ from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel, requires_grad
+from autopar.lower.program import make_program
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan
 from autopar.search.costs.ledger import Item, Ledger, ledger
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
 from autopar.search.joint.candidates import SEARCHED, Candidate
@@ -177,7 +177,7 @@ class _Asker:
         prices = self._prices(parts, part)
         slowest = max(range(plan.num_stages), key=lambda s: prices[s].passing)
         after = plan.stages[slowest + 1].layouts if slowest + 1 < plan.num_stages else {}
-        own = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
+        own = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         sent = {name: after[name] for name in parts[slowest].sends}
         searched = plan.estimate.solver.get("search", {})
         unanswered: list[str] = []

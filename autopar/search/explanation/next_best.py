@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
+from autopar.lower.program import Program
 from autopar.plan import Plan
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Space
 from autopar.search.graph.moments import Share
 from autopar.search.joint.best_staged import best_staged
@@ -120,7 +120,7 @@ def _candidates(
 ) -> Iterator[tuple[Some, str]]:
     """Plans as they are found, with words for each."""
     buckets = MARK in plan.estimate.solver
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
     limit = memory_limit(cluster, plan.config)
     if plan.mesh.size == 1:
         return
@@ -142,7 +142,7 @@ def _candidates(
     for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
         if mesh.shape != plan.mesh.shape and left():
             tell(f"planning mesh {mesh}")
-            own = Pricer(mesh=mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
+            own = make_pricer(mesh=mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
             try:
                 yield _planned(program, own, left()), f"mesh {mesh}"
             except (InfeasibleError, SearchTimeoutError):
@@ -179,7 +179,7 @@ def _pipelines(
                 continue
             words = f"{arrangement}, {schedule}" if p > 1 else f"no stages, mesh {arrangement}"
             tell(f"planning {words}")
-            pricer = Pricer(
+            pricer = make_pricer(
                 mesh=arrangement.mesh,
                 cluster=arrangement.cluster,
                 config=plan.config,

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from autopar.lower.program import Program
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 
 NOISE = 1e-6
 """Part of an op's seconds below which a difference is none."""

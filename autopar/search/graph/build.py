@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.lower.journeys import SINK
+from autopar.lower.program import Program, Tensor
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.redistribution import Step
 from autopar.search.costs.folding import Folding, Signature, fold_program
-from autopar.search.costs.journeys import SINK
 from autopar.search.costs.paid import Everywhere, PaidFor, Times
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
 from autopar.search.graph.copies_held import copies_held
@@ -251,7 +251,7 @@ class Builder:
             for name, made in zip(names, every, strict=True)
         ]
         coefficient = self.moments.keeping(every, first)
-        nbytes = self.part * np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        nbytes = self.part * np.array([self.pricer.target.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         self.kept_memory.append((group, nbytes, coefficient, keeps_given, keepers))
 
     def _produced(self, name: str) -> int:
@@ -269,7 +269,7 @@ class Builder:
         node = self._node(names[0], np.zeros(len(options)))
         self.problem.inputs[node] = (names, tuple(options))
         if tensor.kind == "input" and self.times > 1:  # a step holds those of all its micro-batches
-            nbytes = [self.pricer.local_nbytes(tensor, v) * len(names) for v in options]
+            nbytes = [self.pricer.target.local_nbytes(tensor, v) * len(names) for v in options]
             self._count(node, nbytes, self.moments.nothing() + self.times - 1)
         layouts = (whole, *wanted)
         lattice = Lattice(
@@ -282,7 +282,7 @@ class Builder:
             backward=np.zeros(len(wanted)),
         )
         group = self._group(names, node, options, readers, lattice, lattice.target - 1, lattice.forward)
-        sizes = self.part * np.array([self.pricer.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
+        sizes = self.part * np.array([self.pricer.target.local_nbytes(tensor, v) for v in layouts], dtype=np.float64)
         keepers = tuple(i for i, r in enumerate(readers) if r.savers)
         self.kept_memory.append((group, sizes, self.moments.nothing() + len(names), True, keepers))
 
@@ -377,7 +377,7 @@ class Builder:
         """Bytes of inputs, buffers and constants that nothing reads."""
         tensors = (t for n, t in self.program.tensors.items() if t.producer is None and not self.program.readers[n])
         whole = Layout((REPLICATE,) * self.pricer.mesh.num_axes)
-        return sum(self.pricer.local_nbytes(t, whole) for t in tensors if t.kind != "parameter")
+        return sum(self.pricer.target.local_nbytes(t, whole) for t in tensors if t.kind != "parameter")
 
     def _memory(self, limit: float) -> Memory:
         columns = [c for *_, c in self.node_memory]

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.blocks import block_of
+from autopar.lower.program import Op, Program, Tensor
 from autopar.placement import Layout
 from autopar.redistribution import Step
 from autopar.search.costs.pricing import total
-from autopar.search.costs.program import Op, Program, Tensor
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.copies_held import copies_held
@@ -123,7 +123,9 @@ class RecomputeBuilder(Builder):
         for i, (op, name) in enumerate(zip(cluster.members[:-1], names, strict=False)):
             if op.rule.alias is None:
                 given = zip(op.result_shapes, op.result_sizes, self.pricer.op(op, name).results, strict=True)
-                nbytes += sum(self.pricer.nbytes(*g) for j, g in enumerate(given) if (i, j) not in cluster.saved_inner)
+                nbytes += sum(
+                    self.pricer.target.nbytes(*g) for j, g in enumerate(given) if (i, j) not in cluster.saved_inner
+                )
         return nbytes
 
     def _either(self, node: int, kept: Floats, replayed: Floats) -> Floats:
@@ -206,7 +208,9 @@ class _Layers:
     def _arcs(self, wanted: Ints) -> "_Arcs":
         """wanted: layouts in backward."""
         builder, lattice = self.builder, self.lattice
-        sizes = builder.part * np.array([float(builder.pricer.local_nbytes(self.tensor, v)) for v in lattice.layouts])
+        sizes = builder.part * np.array(
+            [float(builder.pricer.target.local_nbytes(self.tensor, v)) for v in lattice.layouts]
+        )
         ahead, back = builder._times_of_steps(self.names, self.tensor, self.readers)
         layered = self.tensor.requires_grad and wanted.size > 0
         arcs = _Arcs(count=len(sizes), sizes=sizes)

@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.lower.program import Op, Program
 from autopar.search.costs.folding import Folding
-from autopar.search.costs.program import Op, Program
 from autopar.search.graph.strategy_graph import Ints
 
 HEAVY_FLOPS = 8

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autopar.lower.program import Op, Tensor
 from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement
 from autopar.search.costs.pricing import Pricer, total
-from autopar.search.costs.program import Op, Tensor
 from autopar.search.graph.clusters import Cluster
 
 Allowed = Callable[[Op, int, str], bool]
@@ -78,7 +78,7 @@ def axis_choices(op: Op, axis: int, pricer: Pricer, allowed: Allowed) -> list[st
             continue
         effect = (_plain(choice.operands, op.operand_grads), _plain(choice.results, op.result_grads))
         split = name in op.rule.factors
-        if (effect, split) in seen or not pricer.is_allowed(op, _alone(name, axis, pricer)):
+        if (effect, split) in seen or not pricer.target.is_allowed(op, _alone(name, axis, pricer)):
             continue
         seen.add((effect, split))
         out.append(name)
@@ -140,7 +140,7 @@ def cluster_options(cluster: Cluster, pricer: Pricer, allowed: Allowed) -> list[
     out = []
     for combination in itertools.product(*axes):
         names = tuple(zip(*combination, strict=True))
-        if all(pricer.is_allowed(op, n) for op, n in zip(cluster.members, names, strict=True)):
+        if all(pricer.target.is_allowed(op, n) for op, n in zip(cluster.members, names, strict=True)):
             out.append(make_option(cluster, names, pricer))
     return out
 
@@ -149,11 +149,11 @@ def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pr
     """The members' choices, one an axis each, with what they cost together."""
     members = cluster.members
     prices = [pricer.op(op, n) for op, n in zip(members, names, strict=True)]
-    kept = sum(price.kept for price in prices)
+    kept = sum(price.local.sizes.kept for price in prices)
     forward = sum(price.forward + total(price.forward_sent) for price in prices)
     for member, result in cluster.saved_inner:
         op = members[member]
-        kept += pricer.nbytes(op.result_shapes[result], op.result_sizes[result], prices[member].results[result])
+        kept += pricer.target.nbytes(op.result_shapes[result], op.result_sizes[result], prices[member].results[result])
     return Option(
         names=names,
         wants=tuple(price.operands for price in prices),
@@ -161,6 +161,6 @@ def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pr
         forward=forward,
         backward=sum(price.seconds for price in prices) - forward,
         kept=kept,
-        working_forward=max(price.working_forward for price in prices),
-        working_backward=max(price.working_backward for price in prices),
+        working_forward=max(price.local.sizes.working_forward for price in prices),
+        working_backward=max(price.local.sizes.working_backward for price in prices),
     )

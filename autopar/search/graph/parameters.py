@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.program import Program, Tensor
 from autopar.placement import Layout
 from autopar.redistribution import Step
-from autopar.search.costs.program import Program, Tensor
 from autopar.search.costs.storages import storages
 from autopar.search.graph.lattice import Distances, Lattices, cheapest_ways
 from autopar.search.graph.moments import Moments
@@ -83,9 +83,9 @@ def parameter_space(
     if not limited and once in lifetimes:
         lifetimes = (once,)  # a copy kept longest is made least often
     updates = np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored])
-    sizes = np.array([pricer.stored_nbytes(tensor, s) for s in stored])
-    casts = np.array([pricer.cast_nbytes(tensor, s) for s in stored])
-    states = np.array([pricer.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored])
+    sizes = np.array([pricer.target.stored_nbytes(tensor, s) for s in stored])
+    casts = np.array([pricer.target.cast_nbytes(tensor, s) for s in stored])
+    states = np.array([pricer.target.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored])
     if not uses:  # nothing reads it: an output layer that the loss has no part of
         lifetime = once if once in lifetimes else lifetimes[0]
         return ParameterSpace(
@@ -96,10 +96,10 @@ def parameter_space(
             states=tuple(states.tolist()),
             ways=(),
         )
-    copies = np.array([pricer.local_nbytes(tensor, use) for use in uses])
-    width = pricer.widening(tensor)
+    copies = np.array([pricer.target.local_nbytes(tensor, use) for use in uses])
+    width = pricer.target.widening(tensor)
     wanted = np.array(
-        [max(pricer.stored_nbytes(tensor, use), width * pricer.local_nbytes(tensor, use)) for use in uses]
+        [max(pricer.target.stored_nbytes(tensor, use), width * pricer.target.local_nbytes(tensor, use)) for use in uses]
     )
     wanted *= trained
     # Every way there is: storage, lifetime, use by number, and its passages.

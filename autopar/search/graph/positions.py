@@ -2,8 +2,8 @@
 
 from collections.abc import Container, Mapping
 
+from autopar.lower.program import Program
 from autopar.search.costs.folding import Folding
-from autopar.search.costs.program import Program
 from autopar.search.graph.clusters import Cluster
 
 

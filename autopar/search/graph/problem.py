@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.program import Program
 from autopar.placement import Layout
 from autopar.redistribution import Step
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.options import Option
 from autopar.search.graph.parameters import ParameterSpace

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
+from autopar.lower.program import Program
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.in_buckets import ROUGH
 from autopar.search.joint.candidates import Candidate

@@ -18,9 +18,9 @@ from autopar.cost_models.pipeline import Pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program
 from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share

@@ -23,9 +23,9 @@ from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, 
 from autopar.cost_models.schedules import PipelineOrder
 from autopar.cost_models.timeline_kernel import longest_paths
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.program import Program
 from autopar.search.costs.paid import Paid, reading_stages, stages_of
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds

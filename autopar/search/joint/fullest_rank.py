@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.schedules import NUMBERS, Action, PipelineOrder, make_order
+from autopar.lower.program import Program
 from autopar.search.costs.paid import stages_of
-from autopar.search.costs.program import Program
 from autopar.search.graph.moments import Share
 from autopar.search.joint.messages import crossing, least_messages
 from autopar.search.staged.rounds import dealt

@@ -26,9 +26,9 @@ from typing import Any
 from autopar.capture.rebatch import Line
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.ahead import Ahead
 from autopar.search.joint.at_hand import at_hand

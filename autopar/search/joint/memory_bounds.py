@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autopar.lower.program import Program
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.joint.best_staged import way_before_planning
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way, way_seconds

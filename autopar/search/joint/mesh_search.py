@@ -18,10 +18,10 @@ from autopar.capture.rebatch import Batches
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program
 from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.program import Program
 from autopar.search.costs.states import check_states
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates, num_devices

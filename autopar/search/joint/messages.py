@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from autopar.search.costs.program import Program
+from autopar.lower.program import Program
 
 
 def crossing(program: Program, begins: Sequence[int]) -> list[list[str]]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.lower.program import Program
 from autopar.plan import Plan
-from autopar.search.costs.program import Program
 from autopar.search.mixing import blocks_of, mixed
 
 TRIES = 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from autopar.capture.rebatch import Line, NotLinearError
 from autopar.errors import BatchError, InfeasibleError
 from autopar.graph import CapturedModel
-from autopar.search.costs.program import Program, make_program
+from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 
 

@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass, field, replace
 
+from autopar.lower.program import Program
+from autopar.lower.target import OnAnyMesh
 from autopar.plan import TrainConfig
 from autopar.search.alike_meshes import loose_orders
-from autopar.search.costs.op_work import OnAnyMesh
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
@@ -70,7 +70,7 @@ class Pricers:
         orders = loose_orders(arrangement) if loose else ()
         kind = (arrangement, bool(orders))
         if kind not in self._links:
-            self._links[kind] = Pricer(
+            self._links[kind] = make_pricer(
                 mesh=arrangement.mesh,
                 cluster=arrangement.cluster,
                 config=self.config,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.program import Program
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
-from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import again_seconds, ops_work, saved_nbytes, work_seconds
 from autopar.search.joint.candidates import Candidate, in_flight
 from autopar.search.joint.questions import Setup

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.lower.program import Program
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import Around, Fewest, stages_of
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build

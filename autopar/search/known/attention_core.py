@@ -8,7 +8,7 @@ little. A fused kernel has no such ops; a router's softmax stands between no two
 from collections.abc import Callable
 
 from autopar.graph import target_name
-from autopar.search.costs.program import Program
+from autopar.lower.program import Program
 
 
 def attention_core(program: Program) -> frozenset[str]:

@@ -22,13 +22,13 @@ from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.journeys import make_journeys
+from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.mesh import Mesh
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.journeys import make_journeys
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program, Tensor, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.storages import storages
 from autopar.search.costs.words import dim_tags, factor_tags
 from autopar.search.exact.ilp import solve
@@ -58,7 +58,7 @@ def make_baseline(name: str, captured: CapturedModel, cluster: Cluster, mesh: Me
     """
     program = make_program(captured)
     return baseline_plan(
-        name, program, Pricer(mesh=mesh, cluster=cluster, config=config), memory_limit(cluster, config)
+        name, program, make_pricer(mesh=mesh, cluster=cluster, config=config), memory_limit(cluster, config)
     )
 
 
@@ -113,7 +113,7 @@ def _solved(
 def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
     """Layouts that are made for ops of blocks alone: redistributed again with the block, whatever made the tensor."""
     out = {}
-    for name, journey in make_journeys(program, plan, pricer).items():
+    for name, journey in make_journeys(program, plan, pricer.target).items():
         if journey.tensor.kind != "op":
             continue
         outside = {
@@ -245,7 +245,7 @@ def _megatron(meaning: Meaning, configuration: NamedConfiguration, pricer: Price
     def splits_sequence(op: Op, axis: int) -> bool:
         names = (o for o in op.rule.factors if meaning(op, o) == "sequence")
         alone = (tuple(o if a == axis else "invariant" for a in range(pricer.mesh.num_axes)) for o in names)
-        return any(pricer.is_allowed(op, choice) for choice in alone)
+        return any(pricer.target.is_allowed(op, choice) for choice in alone)
 
     def allowed(op: Op, axis: int, option: str) -> bool:
         said = meaning(op, option)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.errors import ArgumentError
 from autopar.graph import CapturedModel, LocalModel, requires_grad
+from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import local_stage, split_stages
@@ -14,7 +15,6 @@ from autopar.plan import Plan, TrainConfig
 from autopar.redistribution import Step
 from autopar.rules.rule import is_splittable, layouts
 from autopar.search.costs.bucket_ways import ways_between
-from autopar.search.costs.program import Op, Program, Tensor, make_program
 from autopar.search.costs.storages import input_layouts, orders, storages
 from autopar.staged_plan import StagedPlan
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from autopar.lower.program import Program
 from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 
 LAST = 8
 """How many are remembered of a program, each with what was made of it."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
 from autopar.graph import target_name
+from autopar.lower.program import Op, Program
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program
 
 FEW = 4
 """How many times the batch an input may have along a dim of samples (pairs, triplets)."""
@@ -183,7 +183,7 @@ def splits_samples(op: Op, samples: SampleFactors, pricer: Pricer, axes: tuple[i
     """Whether an op's samples can be split over all these axes."""
     names = range(pricer.mesh.num_axes)
     return any(
-        pricer.is_allowed(op, tuple(factor if axis in axes else "invariant" for axis in names))
+        pricer.target.is_allowed(op, tuple(factor if axis in axes else "invariant" for axis in names))
         for factor in samples.factors[op.name]
     )
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program, make_program
 from autopar.mesh import Mesh
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan, make_baseline, memory_limit
 from autopar.search.known.named_configuration import NamedConfiguration, parse_configuration
 from autopar.search.pipeline_parts import part_of
@@ -40,7 +40,7 @@ def make_configuration(
         return make_baseline(text, captured, cluster, mesh, config)
     said.check_pipeline(captured.microbatches)
     part = part_of(cluster, said.pp)
-    return staged_baseline(said, make_program(captured), Pricer(mesh=mesh, cluster=part, config=config), cluster)
+    return staged_baseline(said, make_program(captured), make_pricer(mesh=mesh, cluster=part, config=config), cluster)
 
 
 def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, cluster: Cluster) -> StagedPlan:

@@ -40,7 +40,7 @@ class Candidates:
         if key not in self._options:
             members = self.neighbours.clusters[cluster].members
             names = tuple(zip(*joints, strict=True))
-            allowed = all(self.neighbours.pricer.is_allowed(op, n) for op, n in zip(members, names, strict=True))
+            allowed = all(self.neighbours.pricer.target.is_allowed(op, n) for op, n in zip(members, names, strict=True))
             made = make_option(self.neighbours.clusters[cluster], names, self.neighbours.pricer) if allowed else None
             self._options[key] = made
         return self._options[key]

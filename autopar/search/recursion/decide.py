@@ -185,7 +185,7 @@ class Decider:
         kept = {w for use, w in zip(travel.uses, wanted, strict=True) if use.savers and w is not None}
         if travel.keeps_given:
             kept.add(given)
-        return float(sum(self.neighbours.pricer.local_nbytes(travel.tensor, v) for v in kept))
+        return float(sum(self.neighbours.pricer.target.local_nbytes(travel.tensor, v) for v in kept))
 
     def nbytes(self) -> dict[tuple[str, int], float]:
         """Bytes of every kind, for the ledger."""
@@ -209,7 +209,7 @@ class Decider:
     def _kept_of_input(self, travel: Travel, wanted: tuple[Layout | None, ...]) -> float:
         kept = {w for use, w in zip(travel.uses, wanted, strict=True) if use.savers and w is not None}
         kept.add(self.handed(travel))
-        return float(sum(self.neighbours.pricer.local_nbytes(travel.tensor, v) for v in kept))
+        return float(sum(self.neighbours.pricer.target.local_nbytes(travel.tensor, v) for v in kept))
 
     def given(self, travel: Travel) -> Layout:
         """What a tensor's op gives, a parameter's storage, or how an input is handed over."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program
 from autopar.mesh import Mesh
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.candidates import Candidates
 from autopar.search.recursion.decide import Axes, Decider, Decision

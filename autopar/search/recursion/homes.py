@@ -93,14 +93,14 @@ class Homes:
             for use, layout in zip(travel.uses, wanted, strict=True):
                 if layout is not None and use.savers:
                     seconds += use.savers * self.ways.fare(storage, layout, tensor).gathers
-        stored = pricer.stored_nbytes(tensor, storage)
-        copies = sum(pricer.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w))
+        stored = pricer.target.stored_nbytes(tensor, storage)
+        copies = sum(pricer.target.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w))
         if lifetime == "step" and trained and travel.backward:
-            copies += sum(pricer.stored_nbytes(tensor, w) for w in uses)
+            copies += sum(pricer.target.stored_nbytes(tensor, w) for w in uses)
         return seconds * len(travel.names), {
             "stored": stored
-            + pricer.cast_nbytes(tensor, storage)
-            + (pricer.state_nbytes(tensor, storage) if trained else 0),
+            + pricer.target.cast_nbytes(tensor, storage)
+            + (pricer.target.state_nbytes(tensor, storage) if trained else 0),
             "reduced" if lifetime == "step" else "gradient": stored,
             lifetime: copies,
         }

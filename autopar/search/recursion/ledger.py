@@ -69,7 +69,7 @@ def make_ledger(neighbours: Neighbours) -> Ledger:
     return Ledger(
         number={key: i for i, key in enumerate(rows)},
         rows=np.array(list(rows.values())).reshape(len(rows), moments.count),
-        base=float(sum(neighbours.pricer.local_nbytes(t, whole) for t in unread)),
+        base=float(sum(neighbours.pricer.target.local_nbytes(t, whole) for t in unread)),
     )
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from autopar.lower.program import Program
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import route
-from autopar.search.costs.program import Program
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autopar.lower.program import Tensor
 from autopar.placement import REPLICATE, Layout, Placement, Shard, chunk_size, local_shape
 from autopar.redistribution import COLLECTIVES, SUMS, TABLE, Step, flattened_step, is_possible, single_step
 from autopar.search.costs.pricing import Pricer, total
-from autopar.search.costs.program import Tensor
 
 Path = tuple[Step, ...]
 
@@ -135,7 +135,7 @@ class Ways:
                     local[after.dim] = chunk_size(local[after.dim], n)
                     whole = whole // n if isinstance(before, Shard) else whole
                 kinds = TABLE[type(before), type(after)]
-                sizes = (whole, whole * (self.pricer.widening(tensor) if kinds[1] in SUMS else 1))
+                sizes = (whole, whole * (self.pricer.target.widening(tensor) if kinds[1] in SUMS else 1))
                 costs = [
                     self.pricer.message(k, tuple(group), size, *self._paid_for(tensor))[0] if k in COLLECTIVES else 0.0
                     for k, size in zip(kinds, sizes, strict=True)

@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from autopar.lower.program import Program
 from autopar.search.costs.folding import Folding
 from autopar.search.costs.paid import reading_stages, stages_of, whole_readers
-from autopar.search.costs.program import Program
 
 Floats = NDArray[np.float64]
 ONCE = 0.98

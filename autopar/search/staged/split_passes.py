@@ -9,12 +9,12 @@ and notes the gradients that heads of other branches get. The second part runs t
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
+from autopar.lower.calls import Call
+from autopar.lower.gradients import Gradients
+from autopar.lower.holding import LEAVES, Holding
+from autopar.lower.live import Live
+from autopar.lower.replays import Value
 from autopar.rules.spare import gives_all
-from autopar.search.costs.calls import Call
-from autopar.search.costs.gradients import Gradients
-from autopar.search.costs.holding import LEAVES, Holding
-from autopar.search.costs.live import Live
-from autopar.search.costs.replays import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def _made_beside(live: Live, cut: Cut, number: int) -> tuple[Holding, Holding]:
     if call.op is not None and gives_all(call.op.node):
         for (name, layout), wanted in zip(call.operands, call.gradients, strict=True):
             if wanted:
-                in_part[(name, layout) in cut.way] += live.pricer.local_nbytes(live.journeys[name].tensor, layout)
+                in_part[(name, layout) in cut.way] += live.target.local_nbytes(live.journeys[name].tensor, layout)
     first, second = (
         Holding("working", call.results[0][0] if call.results[0] else "", n, moment, moment) for n in in_part
     )
@@ -140,7 +140,7 @@ def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
         is_shared = gradient is not None and shared[id(gradient)] > 1
         is_others = value in found.lent or gradient in found.passed
         if gradient is None or is_shared or is_others or id(gradient) in noted:
-            total += live.pricer.local_nbytes(journey.tensor, journey.source)
+            total += live.target.local_nbytes(journey.tensor, journey.source)
         else:
             total += gradient.nbytes
             counted.add(id(gradient))

@@ -9,8 +9,8 @@ reader is. What is paid once a step follows the second part, which ends last.
 
 from dataclasses import replace
 
+from autopar.lower.live import Live
 from autopar.plan import Plan
-from autopar.search.costs.live import Live
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.runs import Runs, Task
 from autopar.search.staged.split_passes import Cut, find_cut, replayed_late

@@ -25,12 +25,12 @@ from autopar.cluster import Cluster
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
+from autopar.lower.holding import LEAVES, MEMORY_KINDS, Holding
+from autopar.lower.live import Live
+from autopar.lower.program import make_program
 from autopar.placement import local_shape
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.holding import LEAVES, MEMORY_KINDS, Holding
-from autopar.search.costs.live import Live
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import make_program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.staged.split_passes import split_passes
 from autopar.staged_plan import SPLITTING, StagedPlan
@@ -105,7 +105,7 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     kept = [h for h in forward if h.last >= turn]
     parts = split_passes(live, kept, back)
     received = [live.journeys[name] for name in stage.received]
-    taken = [live.pricer.local_nbytes(j.tensor, j.source) for j in received]
+    taken = [live.target.local_nbytes(j.tensor, j.source) for j in received]
     parts_of = {"B": back, "I": parts.first, "W": parts.second}
     early = {h.name for h in parts.first if h.role in LEAVES}
     again = {kind: [h for h in part if h.role != "copy"] for kind, part in parts_of.items()}
@@ -252,7 +252,7 @@ def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluste
     memories = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
-        pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+        pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         sent = {name: after[name] for name in stage.sends}
         memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
     return memories
@@ -281,7 +281,7 @@ def _copied_inputs(live: Live, stage: CapturedModel) -> Iterator[Holding]:
         if any(dim > 0 for dim in journey.source.sharded_dims()):
             savers = live.replays.uses.get((spec.placeholder, journey.source), ())
             last = max((live.backward[live.at[p]] for p in savers), default=len(live.calls) - 1)
-            yield Holding("inputs", spec.placeholder, live.pricer.local_nbytes(journey.tensor, journey.source), 0, last)
+            yield Holding("inputs", spec.placeholder, live.target.local_nbytes(journey.tensor, journey.source), 0, last)
 
 
 def _answered(live: Live, stage: CapturedModel) -> Iterator[int]:
@@ -289,14 +289,14 @@ def _answered(live: Live, stage: CapturedModel) -> Iterator[int]:
     for name in stage.sends:
         journey = live.journeys[name]
         if journey.tensor.requires_grad:
-            yield from (live.pricer.local_nbytes(journey.tensor, layout) for p, _, layout in journey.wanted if p < 0)
+            yield from (live.target.local_nbytes(journey.tensor, layout) for p, _, layout in journey.wanted if p < 0)
 
 
 def _returned(live: Live, stage: CapturedModel) -> int:
     """Bytes of gradients that a micro-batch makes a stage send back: zeros where there is none."""
     found = {name: gradient for (name, _), gradient in live.gradients().held.items()}
     wanted = [live.journeys[name] for name in stage.received if live.journeys[name].tensor.requires_grad]
-    zeros = [live.pricer.local_nbytes(j.tensor, j.source) for j in wanted if j.tensor.name not in found]
+    zeros = [live.target.local_nbytes(j.tensor, j.source) for j in wanted if j.tensor.name not in found]
     made = {id(found[j.tensor.name]): found[j.tensor.name].nbytes for j in wanted if j.tensor.name in found}
     return sum(zeros) + sum(made.values())
 

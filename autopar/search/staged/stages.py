@@ -27,12 +27,12 @@ from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, operands, requires_grad
+from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import owners, possible_cuts, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.evaluate import charges_of, itemised
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import find_runs
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
@@ -251,7 +251,7 @@ def price_stage(
 
     splits: backward in two parts.
     """
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     charges, live = itemised(plan, program, pricer, sent)
     passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
     for charge in charges:
@@ -272,7 +272,7 @@ def price_stage(
 
 def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], send: tuple[Form, ...]) -> float:
     """What a stage's message to the next takes, one way."""
-    crossing = sum(pricer.local_nbytes(program.tensors[name], layout) for name, layout in sent.items())
+    crossing = sum(pricer.target.local_nbytes(program.tensors[name], layout) for name, layout in sent.items())
     return least(send, crossing)[0] if crossing else 0.0
 
 
@@ -331,7 +331,7 @@ def simulated(
             for number, price in enumerate(prices)
         ]
     }
-    rates = Pricer(mesh=plan.mesh, cluster=part, config=plan.config).rates.name
+    rates = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config).rates.name
     estimate = replace(plan.estimate, seconds=seconds, memory=memory, rates=rates)
     return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
 

@@ -31,14 +31,14 @@ from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.cost_models.gradient_exchange.merged_gradients import Floats, merge_with_starts
 from autopar.graph import CapturedModel
+from autopar.lower.journeys import Journey, make_journeys, sent_by
+from autopar.lower.program import Program, Tensor, make_program
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan, Way
 from autopar.redistribution import Message
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.costs.evaluate import evaluate_program, peak_nbytes
-from autopar.search.costs.journeys import Journey, make_journeys, sent_by
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, Tensor, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import memory_limit
 
 Buckets = tuple[tuple[str, ...], ...]
@@ -50,7 +50,7 @@ SIZES = 33
 
 def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
     """The plan with buckets, priced again. flatten: a bucket may take other ways than the plan's."""
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return bucketed(plan, make_program(captured), pricer, flatten=flatten)
 
 
@@ -225,7 +225,9 @@ def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterat
     """Parameters that may share a bucket, in the order of their first use."""
     open_runs: dict[object, list[Journey]] = {}
     last_block: str | None = None
-    moving = [j for j in make_journeys(program, plan, pricer).values() if j.tensor.kind == "parameter" and j.made]
+    moving = [
+        j for j in make_journeys(program, plan, pricer.target).values() if j.tensor.kind == "parameter" and j.made
+    ]
     for journey in sorted(moving, key=_first_use):
         block = block_of(program.ops[max(_first_use(journey), 0)].module)
         if block != last_block:

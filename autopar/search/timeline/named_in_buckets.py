@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.lower.program import Program
 from autopar.plan import Plan
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan, memory_limit
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import marked
@@ -44,7 +44,7 @@ def configuration_in_buckets(
     plan: Plan, text: str, program: Program, cluster: Cluster, *, flatten: bool = True
 ) -> Plan:
     """A named configuration's `plan` in buckets, or its other one, marked so; nothing is proved of it."""
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     limit = memory_limit(cluster, plan.config)
     found = named_in_buckets(text, program, pricer, limit, flatten=flatten, alone=plan)
     return found.with_estimate(marked(replace(found.estimate, bounded_alone=True)))

@@ -32,12 +32,12 @@ from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.graph import CapturedModel
+from autopar.lower.copies import running
+from autopar.lower.program import Program, make_program
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.search.costs.copies import running
 from autopar.search.costs.evaluate import find_live
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program, make_program
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.split_runs import split_backward
@@ -97,7 +97,7 @@ def plan_timeline(
         assert not isinstance(captured, CapturedModel)
         return _staged(plan, captured, cluster, overlap)
     assert isinstance(captured, CapturedModel)
-    pricer = Pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return program_timeline(plan, make_program(captured), pricer, overlap)
 
 
@@ -117,7 +117,7 @@ def _staged(
     stages, sends = [], []
     for number, captured in enumerate(graphs):
         program = make_program(captured)
-        pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
+        pricer = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         after = plan.stages[number + 1].layouts if number + 1 < plan.num_stages else {}
         sent = {name: after[name] for name in captured.sends}
         splits = plan.schedule in SPLITTING

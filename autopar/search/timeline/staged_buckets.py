@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.graph import CapturedModel
+from autopar.lower.program import Program
 from autopar.passes.split_stages import split_stages
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
+from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import memory_limit
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import PricedStages, priced
@@ -121,7 +121,7 @@ def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: boo
     see `choose_buckets`."""
     if kept and not splits:
         plan = replace(plan, lifetimes={**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")})
-    pricer = Pricer(mesh=plan.mesh, cluster=part, config=plan.config)
+    pricer = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config)
     found = choose_buckets(plan, program, pricer, flatten=free, most=most)
     if splits:
         buckets = tuple(names for names in found.buckets if found.lifetimes.get(names[0]) in ONCE_A_STEP)

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.lower.journeys import Journey, sent_by
+from autopar.lower.replays import Value
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message, Step
-from autopar.search.costs.journeys import Journey, sent_by
-from autopar.search.costs.replays import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,19 +22,19 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from math import prod
 
+from autopar.lower.calls import START, WAIT, Call, make_calls
+from autopar.lower.copies import woven_calls
+from autopar.lower.flights import beside, flight, keeps_padding
+from autopar.lower.fused import Fused, find_fused, gathered_from
+from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
+from autopar.lower.holding import Holding, bytes_at
+from autopar.lower.journeys import SINK, Journey, regathered
+from autopar.lower.program import Program
+from autopar.lower.replays import Replays, Value, root_of
+from autopar.lower.target import Target
 from autopar.placement import Layout, chunk_size
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import SUMS, Step
-from autopar.search.costs.calls import START, WAIT, Call, make_calls
-from autopar.search.costs.copies import woven_calls
-from autopar.search.costs.flights import beside, flight, keeps_padding
-from autopar.search.costs.fused import Fused, find_fused, gathered_from
-from autopar.search.costs.gradients import Gradients, Noted, Wanted, gradient_holdings
-from autopar.search.costs.holding import Holding, bytes_at
-from autopar.search.costs.journeys import SINK, Journey, regathered
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
-from autopar.search.costs.replays import Replays, Value, root_of
 
 
 class Live:
@@ -44,11 +44,11 @@ class Live:
     too; `ends` are bytes of each sent storage."""
 
     def __init__(
-        self, plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey], replays: Replays
+        self, plan: Plan, program: Program, target: Target, journeys: dict[str, Journey], replays: Replays
     ) -> None:
-        self.plan, self.program, self.pricer = plan, program, pricer
+        self.plan, self.program, self.target = plan, program, target
         self.journeys, self.replays = journeys, replays
-        self.calls = make_calls(program, plan, pricer, journeys)
+        self.calls = make_calls(program, plan, target, journeys)
         if program.copies > 1:
             self.calls = woven_calls(self.calls, program, plan)
         self.ended = {call.results[0]: i for i, call in enumerate(self.calls) if call.part == WAIT}
@@ -167,17 +167,17 @@ class Live:
             again = regathered(path) if self.plan.lifetimes.get(name) == "use" else []
             if len(again) == sum(bool(step.forward) for step in path):
                 last = max({last} | uses.get((name, layout), set()))
-        nbytes = self.pricer.cast_nbytes(journey.tensor, journey.source)
+        nbytes = self.target.cast_nbytes(journey.tensor, journey.source)
         self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
 
     def _padded(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
         """Of a parameter that does not divide: the last rank's part with zeros, made again where backward reads it."""
         tensor, source, shape = journey.tensor, journey.source, self.plan.mesh.shape
-        nbytes = self.pricer.local_nbytes(tensor, source)
+        nbytes = self.target.local_nbytes(tensor, source)
         for dim in source.sharded_dims():
             n, size = prod(shape[axis] for axis in source.axes_of(dim)), tensor.shape[dim]
             nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
-        if nbytes == self.pricer.local_nbytes(tensor, source) or not journey.wanted:
+        if nbytes == self.target.local_nbytes(tensor, source) or not journey.wanted:
             return
         if self.is_once_a_step(tensor.name):
             self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")
@@ -188,7 +188,7 @@ class Live:
             self._add("gathered", tensor.name, nbytes, moment, moment)
 
     def root(self, name: str, layout: Layout) -> Value:
-        return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
+        return root_of(self.program, self.plan, self.target, self.journeys, name, layout)
 
     def _nbytes(self, value: Value) -> int:
         """Bytes of a value's storage, padding included."""
@@ -199,17 +199,17 @@ class Live:
     def _whole(self, value: Value, step: Step) -> int:
         """Bytes of what the step that makes a value gathers, scatters or exchanges, padding included."""
         tensor = self.journeys[value[0]].tensor
-        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[0]
+        return self.target.wholes(step, tensor.shape, tensor.element_size)[0]
 
     def _size(self, value: Value) -> int:
-        return self.pricer.local_nbytes(self.journeys[value[0]].tensor, value[1])
+        return self.target.local_nbytes(self.journeys[value[0]].tensor, value[1])
 
     def _given(self, step: Step, name: str) -> int:
         """Bytes of the storage of the gradient that a step gives."""
         tensor = self.journeys[name].tensor
         if not keeps_padding(step, backward=True):
             return self._size((name, step.source))
-        return self.pricer.wholes(step, tensor.shape, tensor.element_size)[1]
+        return self.target.wholes(step, tensor.shape, tensor.element_size)[1]
 
     def _value(self, value: Value, made: int, last: int, uses: set[int]) -> None:
         journey = self.journeys[value[0]]
@@ -246,15 +246,15 @@ class Live:
             tensor = journey.tensor
             if tensor.kind != "parameter":
                 continue
-            stored = self.pricer.stored_nbytes(tensor, journey.source)
+            stored = self.target.stored_nbytes(tensor, journey.source)
             self._add("parameters", tensor.name, stored, 0, end, "fixed")
             readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
             if not (tensor.requires_grad and readers):
                 continue
-            self._add("optimizer", tensor.name, self.pricer.state_nbytes(tensor, journey.source), 0, end, "fixed")
+            self._add("optimizer", tensor.name, self.target.state_nbytes(tensor, journey.source), 0, end, "fixed")
             if self.is_once_a_step(tensor.name):
                 for layout in readers:
-                    nbytes = self.pricer.stored_nbytes(tensor, layout)
+                    nbytes = self.target.stored_nbytes(tensor, layout)
                     self._add("gradients", tensor.name, nbytes, 0, end - 1, "fixed")
                 self._add("gradients", tensor.name, stored, end, end, "fixed")
             elif self.several:
@@ -281,7 +281,7 @@ class Live:
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self.is_once_a_step)
         return Gradients(
-            *own, wanted, buckets, outside, copies, noted, lambda name: self.pricer.widening(self.journeys[name].tensor)
+            *own, wanted, buckets, outside, copies, noted, lambda name: self.target.widening(self.journeys[name].tensor)
         )
 
     def _gradients(self) -> None:
@@ -296,7 +296,7 @@ class Live:
                 is_cast = tensor.element_size * gradient.width != tensor.stored_size
                 self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
                 if is_cast:  # autograd casts back what it cast first when all else is done
-                    self._add("gradients", name, self.pricer.stored_nbytes(tensor, layout), self.end, self.end)
+                    self._add("gradients", name, self.target.stored_nbytes(tensor, layout), self.end, self.end)
 
     def holdings_of(self, found: Gradients) -> Iterator[Holding]:
         """What of a backward pass is live for a while, or is added to what there is."""
@@ -318,22 +318,24 @@ class Live:
             return
         op = call.op
         assert op is not None
-        price = self.pricer.op(op, self.plan.choices[op.name])
+        price = self.target.op(op, self.plan.choices[op.name])
         unread = zip(op.result_shapes, op.result_sizes, price.results, call.results, strict=True)
-        nobodys = sum(self.pricer.nbytes(s, size, layout) for s, size, layout, value in unread if value is None)
+        nobodys = sum(self.target.nbytes(s, size, layout) for s, size, layout, value in unread if value is None)
         if op.rule.alias is None:
-            self._add("working", op.name, price.spare_forward + nobodys, forward, forward)
+            self._add("working", op.name, price.sizes.spare_forward + nobodys, forward, forward)
         if any(call.gradients):
-            spare = max(price.spare_backward - self.summed.get(backward, 0), 0)  # gone when gradients are added up
+            spare = max(
+                price.sizes.spare_backward - self.summed.get(backward, 0), 0
+            )  # gone when gradients are added up
             self._add("working", op.name, spare, backward, backward)
-        if price.kept:
-            self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
+        if price.sizes.kept:
+            self._add("activations", op.name, price.sizes.kept, self.replay.get(number, forward), backward)
 
     def _on_its_way(self, number: int, name: str, step: Step) -> None:
         """What a collective holds beside its operand and its result, forward and back."""
         call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
-        source, target = (self.pricer.local_nbytes(tensor, layout) for layout in (step.source, step.target))
-        ahead, back = self.pricer.wholes(step, tensor.shape, tensor.element_size)
+        source, target = (self.target.local_nbytes(tensor, layout) for layout in (step.source, step.target))
+        ahead, back = self.target.wholes(step, tensor.shape, tensor.element_size)
         role = "once" if self.is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
@@ -345,7 +347,7 @@ class Live:
         elif not call.part:
             self._add("working", name, beside(step.forward, step, source, target, ahead), number, number, role)
             if any(call.gradients):
-                width = self.pricer.widening(tensor)
+                width = self.target.widening(tensor)
                 nbytes = width * beside(step.backward, step, target, source, back)
                 if width > 1 and step.backward in SUMS:
                     nbytes += width * (target + (source if step.backward == "reduce_scatter" else 0))
@@ -361,7 +363,7 @@ class Live:
         rows, row = self._buffers(group)
         self._add("working", name, rows + row, forward, forward, role)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
-            width = self.pricer.widening(self.journeys[name].tensor)
+            width = self.target.widening(self.journeys[name].tensor)
             self._add("working", name, width * rows, backward, backward, role)
 
     def _buffers(self, group: Fused) -> tuple[int, int]:
@@ -390,6 +392,6 @@ class Live:
         """The same of a copy that travels alone."""
         name, journey = value[0], self.journeys[value[0]]
         step, tensor = journey.made[value[1]], journey.tensor
-        hop, source = self.root(name, step.source), self.pricer.local_nbytes(tensor, step.source)
+        hop, source = self.root(name, step.source), self.target.local_nbytes(tensor, step.source)
         nbytes = beside(step.forward, step, source, self._size(value), self._whole(value, step))
         return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from autopar.lower.calls import Call
+from autopar.lower.holding import Holding
+from autopar.lower.journeys import Journey
+from autopar.lower.program import Op
+from autopar.lower.replays import Value
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
-from autopar.search.costs.calls import Call
-from autopar.search.costs.holding import Holding
-from autopar.search.costs.journeys import Journey
-from autopar.search.costs.program import Op
-from autopar.search.costs.replays import Value
 
 Wanted = Callable[[Value], bool]
 """Which values a pass gives gradients to."""

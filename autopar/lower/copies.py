@@ -8,13 +8,13 @@ two calls is one that starts and one that waits, as `passes.start_and_wait` has 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.lower.calls import START, WAIT, Call
+from autopar.lower.program import Op, Program, Tensor
+from autopar.lower.replays import Value
 from autopar.passes.graph_tools import copied_name
 from autopar.passes.weave_copies import COPIES, check_copies, segments
 from autopar.plan import Plan
 from autopar.redistribution import COLLECTIVES, Step
-from autopar.search.costs.calls import START, WAIT, Call
-from autopar.search.costs.program import Op, Program, Tensor
-from autopar.search.costs.replays import Value
 
 
 def running(plan: Plan, program: Program) -> tuple[Plan, Program]:

@@ -7,13 +7,13 @@ runs them in exactly the reverse order, as autograd does.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.lower.journeys import SINK, Journey
+from autopar.lower.program import Op, Program
+from autopar.lower.replays import Value
+from autopar.lower.target import Target
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
-from autopar.search.costs.journeys import SINK, Journey
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program
-from autopar.search.costs.replays import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Call:
 START, WAIT = "start", "wait"
 
 
-def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str, Journey]) -> list[Call]:
+def make_calls(program: Program, plan: Plan, target: Target, journeys: dict[str, Journey]) -> list[Call]:
     """All calls of the forward pass, in order."""
     seen: set[Value] = set()
     calls: list[Call] = []
@@ -52,7 +52,7 @@ def make_calls(program: Program, plan: Plan, pricer: Pricer, journeys: dict[str,
                 )
 
     for op in program.ops:
-        price = pricer.op(op, plan.choices[op.name])
+        price = target.op(op, plan.choices[op.name])
         for name, layout in zip(op.operands, price.operands, strict=True):
             calls += travel(name, layout)
         named = zip(op.results, price.results, strict=True)

@@ -10,12 +10,12 @@ Positions stand for the backward of the op there; a replay of demand d runs at t
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from autopar.lower.journeys import Journey
+from autopar.lower.program import Op, Program
+from autopar.lower.target import Target
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
-from autopar.search.costs.journeys import Journey
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Op, Program
 
 Value = tuple[str, Layout]
 """A tensor in a layout."""
@@ -36,7 +36,7 @@ class Replays:
 def root_of(
     program: Program,
     plan: Plan,
-    pricer: Pricer,
+    target: Target,
     journeys: dict[str, Journey],
     name: str,
     layout: Layout,
@@ -51,17 +51,17 @@ def root_of(
         if view is None or layout != journey.source or (journey.is_copy and not copies):
             return name, layout
         op = program.ops[view[0]]
-        name, layout = op.operands[view[1]], pricer.op(op, plan.choices[op.name]).operands[view[1]]
+        name, layout = op.operands[view[1]], target.op(op, plan.choices[op.name]).operands[view[1]]
 
 
-def find_replays(plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> Replays:
+def find_replays(plan: Plan, program: Program, target: Target, journeys: dict[str, Journey]) -> Replays:
     """What the backward pass of a plan waits for."""
-    return _Search(plan, program, pricer, journeys).run()
+    return _Search(plan, program, target, journeys).run()
 
 
 class _Search:
-    def __init__(self, plan: Plan, program: Program, pricer: Pricer, journeys: dict[str, Journey]) -> None:
-        self.plan, self.program, self.pricer, self.journeys = plan, program, pricer, journeys
+    def __init__(self, plan: Plan, program: Program, target: Target, journeys: dict[str, Journey]) -> None:
+        self.plan, self.program, self.target, self.journeys = plan, program, target, journeys
         self.found = Replays()
         self.demand: dict[Value, int] = {}
 
@@ -69,8 +69,8 @@ class _Search:
         found = self.found
         for op in self.program.ops:
             if op.has_backward:
-                price = self.pricer.op(op, self.plan.choices[op.name])
-                saves, saves_results = self.pricer.saves(op)
+                price = self.target.op(op, self.plan.choices[op.name])
+                saves, saves_results = self.target.saves(op)
                 kept = [(op.operands[i], price.operands[i]) for i in saves]
                 kept += [(r, price.results[i]) for i in saves_results if (r := op.results[i]) is not None]
                 for saved, layout in kept:
@@ -85,7 +85,7 @@ class _Search:
         return found
 
     def value(self, name: str, layout: Layout) -> Value:
-        return root_of(self.program, self.plan, self.pricer, self.journeys, name, layout)
+        return root_of(self.program, self.plan, self.target, self.journeys, name, layout)
 
     def _wait(self, value: Value, position: int) -> None:
         self.found.uses[value].append(position)
@@ -109,7 +109,7 @@ class _Search:
         if result is None or not self.journeys[result].is_copy:
             return False
         name, layout = root_of(
-            self.program, self.plan, self.pricer, self.journeys, result, self.journeys[result].source, copies=True
+            self.program, self.plan, self.target, self.journeys, result, self.journeys[result].source, copies=True
         )
         tensor = self.journeys[name].tensor
         if layout != self.journeys[name].source:
@@ -120,7 +120,7 @@ class _Search:
         op = self.program.ops[number]
         if not self._is_chosen(op):
             return
-        price = self.pricer.op(op, self.plan.choices[op.name])
+        price = self.target.op(op, self.plan.choices[op.name])
         made = [(n, price.results[i]) for i, n in enumerate(op.results) if n is not None]
         waited = [self.demand[v] for v in made if v in self.demand]
         if op.has_backward and (op.rule.saves_results or op.rule.saves_nbytes):

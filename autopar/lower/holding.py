@@ -1,4 +1,4 @@
-"""What does an op or a tensor hold, and from when to when? What `search.costs.live` finds of a step, piece by piece."""
+"""What does an op or a tensor hold, and from when to when? What `lower.live` finds of a step, piece by piece."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

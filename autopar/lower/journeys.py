@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from autopar.lower.lying import find_lying
+from autopar.lower.program import Program, Tensor
+from autopar.lower.target import LocalOp, Target
 from autopar.mesh import Mesh
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan
 from autopar.redistribution import Message, Step, messages
-from autopar.search.costs.lying import find_lying
-from autopar.search.costs.pricing import OpPrice, Pricer
-from autopar.search.costs.program import Program, Tensor
 
 SINK = -1
 """Position of the reader that stands for the graph's output."""
@@ -24,7 +24,7 @@ class Journey:
     """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout).
 
     is_copy: of a view's result, that it has storage of its own; is_contiguous: of an op's, how it lies
-    (`search.costs.lying`).
+    (`lower.lying`).
     """
 
     tensor: Tensor
@@ -81,15 +81,15 @@ def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -
 
 
 def make_journeys(
-    program: Program, plan: Plan, pricer: Pricer, sent: Mapping[str, Layout] = MappingProxyType({})
+    program: Program, plan: Plan, target: Target, sent: Mapping[str, Layout] = MappingProxyType({})
 ) -> dict[str, Journey]:
     """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
-    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+    prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
     out = {name: _journey(tensor, program, plan, prices) for name, tensor in program.tensors.items()}
     for name, layout in wanted_by_output(program, plan.mesh, sent):
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
-    lying = find_lying(program, plan, pricer, out)
+    lying = find_lying(program, plan, target, out)
     for name in lying.copies:
         out[name].is_copy = True
     for name, value in (program.strided | lying.strides).items():
@@ -97,24 +97,24 @@ def make_journeys(
     return out
 
 
-def parameters_journeys(program: Program, plan: Plan, pricer: Pricer) -> dict[str, Journey]:
+def parameters_journeys(program: Program, plan: Plan, target: Target) -> dict[str, Journey]:
     """The way of every parameter under `plan`."""
-    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+    prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
     parameters = {name: tensor for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
     return {name: _journey(tensor, program, plan, prices) for name, tensor in parameters.items()}
 
 
-def splits_parameters(plan: Plan, journeys: Mapping[str, Journey], pricer: Pricer) -> bool:
+def splits_parameters(plan: Plan, journeys: Mapping[str, Journey], target: Target) -> bool:
     """Whether ranks have a part of some parameter: then the runtime has DTensors of all (`runtime.state.all_whole`).
 
     Counted, as copies are, of plans in buckets alone: searches add up parameter by parameter, and one for which others
     pay too is more than they see. What buckets save is less by it.
     """
     parameters = [j for j in journeys.values() if j.tensor.kind == "parameter"] if plan.buckets else []
-    return any(pricer.is_split(journey.tensor, journey.source) for journey in parameters)
+    return any(target.is_split(journey.tensor, journey.source) for journey in parameters)
 
 
-def _journey(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[OpPrice]) -> Journey:
+def _journey(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[LocalOp]) -> Journey:
     """What a tensor's readers ask of it; not what the graph's output does."""
     source = plan.layouts[tensor.name] if tensor.producer is None else prices[tensor.producer].results[tensor.index]
     journey = Journey(tensor=tensor, source=source)

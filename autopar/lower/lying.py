@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from autopar.graph import operands
+from autopar.lower.program import Program
+from autopar.lower.target import Target
 from autopar.passes.lay_out import is_known, results_of
 from autopar.plan import Plan
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING, is_view
-from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.program import Program
 
 if TYPE_CHECKING:
-    from autopar.search.costs.journeys import Journey
+    from autopar.lower.journeys import Journey
 
 
 class Lying(NamedTuple):
@@ -31,14 +31,14 @@ class Lying(NamedTuple):
     copies: set[str]
 
 
-def find_lying(program: Program, plan: Plan, pricer: Pricer, journeys: Mapping[str, "Journey"]) -> Lying:
+def find_lying(program: Program, plan: Plan, target: Target, journeys: Mapping[str, "Journey"]) -> Lying:
     """What a plan's collectives change of how tensors lie."""
     lying: dict[str, Tensor] = {}
     copies = set[str]()
     for op in program.ops:
         if not any(name in program.strided or name in lying for name in op.operands):
             continue
-        layouts = zip(op.operands, pricer.op(op, plan.choices[op.name]).operands, strict=True)
+        layouts = zip(op.operands, target.op(op, plan.choices[op.name]).operands, strict=True)
         anew = {name for name, layout in layouts if journeys[name].is_laid_anew(layout)}
         own = {name: value for name, value in lying.items() if name in op.operands and name not in anew}
         own |= {name: torch.empty_like(program.strided[name], memory_format=torch.contiguous_format)
