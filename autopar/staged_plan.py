@@ -27,6 +27,8 @@ STAGED_VERSION = "stages-2"
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
 
+PIPELINE = "pipeline"
+"""The axis across stages in what is counted."""
 SPLITTING = ("zbv",)
 """Schedules that run the backward pass in two parts."""
 

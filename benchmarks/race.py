@@ -41,9 +41,9 @@ from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
 from autopar.cluster import Cluster, cluster_toml
 from autopar.errors import AutoparError
+from autopar.lower.messages import messages_of
 from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.serialize import dump
 from benchmarks.race_hosts import ADDRESSES, Hosts, HostsError
 from benchmarks.race_models import MODELS, make
@@ -140,7 +140,7 @@ def entries_of(model: str, cluster: Cluster, num_next: int, keep: Path | None = 
                 text=plan.to_json(),
                 predicted=plan.estimate.step_seconds,
                 payload=crossing_nbytes(local),
-                calls=sum(calls for calls, _ in predicted_messages(local).values()),
+                calls=sum(calls for calls, _ in messages_of(local.captured, local.plan, on_host=True).values()),
             )
         )
     recipes = ("ddp", "fsdp", "tp") if model == "llama" else ("ddp", "fsdp")

@@ -6,8 +6,8 @@ rank to each. N is the whole tensor; the ranks of a group stand in order; the fi
 """
 
 from autopar.graph import LocalModel
+from autopar.lower.messages import messages_of
 from autopar.mesh import Mesh
-from autopar.passes.predict import predicted_messages
 
 RING_PASSES = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1}
 
@@ -17,7 +17,7 @@ def crossing_nbytes(local: LocalModel) -> float:
     mesh = local.plan.mesh
     return sum(
         crossing(kind, members, mesh.size // 2, nbytes)
-        for (kind, axes), (_, nbytes) in predicted_messages(local).items()
+        for (kind, axes), (_, nbytes) in messages_of(local.captured, local.plan, on_host=True).items()
         for members in groups_along(mesh, axes)
     )
 

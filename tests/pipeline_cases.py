@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from autopar.graph import CapturedModel
+from autopar.lower.messages import sent_by_rank
 from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
@@ -124,8 +124,9 @@ def compared(file: str, texts: list[str]) -> list[tuple[float, float, str]]:
         module = pipelined(file, plan)
         with count_messages(module) as sent:
             loss = float(module.step(found["inputs"]))
-        own = {stage.number: stage.local for stage in module.stages}
-        predicted = predicted_rank_messages(split_stages(found["captured"], plan.cuts), plan, own, module.groups.rank)
+        own = [stage.number for stage in module.stages]
+        stages = split_stages(found["captured"], plan.cuts)
+        predicted = sent_by_rank(stages, plan, own, module.groups.rank, on_host=True)
         assert set(sent) <= set(predicted)
         for key, counted in predicted.items():
             # A CPU's kernels that save copies of their own need no replay of what they read.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopar.graph import CapturedModel
+from autopar.lower.messages import messages_of
 from autopar.ops import collectives
 from autopar.ops.buckets import use_sink
 from autopar.ops.random import Draws, use_draws
@@ -21,7 +22,6 @@ from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
@@ -171,7 +171,7 @@ def errors_of(
         mock.patch.object(dist, "all_to_all_single", all_to_all_single),
     ):
         outcomes, groups = run_in_threads(plan.mesh, one_rank)
-    predicted = predicted_messages(local)
+    predicted = messages_of(local.captured, local.plan, on_host=True, exact_random=True)
     for rank, group in enumerate(groups):
         if exact:
             assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"

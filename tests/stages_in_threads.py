@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopar.graph import CapturedModel
+from autopar.lower.messages import sent_by_rank
 from autopar.ops import collectives
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
-from autopar.passes.predict import predicted_messages
 from autopar.passes.recompute import again_graph
 from autopar.passes.split_stages import local_stage
 from autopar.placement import Layout, local_ranges
-from autopar.staged_plan import StagedPlan
+from autopar.staged_plan import PIPELINE, StagedPlan
 from tests.plans_in_threads import Reference, all_gather, all_to_all_single, reduce_scatter
 from tests.ranks_in_threads import run_in_threads
 
@@ -74,11 +74,8 @@ def staged_error_of(reference: Reference, stages: Sequence[CapturedModel], plan:
         mock.patch.object(dist, "all_to_all_single", all_to_all_single),
     ):
         outcomes, groups = run_in_threads(plan.mesh, one_rank)
-    predicted: dict[object, tuple[int, int]] = {}
-    for local in locals_:
-        for key, (count, nbytes) in predicted_messages(local).items():
-            before = predicted.get(key, (0, 0))
-            predicted[key] = before[0] + count, before[1] + nbytes
     for rank, group in enumerate(groups):
+        predicted = sent_by_rank(stages, plan, range(plan.num_stages), rank, on_host=True, exact_random=True)
+        predicted = {key: sent for key, sent in predicted.items() if PIPELINE not in key[1]}
         assert group.sent == predicted, f"rank {rank} sent {group.sent}, predicted {predicted}"
     return max(outcomes, key=lambda o: (o[0] != o[0], o[0]))

@@ -15,10 +15,10 @@ from test_runtime_train_step import exported, train_distributed, train_whole
 
 import tests.runtime_cases as cases
 from autopar.cluster import Cluster, load_cluster
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, TrainConfig, Way, plan_from_json
 from autopar.redistribution import in_levels, messages, step_between
@@ -95,7 +95,7 @@ def test_a_slow_network_is_crossed_in_levels_and_starts_that_are_dear_are_few() 
     captured = captured_of("llama")
     plan = with_buckets(ddp(two_hosts(1e-6)), captured, two_hosts(1e-6))
     assert {way.inside for way in plan.ways.values()} == {("model",)}
-    sent = predicted_messages(insert_collectives(captured, plan))
+    sent = messages_of(captured, plan, on_host=True)
     nbytes = sum(n for (kind, axes), (_, n) in sent.items() if (kind, axes) == ("all_gather", ("model",)))
     assert sent["all_reduce", ("data",)][1] == pytest.approx(nbytes / 2, rel=0.01)
     usual = with_buckets(ddp(two_hosts(1e-6)), captured, two_hosts(1e-6), flatten=False)
@@ -137,7 +137,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
     pricer = make_pricer(mesh=plan.mesh, cluster=two_hosts(1e-9), config=plan.config)
     pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
     seconds = evaluate_program(plan, program_of(family), pricer).seconds
-    sent = predicted_messages(insert_collectives(captured, plan))
+    sent = messages_of(captured, plan, on_host=True)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
 

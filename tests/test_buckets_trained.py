@@ -13,11 +13,10 @@ import tests.runtime_cases as cases
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.graph import CapturedModel
+from autopar.lower.messages import messages_of
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.plan import Plan, TrainConfig
 from autopar.reference import buffers_of
 from autopar.search.costs.evaluate import evaluate, evaluate_program
@@ -64,7 +63,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
         pricer.message = lambda *_: (1.0, "")  # type: ignore[method-assign]
         seconds = evaluate_program(plan, program, pricer).seconds
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            sent = predicted_messages(insert_collectives(captured, plan))
+            sent = messages_of(captured, plan, on_host=True)
             assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
 
 
@@ -108,7 +107,7 @@ def test_what_backward_asks_for_first_is_kept_if_it_fits() -> None:
     assert owners and not any("layers" in name or "embed" in name for name in owners)
     tight = replace(plan, config=replace(plan.config, memory_nbytes=found.estimate.peak_nbytes - 1))
     assert with_buckets(tight, captured, cluster).lifetimes == plan.lifetimes
-    before, after = (predicted_messages(insert_collectives(captured, p)) for p in (plan, found))
+    before, after = (messages_of(captured, p, on_host=True) for p in (plan, found))
     saved = before["all_gather", ("data",)][1] - after["all_gather", ("data",)][1]
     assert saved == sum(math.prod(p.shape) * 4 for p in captured.parameters if p.placeholder in changed)
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.buckets import all_gather_bucket
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.fuse_collectives import fuse_collectives, fused_groups
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.passes.promote_casts import promote_casts
 from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.search.known.baselines import make_baseline
@@ -67,18 +67,20 @@ def baseline(name: str, family: str = "llama") -> tuple[Plan, object]:
 
 def test_one_bucket_is_one_message() -> None:
     plan, captured = baseline("ddp")
-    alone = predicted_messages(insert_collectives(captured, plan))
+    alone = messages_of(captured, plan, on_host=True)
     names = tuple(p.placeholder for p in captured.parameters)
     local = insert_collectives(captured, replace(plan, buckets=(names,)))
     (((kind, axes), (calls, nbytes)),) = alone.items()
-    assert predicted_messages(local) == {(kind, axes): (calls - len(names) + 1, nbytes)}
+    assert messages_of(local.captured, local.plan, on_host=True) == {(kind, axes): (calls - len(names) + 1, nbytes)}
 
 
 def test_buckets_of_parameters_gathered_for_use_are_gathered_again_once() -> None:
     plan, captured = baseline("fsdp")
     names = tuple(p.placeholder for p in captured.parameters)
     local = insert_collectives(captured, replace(plan, buckets=(names,)))
-    (gathers,) = (v for (kind, _), v in predicted_messages(local).items() if kind == "all_gather")
+    (gathers,) = (
+        v for (kind, _), v in messages_of(local.captured, local.plan, on_host=True).items() if kind == "all_gather"
+    )
     groups = fused_groups(local.graph, captured.parameters, local.plan)
     gathered = [group for group in groups if group[0].kwargs.get("regather")]
     alone = sum(node.kwargs.get("regather", False) for node in local.graph.nodes) - sum(map(len, gathered))

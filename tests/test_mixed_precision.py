@@ -21,11 +21,10 @@ from autopar.capture import capture
 from autopar.errors import PlanMismatchError
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
+from autopar.lower.messages import messages_of, sent_by_rank
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
-from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_shape
 from autopar.plan import Plan, TrainConfig
@@ -106,7 +105,7 @@ def test_gradients_are_those_of_one_process_and_narrow_bytes_are_sent(name: str,
     loss, gradients, _ = reference_gradients(captured, values, inputs)
     assert {g.dtype for g in gradients.values()} == {torch.float64}
     plain = replace(captured, parameters=tuple(replace(p, stored=None) for p in captured.parameters))
-    sent = predicted_messages(insert_collectives(plain, replace(plan, fingerprint=plain.fingerprint)))
+    sent = messages_of(plain, replace(plan, fingerprint=plain.fingerprint), on_host=True)
     for found in ranks(2).run(step_errors, plan, dump(captured), values, inputs, gradients):
         assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
         assert found["error"] < 1e-5
@@ -258,8 +257,8 @@ def staged_errors(text: str, graph: bytes, values: Any, inputs: Any, gradients: 
     module = PipelinedModule(captured, stages, plan, values, seed=1, exact_random=True)
     with count_messages(module) as sent:
         module.step(inputs)
-    own = {stage.number: stage.local for stage in module.stages}
-    assert sent == predicted_rank_messages(stages, plan, own, module.groups.rank)
+    own = [stage.number for stage in module.stages]
+    assert sent == sent_by_rank(stages, plan, own, module.groups.rank, on_host=True)
     errors = []
     for state in module.states:
         for name, parameter in state.parameters.items():

@@ -13,6 +13,8 @@ from autopar.captures import captured_model
 from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import target_name
+from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
@@ -20,7 +22,6 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
 from autopar.placement import Shard
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.baselines import BASELINES, baseline_plan, make_baseline
@@ -96,7 +97,7 @@ def test_stages_of_zero_shard_what_they_say(stage: int, mbs: int) -> None:
     """Bytes of state, of gradients between micro-batches, and of copies between forward and backward."""
     made, program, pricer = made_of(f"ddp:zero={stage},mbs={mbs}")
     assert made.microbatches == 8 // (4 * mbs)
-    found = find_live(made, program, pricer)
+    found = Live(lower(made, program, pricer.target))
     live, turn = found.bytes, len(found.calls) - 1
     weights = sum(
         t.element_size * torch.Size(t.shape).numel() for t in program.tensors.values() if t.kind == "parameter"
@@ -134,7 +135,8 @@ def test_full_recompute_keeps_what_enters_a_block_and_no_more(text: str) -> None
     made, program, pricer = made_of(text)
 
     def between(case: tuple[Plan, Program, Pricer]) -> float:
-        live = find_live(*case)
+        plan, program, pricer = case
+        live = Live(lower(plan, program, pricer.target))
         return float(live.bytes["activations"][len(live.calls) - 1])
 
     held = between((made, program, pricer))

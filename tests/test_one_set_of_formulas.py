@@ -27,11 +27,12 @@ from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.step_work import step_work
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, shape_from_config
+from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
 from autopar.plan import TrainConfig
-from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 
@@ -139,6 +140,6 @@ def test_planner_and_simulator_say_the_same(model: str, precision: str, case: st
     assert estimate.memory["parameters"] == stored
     assert held["parameters"] == blocks
     assert held["gradients"] == blocks
-    live = find_live(plan, program, pricer).bytes
+    live = Live(lower(plan, program, pricer.target)).bytes
     assert live["gradients"].max() == stored
     assert held["optimizer state"] == pytest.approx(estimate.memory["optimizer"], abs=512)

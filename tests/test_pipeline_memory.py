@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.inputs import bind_inputs
+from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
@@ -23,7 +25,6 @@ from autopar.reference import buffers_of, parameters_of
 from autopar.rules.spare import short_name
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
-from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer, stage_memory
@@ -165,7 +166,7 @@ def test_a_gradient_that_passes_through_is_copied() -> None:
     stages = split_stages(captured, cuts)
     sent = {name: plan.stages[2].layouts[name] for name in stages[1].sends}
     pricer = make_pricer(mesh=plan.mesh, cluster=machine(1), config=plan.config)
-    live = find_live(plan.stages[1], make_program(stages[1]), pricer, sent)
+    live = Live(lower(plan.stages[1], make_program(stages[1]), pricer.target, sent))
     journeys = [live.journeys[name] for name in sent if name in stages[1].received]
     passing = {
         (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and j.source == sent[j.tensor.name]
@@ -192,7 +193,7 @@ def test_a_gradient_that_several_received_share_is_held_once(family: str) -> Non
             second, layouts={**second.layouts, **partial}, choices={**second.choices, name: ("invariant",)}
         )
         pricer = make_pricer(mesh=plan.mesh, cluster=machine(2), config=plan.config)
-        live = find_live(second, make_program(stage), pricer, {})
+        live = Live(lower(second, make_program(stage), pricer.target))
         given = [g for (received, _), g in live.gradients().held.items() if received in stage.received]
         shared += len(given) - len(set(map(id, given)))
         once = {id(g): g.nbytes for g in given}
@@ -208,7 +209,7 @@ def test_what_moves_once_a_step_is_in_no_pass() -> None:
     plan = random_staged_plan(captured, make_mesh((2,)), "gpipe", 2, cuts, rng)
     stage = split_stages(captured, cuts)[1]
     pricer = make_pricer(mesh=plan.mesh, cluster=machine(2), config=plan.config)
-    live = find_live(plan.stages[1], make_program(stage), pricer, {})
+    live = Live(lower(plan.stages[1], make_program(stage), pricer.target))
     once = [h for h in live.holdings if h.role == "once"]
     whole = stage_memory(live, stage)
     live.holdings = [h for h in live.holdings if h.role != "once"]

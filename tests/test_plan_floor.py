@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import wire_bytes
 from autopar.graph import CapturedModel
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_shape
 from autopar.plan import Plan
@@ -69,7 +68,7 @@ def test_no_plan_is_below_the_physical_floor(family: str) -> None:
             line for level in cluster.levels for line in (level.bandwidth, *(x.bandwidth for x in level.lines))
         )
         floor = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)
-        for (kind, axes), (_, nbytes) in predicted_messages(insert_collectives(captured, plan)).items():
+        for (kind, axes), (_, nbytes) in messages_of(captured, plan, on_host=True).items():
             size = 1
             for axis in axes:
                 size *= plan.mesh.shape[plan.mesh.names.index(axis)]

@@ -14,13 +14,14 @@ from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import CapturedModel
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import load_plan
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
-from autopar.search.costs.evaluate import evaluate, itemised
+from autopar.search.costs.evaluate import evaluate
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.runs import Fact, Runs, Task, find_runs
 from autopar.search.known.baselines import make_baseline
@@ -109,7 +110,7 @@ def test_stages_take_what_their_estimate_says(schedule: str, chunks: int, family
 
 def runs_of(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Runs:
     pricer, program = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), make_program(captured)
-    return find_runs(plan, program, pricer, itemised(plan, program, pricer)[1], hoisted=False)
+    return find_runs(lower(plan, program, pricer.target), pricer, hoisted=False)
 
 
 @pytest.mark.parametrize("family", ("mixtral", *FAMILIES[1::2]))
@@ -129,9 +130,9 @@ def test_nothing_starts_before_what_it_reads_is_there(family: str) -> None:
     sources = {p.name for p in captured.graph.nodes if p.op == "placeholder"}
     for task in tasks:
         needed = 0.0
-        gradients = [fact for fact in task.reads if fact[0] == "gradient"]
+        gradients = [fact for fact in task.event.reads if fact[0] == "gradient"]
         assert not gradients or any(f in ready or f[1] == captured.loss for f in gradients), task
-        for fact in task.reads:
+        for fact in task.event.reads:
             word, name = fact[:2]
             assert fact in ready or name in sources or word != "value", fact
             needed = max(needed, ready.get(fact, 0.0))
@@ -140,7 +141,7 @@ def test_nothing_starts_before_what_it_reads_is_there(family: str) -> None:
             assert finish[place] - start[place] == pytest.approx(task.seconds)
             assert start[place] >= needed - 1e-12, task
             needed = finish[place]
-        for fact in task.makes:
+        for fact in task.event.makes:
             ready[fact] = max(ready.get(fact, 0.0), needed)
 
 
@@ -151,7 +152,7 @@ def test_gradients_of_data_parallel_ranks_are_exchanged_as_wait_free_backpropaga
     runs = runs_of(plan, captured, cluster)
 
     def reduces(task: Task) -> bool:
-        return task.stored and task.kind == "all_reduce"
+        return task.stored and task.event.kind == "all_reduce"
 
     others = [t for t in (*runs.forward, *runs.backward) if t.axes and t.seconds and not reduces(t)]
     assert all(t in runs.forward for t in others), "the loss is summed before backward begins"
@@ -160,10 +161,12 @@ def test_gradients_of_data_parallel_ranks_are_exchanged_as_wait_free_backpropaga
     end, computed = now, dict[Fact, float]()
     for task in runs.backward:
         if reduces(task):
-            end = max(end, max(computed[f] for f in task.reads)) + task.seconds
+            end = max(end, max(computed[f] for f in task.event.reads)) + task.seconds
             continue
         now += task.seconds
-        computed.update((f, now if task.seconds else max(computed.get(r, now) for r in task.reads)) for f in task.makes)
+        computed.update(
+            (f, now if task.seconds else max(computed.get(r, now) for r in task.event.reads)) for f in task.event.makes
+        )
     expected = max(now, end) + sum(t.seconds for t in runs.optimizer)
     assert step.seconds == pytest.approx(expected, rel=1e-9)
     assert step.seconds < 0.95 * evaluate(plan, captured, cluster).step_seconds, "something is hidden"

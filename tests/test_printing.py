@@ -12,10 +12,10 @@ import autopar
 from autopar.blocks import block_of, kind_of, ranges, relative, title
 from autopar.calls import Call
 from autopar.capture import capture
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
 from autopar.model_plan import ModelPlan, model_plan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.plan import Estimate
 from autopar.report.rows import plan_sections
 from autopar.report.units import nbytes_text, percent_text, seconds_text
@@ -71,7 +71,7 @@ def test_every_parameter_and_message_has_its_line(family: str) -> None:
                 key = (message.kind, tuple(plan.mesh.names[a] for a in message.axes))
                 calls, nbytes = counted.get(key, (0, 0))
                 counted[key] = (calls + section.count, nbytes + section.count * message.nbytes)
-    assert counted == predicted_messages(local)
+    assert counted == messages_of(local.captured, local.plan, on_host=True)
     used = {s.name for node in captured.graph.nodes for s in node.all_input_nodes}
     listed = sum(section.count for section in found for row in section.rows if row.kind == "parameter")
     assert listed >= sum(parameter.placeholder in used for parameter in captured.parameters)

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import CapturedModel
+from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
@@ -22,7 +24,6 @@ from autopar.passes.recompute import again_graph
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.plan import Plan, plan_from_json
 from autopar.reference import buffers_of, parameters_of
-from autopar.search.costs.evaluate import find_live
 from autopar.search.known.random_plan import random_plan, random_recompute
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, pricer_of
@@ -83,7 +84,7 @@ def test_between_forward_and_backward_lives_what_evaluate_counts(family: str, sh
     for seed in range(2):
         rng = random.Random(f"{family} {share} {seed}")
         plan = random_recompute(whole_plan(captured), captured, rng, share=share)
-        live = find_live(plan, program, pricer)
+        live = Live(lower(plan, program, pricer.target))
         predicted = live.bytes["activations"][live.at[len(program.ops) - 1]]
         measured = measured_nbytes(captured, plan, model, kwargs)
         assert measured == pytest.approx(predicted, abs=16 * len(program.ops)), f"{measured} bytes, not {predicted}"

@@ -13,9 +13,9 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import ArgumentError
 from autopar.export.folder import export_folder
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.plan import Plan, TrainConfig
 from autopar.precision import PRECISIONS, with_storage
 from autopar.runtime import DistributedModule, count_messages
@@ -48,11 +48,11 @@ def test_wide_sums_are_right_and_sent_and_held_as_said(name: str, microbatches: 
     captured, values, inputs = case("gpt2", microbatches)
     plain, plan = wide_plan(name, captured)
     loss, gradients, _ = reference_gradients(captured, values, inputs)
-    narrow = predicted_messages(insert_collectives(captured, plain))
-    wide = predicted_messages(insert_collectives(captured, plan))
+    narrow = messages_of(captured, plain, on_host=True)
+    wide = messages_of(captured, plan, on_host=True)
     assert {kind: calls for kind, (calls, _) in wide.items()} == {kind: calls for kind, (calls, _) in narrow.items()}
     assert sum(nbytes for _, nbytes in wide.values()) > sum(nbytes for _, nbytes in narrow.values())
-    sent = predicted_messages(insert_collectives(captured, plan))
+    sent = messages_of(captured, plan, on_host=True)
     for found in ranks(2).run(step_errors, plan, dump(captured), values, inputs, gradients):
         assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
         assert found["error"] < 1e-5
@@ -99,7 +99,7 @@ def compiled_errors(plan: Plan, graph: bytes, values: Any, inputs: Any) -> float
     for module in (eager, compiled):
         with count_messages(module) as sent:
             module.step(inputs)
-        assert sent == predicted_messages(local)
+        assert sent == messages_of(local.captured, local.plan, on_host=True)
     return max(
         float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
         for spec in local.captured.parameters

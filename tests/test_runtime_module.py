@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import LocalModel
+from autopar.lower.messages import messages_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.placement import parse_layout
 from autopar.plan import Plan
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
@@ -89,7 +89,7 @@ def counted(plan: Plan) -> tuple[Any, Any]:
     with count_messages(module) as sent:
         module(**cases.batch(1)).backward()
     module(**cases.batch(1)).backward()
-    return dict(sent), predicted_messages(module.local)
+    return dict(sent), messages_of(module.local.captured, module.local.plan, on_host=True)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError
-from autopar.passes.predict import predicted_messages
+from autopar.lower.messages import messages_of
 from autopar.placement import Layout, Shard
 from autopar.plan import Plan
 from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
@@ -52,7 +52,7 @@ def train_distributed(plan: Plan) -> tuple[list[float], dict[str, Tensor], bool]
     for step in range(STEPS):
         with count_messages(module) as sent:
             losses.append(float(module.train_step(whole_batch(step, plan.microbatches))))
-        same &= sent == predicted_messages(module.local)
+        same &= sent == messages_of(module.local.captured, module.local.plan, on_host=True)
         optimizer.step()
         optimizer.zero_grad()
     return losses, cases.whole_state(module), same
@@ -88,7 +88,8 @@ def test_training_in_micro_batches_equals_one_process(plan: str) -> None:
 
 
 def calls(plan: Plan) -> dict[str, int]:
-    sent = predicted_messages(cases.distributed(plan).local)
+    local = cases.distributed(plan).local
+    sent = messages_of(local.captured, local.plan, on_host=True)
     return {kind: sum(n for (k, _), (n, _) in sent.items() if k == kind) for kind in ("all_gather", "reduce_scatter")}
 
 
@@ -167,7 +168,7 @@ def exported(folder: str) -> tuple[float, float, bool]:
         assert (got is None) == (want is None)
         if got is not None:
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    return loss, expected, sent == predicted_messages(module.local)
+    return loss, expected, sent == messages_of(module.local.captured, module.local.plan, on_host=True)
 
 
 @pytest.mark.parametrize("plan", ["step", "use", "recomputed", "random1"])

@@ -7,9 +7,9 @@ import pytest
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.graph import LocalModel
+from autopar.lower.messages import messages_of
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.placement import local_shape
 from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate
@@ -21,7 +21,7 @@ from tests.zoo import FAMILIES
 def _sent_seconds(local: LocalModel, mesh: Mesh) -> dict[str, float]:
     """Calls times latency plus bytes over bandwidth of all that the local graph sends, by collective."""
     out: dict[str, float] = {}
-    for (kind, names), (calls, nbytes) in predicted_messages(local).items():
+    for (kind, names), (calls, nbytes) in messages_of(local.captured, local.plan, on_host=True).items():
         links = axis_links(machine(), mesh.shape, tuple(mesh.names.index(n) for n in names))
         latency = collective_seconds(kind, 0, links)[0]
         per_byte = (collective_seconds(kind, 1e6, links)[0] - latency) / 1e6

@@ -16,13 +16,14 @@ from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, MeshError
 from autopar.graph import CapturedModel
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import local_stage
 from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
-from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.staged_baselines import make_configuration
@@ -104,7 +105,7 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     assert set(cuts) <= set(block_starts(graph(family)))
     made, stages = staged(plan, program, pricer, 2, "1f1b", cuts)
     made = priced(made, stages, machine(4), pricer.cluster)
-    charges = itemised(plan, program, pricer)[0]
+    charges = charges_of(lower(plan, program, pricer.target), pricer)
     passing = sum(c.seconds for c in charges if c.kind != "optimizer" and plan.lifetimes.get(c.name) not in ONCE_A_STEP)
     found = [stage["seconds"] for stage in made.estimate.solver["stages"]]
     tables = sum(op.position for op in program.ops if not any(op.result_grads)) > 0

@@ -15,11 +15,11 @@ from autopar.cluster import load_cluster
 from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
 from autopar.graph import CapturedModel
+from autopar.lower.messages import sent_by_rank
 from autopar.lower.program import make_program
 from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.predict_stages import predicted_rank_messages
-from autopar.passes.split_stages import local_stage, split_stages
+from autopar.passes.split_stages import split_stages
 from autopar.plan import TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.asked_mesh import asked_mesh
@@ -154,8 +154,7 @@ def priced(plan: StagedPlan, stages: tuple[CapturedModel, ...]) -> float:
 def messages_of(captured: CapturedModel, plan: StagedPlan) -> int:
     """How many collectives one rank runs in a step."""
     stages = split_stages(captured, plan.cuts)
-    own = {number: local_stage(stages, plan, number) for number in plan.stages_of(0)}
-    return sum(calls for calls, _ in predicted_rank_messages(stages, plan, own, 0).values())
+    return sum(calls for calls, _ in sent_by_rank(stages, plan, plan.stages_of(0), 0, on_host=True).values())
 
 
 BAD: tuple[tuple[str, type[AutoparError], str], ...] = (

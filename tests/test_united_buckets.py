@@ -16,9 +16,8 @@ from test_runtime_train_step import train_distributed, train_whole
 
 import tests.runtime_cases as cases
 from autopar.cluster import Cluster, load_cluster
+from autopar.lower.messages import messages_of
 from autopar.mesh import make_mesh
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import predicted_messages
 from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
@@ -61,7 +60,7 @@ def test_one_bucket_for_two_ways_sends_one_message_and_trains_as_one_process(see
     assert {v for n, v in found.lifetimes.items() if n in found.buckets[0]} == {"always"}
     assert found.estimate.step_seconds < apart.estimate.step_seconds
     nbytes = sum(math.prod(p.shape) * 8 for p in captured.parameters if p.trainable)
-    sent = predicted_messages(insert_collectives(captured, found))
+    sent = messages_of(captured, found, on_host=True)
     assert sent == {("all_reduce", ("data",)): (3, nbytes + 16)}, "the bucket, the loss and the count of its labels"
     model, kwargs = zoo("llama", dtype=torch.float64)
     errors = errors_of(one_process(captured, model, kwargs), found, late=True)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.cluster import Cluster, load_cluster
 from autopar.device import Device
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.mesh import make_mesh
 from autopar.ops.recompute import again
@@ -145,7 +146,8 @@ def predicted_step(device: Device, batch: int, size: str = "small", kind: str = 
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
     cluster = replace(_one_device(), device=device)
-    charges = charges_of(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    charges = charges_of(lower(plan, program, pricer.target), pricer)
     return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
 
 

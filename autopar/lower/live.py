@@ -22,18 +22,15 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from math import prod
 
-from autopar.lower.calls import START, WAIT, Call, make_calls
-from autopar.lower.copies import woven_calls
+from autopar.lower.calls import START, WAIT, Call
 from autopar.lower.flights import beside, flight, keeps_padding
-from autopar.lower.fused import Fused, find_fused, gathered_from
+from autopar.lower.fused import Fused, gathered_from
 from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.lower.holding import Holding, bytes_at
 from autopar.lower.journeys import SINK, Journey, regathered
-from autopar.lower.program import Program
-from autopar.lower.replays import Replays, Value, root_of
-from autopar.lower.target import Target
-from autopar.placement import Layout, chunk_size
-from autopar.plan import ONCE_A_STEP, Plan
+from autopar.lower.lowered_step import LoweredStep
+from autopar.lower.replays import Value, saved_of
+from autopar.placement import chunk_size
 from autopar.redistribution import SUMS, Step
 
 
@@ -43,27 +40,15 @@ class Live:
     Of a pipeline's stage: what is sent is held from its making to the end of backward, gradients of what was received
     too; `ends` are bytes of each sent storage."""
 
-    def __init__(
-        self, plan: Plan, program: Program, target: Target, journeys: dict[str, Journey], replays: Replays
-    ) -> None:
-        self.plan, self.program, self.target = plan, program, target
-        self.journeys, self.replays = journeys, replays
-        self.calls = make_calls(program, plan, target, journeys)
-        if program.copies > 1:
-            self.calls = woven_calls(self.calls, program, plan)
+    def __init__(self, step: LoweredStep) -> None:
+        self.step, self.plan, self.program, self.target = step, step.plan, step.program, step.target
+        self.journeys, self.replays, self.calls, self.at = step.journeys, step.replays, step.calls, step.at
+        self.fused, self.first = step.fused, step.first
+        self.backward, self.replay, self.end = step.backward, step.replay, step.end
         self.ended = {call.results[0]: i for i, call in enumerate(self.calls) if call.part == WAIT}
-        self.several = plan.microbatches > 1 or program.captured.is_stage
+        self.several = step.is_one_of_several
         self.ends, self.held = dict[Value, int](), dict[Value, str]()  # what a stage's results are: `sent` or `end`
         self.alone: dict[int, list[Value]] = {}  # gathered again, by moment
-        self.fused = find_fused(plan, journeys)
-        self.first: dict[Fused, int] = {}
-        for number, call in enumerate(self.calls):
-            if (group := self._group(call)) is not None:
-                self.first.setdefault(group, number)
-        self.at = {call.op.position: i for i, call in enumerate(self.calls) if call.op is not None}
-        self.backward: dict[int, int] = {}
-        self.replay: dict[int, int] = {}
-        self._order()
         self.holdings: list[Holding] = []
         self._values()
         self._parameters()
@@ -74,23 +59,6 @@ class Live:
             self._hold(holding)
         self.bytes = bytes_at(self.holdings, self.end)
 
-    def _order(self) -> None:
-        """Moments of the calls' backward passes and replays, by number of the call."""
-        steps = {v: i for i, c in enumerate(self.calls) if c.step is not None and c.part != WAIT for v in c.results}
-        waiting: dict[int, list[int]] = defaultdict(list)
-        for position, waits in self.replays.ops.items():
-            waiting[self.at[waits]].append(self.at[position])
-        for value, (_, waits) in self.replays.steps.items():
-            waiting[self.at[waits]].append(steps[value])
-        moment = len(self.calls)
-        for number in reversed(range(len(self.calls))):
-            for again in sorted(waiting[number]):
-                self.replay[again] = moment
-                moment += 1
-            self.backward[number] = moment
-            moment += 1
-        self.end = moment
-
     def _add(self, kind: str, name: str, nbytes: float, first: int, last: int, role: str = "") -> None:
         self._hold(Holding(kind, name, nbytes, first, last, role))
 
@@ -100,11 +68,6 @@ class Live:
     def _hold(self, holding: Holding) -> None:
         if holding.nbytes:
             self.holdings.append(holding)
-
-    def _group(self, call: Call) -> Fused | None:
-        """The bucket that a step travels with."""
-        value = call.results[0]
-        return None if call.step is None or value is None else self.fused.get(value)
 
     def _values(self) -> None:
         """What calls make, and what is handed in; but copies of parameters that live for a use or a step."""
@@ -117,12 +80,12 @@ class Live:
             if call.part == WAIT:
                 continue
             for name, layout in call.operands:
-                root = self.root(name, layout)
+                root = self.step.root(name, layout)
                 last[root] = number
                 if number in self.replay:
                     uses[root].add(self.replay[number])
             for value in call.results:
-                if value is not None and self.root(*value) == value:
+                if value is not None and self.step.root(*value) == value:
                     group = self.fused.get(value)
                     made[value] = number if group is None else self.first[group]
                     last[value] = number
@@ -131,11 +94,11 @@ class Live:
         self.again = {
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
-        read = {self.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
-        hops = [self._nbytes(value) for value in made if self.is_once_a_step(value[0]) and value not in read]
+        read = {self.step.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
+        hops = [self._nbytes(value) for value in made if self.step.is_once_a_step(value[0]) and value not in read]
         self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
-            if value in read or not self.is_once_a_step(value[0]):
+            if value in read or not self.step.is_once_a_step(value[0]):
                 self._value(value, number, last[value], uses[value])
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
@@ -149,7 +112,7 @@ class Live:
         """What a stage sends is held, and where it is no contiguous tensor a copy that is."""
         journey = self.journeys[name]
         for layout in (layout for position, _, layout in journey.wanted if position == SINK):
-            if (root := self.root(name, layout)) in made:
+            if (root := self.step.root(name, layout)) in made:
                 self.held.setdefault(root, "end")
             is_strided = not journey.is_contiguous and not journey.is_laid_anew(layout)
             if is_strided:
@@ -179,16 +142,13 @@ class Live:
             nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
         if nbytes == self.target.local_nbytes(tensor, source) or not journey.wanted:
             return
-        if self.is_once_a_step(tensor.name):
+        if self.step.is_once_a_step(tensor.name):
             self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")
             return
         read = {source, *journey.made} if self.plan.lifetimes.get(tensor.name) == "use" else {source}
         self._add("gathered", tensor.name, nbytes, 0, max(self.at.get(p, 0) for p, _, _ in journey.wanted))
         for moment in {moment for layout in read for moment in uses.get((tensor.name, layout), ())}:
             self._add("gathered", tensor.name, nbytes, moment, moment)
-
-    def root(self, name: str, layout: Layout) -> Value:
-        return root_of(self.program, self.plan, self.target, self.journeys, name, layout)
 
     def _nbytes(self, value: Value) -> int:
         """Bytes of a value's storage, padding included."""
@@ -217,7 +177,7 @@ class Live:
             return
         kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
         nbytes = self._nbytes(value)
-        if self.is_once_a_step(value[0]):
+        if self.step.is_once_a_step(value[0]):
             self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
         elif value in self.held:
             layout = None if (again := value in self.replays.first) else value[1]
@@ -252,7 +212,7 @@ class Live:
             if not (tensor.requires_grad and readers):
                 continue
             self._add("optimizer", tensor.name, self.target.state_nbytes(tensor, journey.source), 0, end, "fixed")
-            if self.is_once_a_step(tensor.name):
+            if self.step.is_once_a_step(tensor.name):
                 for layout in readers:
                     nbytes = self.target.stored_nbytes(tensor, layout)
                     self._add("gradients", tensor.name, nbytes, 0, end - 1, "fixed")
@@ -271,7 +231,7 @@ class Live:
         ends = self.program.ends
         first = {i for i, c in enumerate(self.calls) if any(v is not None and v[0] in ends for v in c.results)}
         begin = frozenset({*first, *begins})
-        groups = {i: self._group(call) for i, call in enumerate(self.calls)}
+        groups = {i: self.step.group(call) for i, call in enumerate(self.calls)}
         buckets = {i: self.first[group] for i, group in groups.items() if group is not None}
         sent, received = self.program.captured.sends, self.program.captured.received
         journeys = [self.journeys[name] for name in sent if name in received]
@@ -279,7 +239,7 @@ class Live:
             (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
         outside = filter(wanted, passed)
-        own = (self.calls, self.backward, begin, self._size, self._given, self.is_once_a_step)
+        own = (self.calls, self.backward, begin, self._size, self._given, self.step.is_once_a_step)
         return Gradients(
             *own, wanted, buckets, outside, copies, noted, lambda name: self.target.widening(self.journeys[name].tensor)
         )
@@ -302,14 +262,10 @@ class Live:
         """What of a backward pass is live for a while, or is added to what there is."""
         return gradient_holdings(found, self.journeys, self.end, self.program.captured.received, self.several)
 
-    def is_once_a_step(self, name: str) -> bool:
-        """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
-        return self.several and self.plan.lifetimes.get(name) in ONCE_A_STEP
-
     def _beside(self, number: int, call: Call) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
         forward, backward = number, self.backward[number]
-        if (group := self._group(call)) is not None:
+        if (group := self.step.group(call)) is not None:
             if number == self.first[group]:
                 self._rows(group, forward, backward)
             return
@@ -328,15 +284,17 @@ class Live:
                 price.sizes.spare_backward - self.summed.get(backward, 0), 0
             )  # gone when gradients are added up
             self._add("working", op.name, spare, backward, backward)
-        if price.sizes.kept:
-            self._add("activations", op.name, price.sizes.kept, self.replay.get(number, forward), backward)
+        kept = price.sizes.kept
+        if kept and self.target.are_products(op):  # but for what they keep as it is
+            kept -= sum(self._size(value) for value in saved_of(op, price, self.target, self.journeys))
+        self._add("activations", op.name, kept, self.replay.get(number, forward), backward)
 
     def _on_its_way(self, number: int, name: str, step: Step) -> None:
         """What a collective holds beside its operand and its result, forward and back."""
         call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
         source, target = (self.target.local_nbytes(tensor, layout) for layout in (step.source, step.target))
         ahead, back = self.target.wholes(step, tensor.shape, tensor.element_size)
-        role = "once" if self.is_once_a_step(name) else ""
+        role = "once" if self.step.is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
             spans = list(flight(step.forward, step, source, target, ahead, number, end))
@@ -359,7 +317,7 @@ class Live:
         step = self.journeys[name].made[layout]
         if step.forward != "all_gather":
             return
-        role = "once" if self.is_once_a_step(name) else ""
+        role = "once" if self.step.is_once_a_step(name) else ""
         rows, row = self._buffers(group)
         self._add("working", name, rows + row, forward, forward, role)
         if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
@@ -392,6 +350,6 @@ class Live:
         """The same of a copy that travels alone."""
         name, journey = value[0], self.journeys[value[0]]
         step, tensor = journey.made[value[1]], journey.tensor
-        hop, source = self.root(name, step.source), self.target.local_nbytes(tensor, step.source)
+        hop, source = self.step.root(name, step.source), self.target.local_nbytes(tensor, step.source)
         nbytes = beside(step.forward, step, source, self._size(value), self._whole(value, step))
         return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)

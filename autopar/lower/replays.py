@@ -8,11 +8,12 @@ Positions stand for the backward of the op there; a replay of demand d runs at t
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.lower.journeys import Journey
 from autopar.lower.program import Op, Program
-from autopar.lower.target import Target
+from autopar.lower.target import LocalOp, Target
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.redistribution import Step
@@ -54,6 +55,24 @@ def root_of(
         name, layout = op.operands[view[1]], target.op(op, plan.choices[op.name]).operands[view[1]]
 
 
+VALUES = 2
+"""Operand of attention: what is added up by its weights."""
+
+
+def saved_of(op: Op, local: LocalOp, target: Target, journeys: Mapping[str, Journey]) -> list[Value]:
+    """Operands and results of an op that autograd keeps themselves.
+
+    Products of attention keep copies, but for values that are contiguous.
+    """
+    slots, results = target.saves(op)
+    if target.are_products(op):
+        journey = journeys[op.operands[VALUES]]
+        is_kept = journey.is_contiguous or journey.is_laid_anew(local.operands[VALUES])
+        slots = (VALUES,) if is_kept else ()
+    kept = [(op.operands[i], local.operands[i]) for i in slots]
+    return kept + [(r, local.results[i]) for i in results if (r := op.results[i]) is not None]
+
+
 def find_replays(plan: Plan, program: Program, target: Target, journeys: dict[str, Journey]) -> Replays:
     """What the backward pass of a plan waits for."""
     return _Search(plan, program, target, journeys).run()
@@ -70,10 +89,7 @@ class _Search:
         for op in self.program.ops:
             if op.has_backward:
                 price = self.target.op(op, self.plan.choices[op.name])
-                saves, saves_results = self.target.saves(op)
-                kept = [(op.operands[i], price.operands[i]) for i in saves]
-                kept += [(r, price.results[i]) for i in saves_results if (r := op.results[i]) is not None]
-                for saved, layout in kept:
+                for saved, layout in saved_of(op, price, self.target, self.journeys):
                     value = self.value(saved, layout)
                     found.savers[value].append(op.position)
                     self._wait(value, op.position)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.lower.program import Op, Tensor
 from autopar.mesh import Mesh
+from autopar.ops.attention import attention
 from autopar.placement import Layout, local_shape
 from autopar.plan import TrainConfig
 from autopar.redistribution import Message, Step, messages
@@ -68,12 +69,15 @@ class Target:
     """Layouts, messages and bytes of one program's ops on one mesh: signatures of another program mean other ops.
 
     on_host: whether the device is the host, whose attention has a kernel for other cases than a GPU's.
+    exact_random: whether dropout draws what one process does, for which attention is written out (`ops.attention`):
+        it keeps its operands themselves, whatever the device.
     ops: what is known of the program's ops on any mesh of such devices.
     """
 
     mesh: Mesh
     config: TrainConfig
     on_host: bool
+    exact_random: bool = False
     ops: OnAnyMesh = field(default_factory=OnAnyMesh)
     _ops: dict[tuple[int, tuple[str, ...]], LocalOp] = field(default_factory=dict, init=False)
     _nbytes: dict[tuple[tuple[int, ...], int, Layout], int] = field(default_factory=dict, init=False)
@@ -132,7 +136,7 @@ class Target:
         else:
             ahead, back = (n * op.result_sizes[0] for n in rule.spare(local.operand_shapes, local.result_shapes))
         kept = -(-rule.saves_nbytes // parts)
-        if self._are_products(op):
+        if self.are_products(op):
             weights = -(-rule.products_nbytes // parts)  # scores and their softmax; the gradients of both
             kept, ahead, back = sum(operands[:3]) + weights, ahead + weights, back + 2 * weights
         is_view = rule.alias is not None
@@ -146,10 +150,12 @@ class Target:
 
     def saves(self, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Operands and results that autograd keeps of an op with a backward pass; products keep copies instead."""
-        return ((), ()) if self._are_products(op) else (op.rule.saves, op.rule.saves_results)
+        return ((), ()) if self.are_products(op) else (op.rule.saves, op.rule.saves_results)
 
-    def _are_products(self, op: Op) -> bool:
+    def are_products(self, op: Op) -> bool:
         """Whether the op is attention for which the device has no kernel."""
+        if self.exact_random and op.node.target is attention:
+            return False
         return op.rule.products_on_host if self.on_host else op.rule.products_on_gpu
 
     def is_allowed(self, op: Op, names: tuple[str, ...]) -> bool:

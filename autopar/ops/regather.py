@@ -7,7 +7,7 @@ attribute of the storage, so that it lives as long as the storage or something t
 
 A recipe keeps the gather's operand, or that operand's own recipe where it was gathered too (along another axis): the
 chain is then gathered link by link. Every use that saved the tensor gathers once, nothing is shared between uses, so
-the bytes sent are those that `passes.predict` counts: uses times the gathers of the chain.
+the bytes sent are those that `lower.messages` counts: uses times the gathers of the chain.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,6 +18,7 @@ from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
 from autopar.graph import LocalModel
+from autopar.lower.messages import messages_of
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
@@ -218,9 +219,8 @@ _QUIET = {
 
 def _traffic_table(local: LocalModel, clock: Clock) -> RenderableType:
     """Everything that one step sends, by collective and axes."""
-    from autopar.passes.predict import predicted_messages
-
-    sent = predicted_messages(local)
+    on_host = clock.machine is None or clock.machine.device.name == "cpu"
+    sent = messages_of(local.captured, local.plan, on_host=on_host)
     if not sent:
         return Text("nothing is sent\n")
     table = Table(

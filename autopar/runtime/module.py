@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.errors import ArgumentError
 from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
 from autopar.inputs import bind_inputs
+from autopar.lower.messages import Sent
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
 from autopar.ops.random import use_draws
@@ -25,7 +26,6 @@ from autopar.ops.regather import regathering
 from autopar.outputs import Returned
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
-from autopar.passes.predict import Sent
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
@@ -362,7 +362,7 @@ def _facts(local: LocalModel) -> dict[str, str]:
 
 @contextmanager
 def count_messages(module: Trainable) -> Iterator[Sent]:
-    """What this rank sends inside: (collective, axis names) -> (calls, payload bytes), as `predicted_messages`."""
+    """What this rank sends inside: (collective, axis names) -> (calls, payload bytes), as `lower.messages`."""
     groups = module.groups
     before = groups.counting, groups.sent
     groups.counting, groups.sent = True, {}

@@ -21,7 +21,6 @@ from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
 from autopar.inputs import bind_inputs
 from autopar.outputs import Returned
-from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.split_stages import local_stage, owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
@@ -39,7 +38,7 @@ from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part
 from autopar.runtime.variants import Asked, Captor
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

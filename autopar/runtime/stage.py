@@ -18,7 +18,6 @@ from autopar.ops.buckets import use_sink
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import detach, regathering
-from autopar.passes.predict_stages import PIPELINE
 from autopar.passes.recompute import again_graph
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator, Prepared
@@ -26,6 +25,7 @@ from autopar.runtime.data import local_input
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.split_backward import backward_input
 from autopar.runtime.state import State
+from autopar.staged_plan import PIPELINE
 
 Written = Callable[[LocalModel, bool], fx.Graph]
 """The graph that is run of a stage, in training or in evaluation."""

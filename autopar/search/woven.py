@@ -12,6 +12,7 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.graph import CapturedModel
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.passes.weave_copies import COPIES
 from autopar.plan import Plan
@@ -78,7 +79,8 @@ def best_woven(
 def _hideable_seconds(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
     """Of collectives of activations, and no more than there is compute beside them."""
     program = make_program(captured)
-    charges = charges_of(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    charges = charges_of(lower(plan, program, pricer.target), pricer)
     stored = {p.placeholder for p in captured.parameters}
     sent = sum(charge.seconds for charge in charges if charge.axes and charge.name not in stored)
     computed = sum(charge.seconds for charge in charges if not charge.axes)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autopar.passes.predict import Sent
+from autopar.lower.messages import Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from autopar.graph import CapturedModel, ParameterSpec
+from autopar.lower.messages import Sent, messages_of, sent_by_rank
 from autopar.oracle import Step
 from autopar.oracle.compare import FLOOR, relative_error
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.predict import Sent, predicted_messages
-from autopar.passes.predict_stages import predicted_rank_messages
 from autopar.passes.split_stages import split_stages
 from autopar.placement import local_ranges
 from autopar.plan import Plan
@@ -126,7 +125,8 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     local = insert_collectives(captured, plan)
     module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
     peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
-    return module, predicted_messages(local), peak
+    on_host = module.device.type == "cpu"
+    return module, messages_of(captured, plan, on_host=on_host, exact_random=True), peak
 
 
 def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
@@ -137,8 +137,8 @@ def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any
 
     stages = split_stages(captured, plan.cuts)
     module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)
-    locals_ = {stage.number: stage.local for stage in module.stages}
-    sent = predicted_rank_messages(stages, plan, locals_, module.groups.rank)
+    on_host, numbers = module.device.type == "cpu", [stage.number for stage in module.stages]
+    sent = sent_by_rank(stages, plan, numbers, module.groups.rank, on_host=on_host, exact_random=True)
     cluster = load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}")
     peaks = peaks_without_optimizer(plan, stages, cluster)
     return module, sent, peaks[module.pipeline_rank]

@@ -9,19 +9,18 @@ where they stand. A pass ends when all that it began has ended. What is paid onc
 from collections import defaultdict
 from collections.abc import Iterable
 
-from autopar.lower.live import Live
-from autopar.lower.program import Program
-from autopar.plan import Plan
+from autopar.lower.events import Fact
+from autopar.lower.lowered_step import LoweredStep
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.runs import Fact, Task, find_runs
+from autopar.search.costs.runs import Task, find_runs
 
 
-def beside_seconds(plan: Plan, program: Program, pricer: Pricer, live: Live) -> float:
+def beside_seconds(step: LoweredStep, pricer: Pricer) -> float:
     """Seconds of a step, every collective alone."""
-    runs = find_runs(plan, program, pricer, live, hoisted=plan.microbatches > 1)
-    passes = (_pass_seconds((t for t in tasks if not t.once), pricer) for tasks in (runs.forward, runs.backward))
-    once = sum(task.seconds for task in (*runs.forward, *runs.backward) if task.once)
-    return plan.microbatches * sum(passes) + once + sum(task.seconds for task in runs.optimizer)
+    runs, microbatches = find_runs(step, pricer, hoisted=step.plan.microbatches > 1), step.plan.microbatches
+    passes = (_pass_seconds((t for t in tasks if not t.event.once), pricer) for tasks in (runs.forward, runs.backward))
+    once = sum(task.seconds for task in (*runs.forward, *runs.backward) if task.event.once)
+    return microbatches * sum(passes) + once + sum(task.seconds for task in runs.optimizer)
 
 
 def _pass_seconds(tasks: Iterable[Task], pricer: Pricer) -> float:
@@ -29,15 +28,15 @@ def _pass_seconds(tasks: Iterable[Task], pricer: Pricer) -> float:
     free: dict[str, float] = defaultdict(float)
     ends: dict[Fact, float] = defaultdict(float)
     for task in tasks:
-        now = max([now, *(ends.get(fact, 0.0) for fact in task.reads)])
+        now = max([now, *(ends.get(fact, 0.0) for fact in task.event.reads)])
         end = now
         if task.axes and task.seconds:
             level = pricer.slowest_level(task.axes)
             end = free[level] = max(now, free[level]) + task.seconds
         elif task.seconds:
             end = now + task.seconds
-        if task.begun:
-            for fact in task.makes:
+        if task.event.begun:
+            for fact in task.event.makes:
                 ends[fact] = max(ends[fact], end)
         else:
             now = end

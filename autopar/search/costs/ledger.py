@@ -12,10 +12,11 @@ import numpy as np
 from autopar.graph import target_name
 from autopar.lower.calls import Call
 from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.search.costs.evaluate import itemised
+from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.folding import pattern
 from autopar.search.costs.pricing import Pricer
 
@@ -47,7 +48,8 @@ class Ledger:
 
 def ledger(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:
     """The items of a plan; `sent`: of a stage, the layouts in which the next takes what it sends."""
-    charges, live = itemised(plan, program, pricer, sent or {})
+    step = lower(plan, program, pricer.target, sent or {})
+    charges, live = charges_of(step, pricer), Live(step)
     peak = int(np.argmax(np.sum(list(live.bytes.values()), axis=0)))
     names, words = plan.mesh.names, cache(partial(describe, program))
     seconds = _items((c.kind, words(c.name), c.name, c.seconds, tuple(names[a] for a in c.axes)) for c in charges)

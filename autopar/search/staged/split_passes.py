@@ -1,19 +1,16 @@
 """What does each part of a backward pass hold where the part of the weights runs later?
 
-As `runtime.split_backward` cuts it: values that depend on what the stage received are *on the way*; the others with a
-gradient form branches, and calls on the way that read a branch, or results of the stage in it, are its heads. The
-first part runs every call on the way, and branches with several heads. It frees nothing, since autograd's graph stays,
-and notes the gradients that heads of other branches get. The second part runs those branches from their heads.
+`lower.split_backward` says what each part runs. The first frees nothing, since autograd's graph stays, and notes the
+gradients that heads of branches of the second get, which runs those branches from their heads.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, replace
 
-from autopar.lower.calls import Call
 from autopar.lower.gradients import Gradients
 from autopar.lower.holding import LEAVES, Holding
 from autopar.lower.live import Live
-from autopar.lower.replays import Value
+from autopar.lower.split_backward import Cut, find_cut, replayed_late, replayed_readers
 from autopar.rules.spare import gives_all
 
 
@@ -28,30 +25,9 @@ class Parts:
     returned: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Which part runs what. way: values whose gradients the first part hands on; later: those of the second; heads:
-    numbers of the calls that run in both."""
-
-    way: set[Value]
-    later: set[Value]
-    heads: set[int]
-
-    def is_first(self, call: Call) -> bool:
-        """Whether the first part runs a call's backward pass, or some of it."""
-        return any(value in self.way for value in call.results) or not any(v in self.later for v in call.results)
-
-
-def find_cut(live: Live) -> Cut:
-    """Where a stage's backward pass is cut."""
-    way = _on_the_way(live)
-    later, heads = _later(live, way)
-    return Cut(way=way, later=later, heads=heads)
-
-
 def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     """Both parts, of what is kept from forward and what a whole backward pass holds."""
-    cut = find_cut(live)
+    cut = find_cut(live.step)
     later, heads = cut.later, cut.heads
     spans = _Spans(live, cut)
     beside: tuple[list[Holding], list[Holding]] = [], []
@@ -158,8 +134,8 @@ class _Spans:
     def __init__(self, live: Live, cut: Cut) -> None:
         self.live, self.turn, self.end = live, len(live.calls), live.end
         self.number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
-        self.late = replayed_late(live, cut)
-        self.readers = _replayed_readers(live)
+        self.late = replayed_late(live.step, cut)
+        self.readers = replayed_readers(live.step)
         self.until = self._until(cut)
 
     def _until(self, cut: Cut) -> dict[int, int]:
@@ -201,72 +177,3 @@ class _Spans:
         moments = [self.until[number] for number in savers if number in self.until]
         moments += [self.live.replay[number] for number in readers if number in self.late]
         return replace(holding, first=0, last=max(moments)) if moments else None
-
-
-def _replayed_readers(live: Live) -> dict[Value, list[int]]:
-    """Calls that are replayed, by what they read."""
-    readers: dict[Value, list[int]] = defaultdict(list)
-    for number in live.replay:
-        for operand in live.calls[number].operands:
-            readers[live.root(*operand)].append(number)
-    return readers
-
-
-def replayed_late(live: Live, cut: Cut) -> set[int]:
-    """Calls that are replayed for the second part alone."""
-    readers = _replayed_readers(live)
-    late: set[int] = set()
-    for number in sorted(live.replay, reverse=True):
-        call, waiting = live.calls[number], set[int]()
-        if call.op is not None and call.op.has_backward and call.op.rule.saves_nbytes:
-            waiting.add(number)
-        for value in call.results:
-            if value is not None:
-                waiting.update(live.at[position] for position in live.replays.savers.get(value, ()))
-        again = [reader for value in call.results if value is not None for reader in readers.get(value, ())]
-        if not any(cut.is_first(live.calls[saver]) for saver in waiting) and all(reader in late for reader in again):
-            late.add(number)
-    return late
-
-
-def _on_the_way(live: Live) -> set[Value]:
-    """Values with a gradient that depend on what the stage received."""
-    received = set(live.program.captured.received)
-    way: set[Value] = set()
-    for call in live.calls:
-        for value, wanted in zip(call.operands, call.gradients, strict=True):
-            if wanted and (value in way or value[0] in received):
-                way.add(value)
-                way.update(result for result in call.results if result is not None)
-    return way
-
-
-def _later(live: Live, way: set[Value]) -> tuple[set[Value], set[int]]:
-    """Values of branches with one head, and the calls on the way that are such heads."""
-    leader: dict[Value, Value] = {}
-
-    def of(value: Value) -> Value:
-        while leader.setdefault(value, value) != value:
-            value = leader[value]
-        return value
-
-    heads: dict[Value, set[object]] = defaultdict(set)
-    reads: list[tuple[int, Value]] = []
-    for number, call in enumerate(live.calls):
-        if call.step is not None and live.is_once_a_step(call.operands[0][0]):
-            continue  # leaves are what it makes
-        wanted = [v for v, w in zip(call.operands, call.gradients, strict=True) if w and v not in way]
-        results = [v for v in call.results if v is not None]
-        if any(v in way for v in results):
-            reads += [(number, value) for value in wanted]
-        elif wanted:
-            for value in (*wanted[1:], *results):
-                leader[of(value)] = of(wanted[0])
-    for number, value in reads:
-        heads[of(value)].add(number)
-    for name in live.program.captured.ends:
-        for _, _, layout in (w for w in live.journeys[name].wanted if w[0] < 0):
-            if (name, layout) not in way:
-                heads[of((name, layout))].add(name)
-    later = {value for value in leader if len(heads[of(value)]) == 1}
-    return later, {number for number, value in reads if value in later}

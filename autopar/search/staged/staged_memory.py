@@ -27,9 +27,9 @@ from autopar.cost_models.schedules import Action, PipelineOrder, make_order
 from autopar.graph import CapturedModel
 from autopar.lower.holding import LEAVES, MEMORY_KINDS, Holding
 from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.placement import local_shape
-from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.staged.split_passes import split_passes
@@ -254,7 +254,8 @@ def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluste
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
         pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         sent = {name: after[name] for name in stage.sends}
-        memories.append(stage_memory(find_live(plan.stages[number], make_program(stage), pricer, sent), stage))
+        step = lower(plan.stages[number], make_program(stage), pricer.target, sent)
+        memories.append(stage_memory(Live(step), stage))
     return memories
 
 

@@ -27,16 +27,17 @@ from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel, operands, requires_grad
+from autopar.lower.live import Live
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import owners, possible_cuts, split_stages
 from autopar.placement import Layout, local_shape
 from autopar.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.search.costs.evaluate import charges_of, itemised
+from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import find_runs
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
-from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
 from autopar.staged_plan import SPLITTING, StagedPlan
 
@@ -174,7 +175,7 @@ def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -
         )
     begins = np.array([positions[name] for name in starts])
     seconds = np.zeros(len(starts) + 1)
-    for charge in charges_of(plan, program, pricer):
+    for charge in charges_of(lower(plan, program, pricer.target), pricer):
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             continue
         position = positions.get(charge.name)
@@ -252,20 +253,20 @@ def price_stage(
     splits: backward in two parts.
     """
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    charges, live = itemised(plan, program, pricer, sent)
+    step = lower(plan, program, pricer.target, sent)
     passes = dict.fromkeys(("forward", "backward", "once"), 0.0)
-    for charge in charges:
+    for charge in charges_of(step, pricer):
         if charge.kind == "optimizer" or plan.lifetimes.get(charge.name) in ONCE_A_STEP:
             passes["once"] += charge.seconds
         else:
             passes["backward" if charge.backward else "forward"] += charge.seconds / plan.microbatches
     if splits:
-        runs = find_runs(plan, program, pricer, live, hoisted=True)
-        for part, tasks in zip(("backward", "weights"), split_backward(plan, runs, live, pricer), strict=True):
-            passes[part] = sum(task.seconds for task in tasks if not task.once)
+        runs = find_runs(step, pricer, hoisted=True, splits=True)
+        for part, tasks in zip(("backward", "weights"), runs.parts, strict=True):
+            passes[part] = sum(task.seconds for task in tasks if not task.event.once)
     return StagePrice(
         **passes,
-        memory=stage_memory(live, stage),
+        memory=stage_memory(Live(step), stage),
         sent=sent_seconds(program, pricer, sent, send),
     )
 

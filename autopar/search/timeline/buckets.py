@@ -92,7 +92,7 @@ def _smaller(
     merged = [names for names in found[0].buckets if len(names) > 1 and plan.lifetimes.get(names[0]) != "use"]
     largest = max((sum(_nbytes(program.tensors[name]) for name in names) for names in merged), default=0.0)
     if alone is None:
-        alone = peak_nbytes(plan, program, pricer) if merged else math.inf
+        alone = peak_nbytes(plan, program, pricer.target) if merged else math.inf
     for halvings in range(1, HALVINGS + 1) if merged else ():
         if found[-1].estimate.peak_nbytes <= alone:
             break

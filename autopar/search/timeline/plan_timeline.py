@@ -33,14 +33,13 @@ from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.graph import CapturedModel
 from autopar.lower.copies import running
+from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.search.costs.evaluate import find_live
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
-from autopar.search.staged.split_runs import split_backward
 from autopar.search.staged.stages import sent_seconds, shared_seconds
 from autopar.search.timeline.weave import Names, Overlap, beside, chain, weave
 from autopar.staged_plan import SPLITTING, StagedPlan
@@ -169,27 +168,31 @@ class _Stage:
         splits: bool = False,
     ) -> None:
         self.plan, self.program, self.pricer, self.sent = plan, program, pricer, sent
-        live = find_live(plan, program, pricer, sent)
-        self.runs: Runs = find_runs(plan, program, pricer, live, hoisted=hoisted)
-        self.back = {"B": self.runs.backward}
-        if splits:
-            self.back = dict(zip("IW", split_backward(plan, self.runs, live, pricer), strict=True))
+        step = lower(plan, program, pricer.target, sent)
+        self.runs: Runs = find_runs(step, pricer, hoisted=hoisted, splits=splits)
+        self.back = dict(zip("IW" if splits else "B", self.runs.parts, strict=True))
 
     def work(self, lanes: _Lanes, overlap: Overlap | None) -> StageWork:
         runs, words = self.runs, labels(self.program)
 
         def name(task: Task, members: int) -> str:
+            event = task.event
             if not task.axes:
-                return f"{words[task.name]}{', again' * (task.kind == 'recompute')}{', update' * (not task.makes)}"
+                more = ", again" * (event.kind == "recompute") + ", update" * (event.kind == "optimizer")
+                return words[event.name] + more
             more = f" and {members - 1} more" if members > 1 else ""
             over = ", ".join(self.plan.mesh.names[a] for a in task.axes)
-            return f"{task.kind} of {words[task.name]}{more} over {over}"
+            return f"{task.event.kind} of {words[task.event.name]}{more} over {over}"
 
         names = Names(lane=lambda axes: lanes.number[self.pricer.slowest_level(axes)], name=name)
         passes = {"F": runs.forward, **self.back}
-        each = {kind: [task for task in tasks if not task.once] for kind, tasks in passes.items()}
+        each = {kind: [task for task in tasks if not task.event.once] for kind, tasks in passes.items()}
         if overlap is None:
-            once = [task for task in (*runs.backward, *runs.optimizer, *runs.forward) if task.once or not task.makes]
+            once = [
+                task
+                for task in (*runs.backward, *runs.optimizer, *runs.forward)
+                if task.event.once or not task.event.makes
+            ]
             idle = (Segment(COMPUTE, 0.0),)
             actions: dict[str, Passage] = {kind: chain(tasks, names) or idle for kind, tasks in each.items()}
             if self.program.copies > 1:

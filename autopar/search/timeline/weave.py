@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.pipeline import COMPUTE, Segment, Woven
 from autopar.errors import ArgumentError
-from autopar.search.costs.runs import Fact, Task
+from autopar.lower.events import Fact
+from autopar.search.costs.runs import Task
 
 Price = Callable[[str, tuple[int, ...], int], float]
 """Seconds of a collective along mesh axes that sends so many bytes of parameters or their gradients."""
@@ -69,19 +70,19 @@ def beside(tasks: Iterable[Task], names: Names) -> Woven:
         return len(segments) - 1
 
     for task in tasks:
-        waits = frozenset[int]().union(*(sent.get(fact, ()) for fact in task.reads))
-        if waits and (task.begun or not task.seconds):
+        waits = frozenset[int]().union(*(sent.get(fact, ()) for fact in task.event.reads))
+        if waits and (task.event.begun or not task.seconds):
             last, waits = add(Segment(COMPUTE, 0.0), waits), frozenset()
         made = frozenset[int]()
         if task.seconds:
             lane = names.lane(task.axes) if task.axes else COMPUTE
             number = add(Segment(lane, task.seconds, names.name(task, 1)), waits)
-            if task.begun:
+            if task.event.begun:
                 begun.add(number)
                 made = frozenset({number})
             else:
                 last = number
-        for fact in task.makes:
+        for fact in task.event.makes:
             sent[fact] = sent.get(fact, frozenset()) | made
     add(Segment(COMPUTE, 0.0), begun)
     return Woven(segments=tuple(segments), edges=tuple(edges))
@@ -136,14 +137,14 @@ class _Weaver:
 
     def run(self, tasks: Sequence[Task], ends: Sequence[Fact]) -> Woven:
         for task in tasks:
-            waits = self._waits(task.reads)
+            waits = self._waits(task.event.reads)
             if task.axes and task.seconds:
                 made = self._sent(task, waits)
             elif task.seconds:
                 made = self._compute(task.seconds, self.names.name(task, 1), waits)
             else:
                 made = waits
-            for fact in task.makes:
+            for fact in task.event.makes:
                 held = self.held.get(fact)
                 self.held[fact] = made if held is None else held | made
         self._compute(0.0, "", self._waits(tuple(ends)))
@@ -172,32 +173,32 @@ class _Weaver:
         return _Waits(self.computed)
 
     def _sent(self, task: Task, waits: _Waits) -> _Waits:
-        if task.stored and (task.makes[0][0] == "gradient" or waits.compute < 0):
+        if task.stored and (task.event.makes[0][0] == "gradient" or waits.compute < 0):
             return self._merged(task, waits)
-        before = {self.computed} | self.blocked if task.inside or waits.compute < 0 else {waits.compute}
+        before = {self.computed} | self.blocked if task.event.inside or waits.compute < 0 else {waits.compute}
         segment = Segment(self.names.lane(task.axes), task.seconds, self.names.name(task, 1))
         number = self._add(segment, sorted(before | waits.sent))
-        if task.inside:
+        if task.event.inside:
             self.blocked = frozenset({number})
-        return _Waits(self.computed if task.inside else max(waits.compute, 0), frozenset({number}))
+        return _Waits(self.computed if task.event.inside else max(waits.compute, 0), frozenset({number}))
 
     def _merged(self, task: Task, waits: _Waits) -> _Waits:
         """A parameter's message, in the bucket of its kind that is open."""
         is_gather = waits.compute < 0
-        key = (task.kind, task.axes, waits.depth, task.once, is_gather)
+        key = (task.event.kind, task.axes, waits.depth, task.event.once, is_gather)
         bucket = self.open.get(key)
         if bucket is None or bucket.nbytes + task.nbytes > self.overlap.bucket_nbytes:
             number = self._add(Segment(self.names.lane(task.axes), 0.0), ())
             # a bucket further on its way must not wait for one that opens now: ops before this may wait for it
             self.open = {k: b for k, b in self.open.items() if k[-1] != is_gather or b.depth <= waits.depth}
             bucket = self.open[key] = _Bucket(number, task, self.computed, waits.depth)
-            if is_gather and not task.once:
+            if is_gather and not task.event.once:
                 self._window(bucket)
         bucket.nbytes += task.nbytes
         bucket.members += 1
         before = waits.sent if is_gather else {waits.compute} | waits.sent
         self.edges.update(((number, bucket.segment), None) for number in sorted(before))
-        seconds = task.seconds if bucket.members == 1 else self.price(task.kind, task.axes, bucket.nbytes)
+        seconds = task.seconds if bucket.members == 1 else self.price(task.event.kind, task.axes, bucket.nbytes)
         name = self.names.name(bucket.first, bucket.members)
         self.segments[bucket.segment] = Segment(self.names.lane(task.axes), seconds, name)
         return _Waits(waits.compute, frozenset({bucket.segment}), waits.depth + 1)
