@@ -7,10 +7,10 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
                             micro-batches from the beginning, and in each layout in use if they are reduced once a step;
                             as wide as stored, but for one micro-batch only after backward
     activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
-                            backward (`search.replays`); views share storage
+                            backward (`lower.replays`); views share storage
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
                             them; the part that is cast to what is computed on: for the step, or as long as it is read
-    buckets                 (`search.fused`) are gathered, or gathered again, when the first of them is used, beside
+    buckets                 (`lower.fused`) are gathered, or gathered again, when the first of them is used, beside
                             flat buffers; gradients wait for the last of their bucket
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what

@@ -1,4 +1,4 @@
-"""How does a plan surely fit? Searches count memory op by op in sums, `search.live` call by call; the latter holds.
+"""How does a plan surely fit? Searches count memory op by op in sums, `lower.live` call by call; the latter holds.
 
 The two differ by a percent or so, either way (tests/test_peak_memory.py). Where a plan found holds more than the limit,
 the search is given that much less and asked again.

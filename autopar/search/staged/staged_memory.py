@@ -1,6 +1,6 @@
 """Which bytes does a rank of a pipeline hold at its peak? A walk over its schedule, pass by pass.
 
-A pass holds what `search.live` counts of one micro-batch of its stage. Beside it are, of every stage of the rank,
+A pass holds what `lower.live` counts of one micro-batch of its stage. Beside it are, of every stage of the rank,
 
     always      parameters, what lives for the step, the step's inputs (whole: every rank takes the global batch) and
                 `received`: torch's buffers for what a stage gets of every micro-batch, forward and back
