@@ -100,6 +100,12 @@ def test_what_joins_rows_is_not_split_along_them(name: str) -> None:
     assert rule.operands[0][1] is not None and not rule.factors[rule.operands[0][1]].summed
 
 
+def test_what_nothing_shows_is_not_linear() -> None:
+    """Drawn targets are neither 1 nor -1, so that the loss is 0 whatever else it is of."""
+    sources = on(torch.ops.aten.cosine_embedding_loss.default, (8, 4), (8, 4), (8,))
+    assert rule_of(sources.node()).linear == ()
+
+
 def test_dims_of_other_sizes_are_split_together() -> None:
     def repeated(x: Tensor) -> Tensor:
         return x.repeat_interleave(3, 0)

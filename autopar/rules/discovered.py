@@ -53,11 +53,19 @@ def discovered_rule(node: fx.Node) -> Rule:
 
 
 def is_tried(node: fx.Node) -> bool:
-    """Whether running a call shows what it does: an op or a Function that does not draw numbers or write operands."""
+    """Whether running a call shows what it does: an op or a Function that does not draw numbers, write operands, or
+    read sparse tensors, which are not put on ranks in parts."""
     target = node.target
+    if any(map(makes_sparse, operands(node))):
+        return False
     if is_own(target):
         return True
     return isinstance(target, torch._ops.OpOverload) and not is_random(node) and not target._schema.is_mutable
+
+
+def makes_sparse(node: fx.Node) -> bool:
+    """Whether a call's result is sparse; without values it is a dense tensor."""
+    return isinstance(node.target, torch._ops.OpOverload) and "sparse" in str(node.target)
 
 
 def has_own_backward(node: fx.Node) -> bool:

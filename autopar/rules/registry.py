@@ -71,6 +71,8 @@ def rule_of(node: fx.Node) -> Rule:
         return own
     target = node.target
     maker = RULES.get(str(target) if isinstance(target, torch._ops.OpOverload) else target)
+    if any(map(discovered.makes_sparse, operands(node))):
+        return discovered.discovered_rule(node)
     if maker is None and elementwise.is_pointwise(node):
         maker = elementwise.pointwise_rule
     rule = discovered.discovered_rule(node) if maker is None else maker(node)

@@ -329,12 +329,14 @@ class SplitSearch:
         return is_alike and all(self._holds(whole, choice, Fraction(k, size)) for k in sorted({1, size // 2}))
 
     def _linear(self) -> tuple[frozenset[int], ...]:
-        """The smallest sets of operands that may be summands, results being so."""
+        """The smallest sets of operands that may be summands, results being so. Of what results do not depend on,
+        perhaps on these values alone, nothing is shown."""
+        floats = [i for i in self.floats if self._matters(i)]
         if not all(self.summable):
             return ()
-        sizes = range(1, len(self.floats) + 1) if len(self.floats) <= LINEAR else (1, len(self.floats))
+        sizes = range(1, len(floats) + 1) if len(floats) <= LINEAR else (1, len(floats))
         found: list[frozenset[int]] = []
-        for chosen in (frozenset(s) for n in sizes for s in combinations(self.floats, n)):
+        for chosen in (frozenset(s) for n in sizes for s in combinations(floats, n)):
             if any(known <= chosen for known in found):
                 continue
             operands = tuple(PARTIAL if i in chosen else REPLICATE for i in range(len(self.small)))
@@ -342,6 +344,15 @@ class SplitSearch:
             if all(self._holds(whole, choice, Fraction(1, 2)) for _, _, whole in self.trials):
                 found.append(chosen)
         return tuple(found)
+
+    def _matters(self, operand: int) -> bool:
+        """Whether other values of an operand change a result, on all kinds of values."""
+        for domain, below, whole in self.trials:
+            other = other_values(whole.operands[operand], domain, below, self.generator)
+            given = [other if i == operand else value for i, value in enumerate(whole.operands)]
+            if all(map(torch.equal, tensors_of(self.call(*given)), whole.results)):
+                return False
+        return True
 
     def _has_linear_gradient(self) -> bool:
         count = len(self.small), len(self.results)
