@@ -78,10 +78,22 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=9, n_embd=16, n_head=2, vocab_size=32, **drops)), TEXT
 
 
+def caching_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """Each layer makes an empty cache of its own, as it does by default."""
+    return gpt2()[0], {name: value for name, value in TEXT.items() if name != "use_cache"}
+
+
 def scaled_gpt2() -> tuple[nn.Module, dict[str, Any]]:
     """Attention scaled by 1 / (layer + 1): no two layers alike."""
     config = hf.GPT2Config(n_layer=8, n_embd=16, n_head=2, vocab_size=32, scale_attn_by_inverse_layer_idx=True)
     return hf.GPT2LMHeadModel(config), TEXT
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 9]}
+    config = hf.ResNetConfig(**sizes, layer_type="basic", num_labels=3)  # type: ignore[call-arg]
+    model = hf.ResNetForImageClassification(config)
+    return model, {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
 
 
 def t5() -> tuple[nn.Module, dict[str, Any]]:

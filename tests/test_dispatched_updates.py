@@ -37,7 +37,7 @@ def test_one_parameter_in_parts_makes_dtensors_of_all(optimizer: str) -> None:
     trained = [t for t in program_of("gpt2").tensors.values() if t.kind == "parameter" and t.requires_grad]
     name = max(trained, key=lambda tensor: tensor.shape[0]).name
     prices = make_pricer(mesh=whole.mesh, cluster=host, config=whole.config)
-    assert whole.buckets and not any(prices.is_split(tensor, whole.layouts[tensor.name]) for tensor in trained)
+    assert whole.buckets and not any(prices.target.is_split(tensor, whole.layouts[tensor.name]) for tensor in trained)
     other = {"layouts": {**whole.layouts, name: Layout((Shard(0),))}, "ways": {}}
     others = tuple(left for names in whole.buckets if (left := tuple(n for n in names if n != name)))
     split = replace(whole, buckets=others, **other)
@@ -45,7 +45,7 @@ def test_one_parameter_in_parts_makes_dtensors_of_all(optimizer: str) -> None:
     tensor = program_of("gpt2").tensors[name]
     before, after = (prices.optimizer_seconds(tensor, plan.layouts[name]) for plan in (whole, split))
     dispatch = rates_of(host.device).split_seconds  # of one kernel, which both optimizers have
-    assert prices.is_split(tensor, split.layouts[name]) and dispatch == pytest.approx(3 * LAUNCH)
+    assert prices.target.is_split(tensor, split.layouts[name]) and dispatch == pytest.approx(3 * LAUNCH)
     assert updates(split, host) == pytest.approx(updates(whole, host) - before + after + (len(trained) - 1) * dispatch)
     alone = replace(split, buckets=())
     assert updates(alone, host) == pytest.approx(updates(whole, host) - before + after)

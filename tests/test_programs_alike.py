@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from autopar.lower import program as programs
 from autopar.lower.program import Op, make_program
-from autopar.search.costs import program as programs
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES
 

@@ -139,7 +139,7 @@ def make_program(captured: CapturedModel) -> Program:
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             tensors[node.name] = _tensor(node, kinds[node.name], None, stored_size=stored.get(node.name))
-        elif node.op == "call_function" and node.target is not operator.getitem:
+        elif node.op == "call_function" and node.target is not operator.getitem and node.users:  # else it is not run
             op = maker.op(node, len(ops))
             ops.append(op)
             for index, result in enumerate(op.results):
