@@ -20,17 +20,17 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
-from math import prod
 
-from autopar.placement import Layout, chunk_size
+from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import SUMS, Step
 from autopar.search.costs.calls import START, WAIT, Call, make_calls
 from autopar.search.costs.copies import woven_calls
-from autopar.search.costs.flights import beside, flight, keeps_padding
+from autopar.search.costs.flights import beside, flight, keeps_padding, least_nbytes
 from autopar.search.costs.fused import Fused, find_fused, gathered_from
 from autopar.search.costs.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.search.costs.holding import Holding, bytes_at
+from autopar.search.costs.in_turn import in_turn
 from autopar.search.costs.journeys import SINK, Journey, regathered
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.program import Program
@@ -132,12 +132,17 @@ class Live:
         self.again = {
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
+        self.unread = {group: sum(self._nbytes(v) for v in group.values if not uses[v]) for group in self.again}
         read = {self.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
         hops = [self._nbytes(value) for value in made if self.is_once_a_step(value[0]) and value not in read]
         self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
             if value in read or not self.is_once_a_step(value[0]):
                 self._value(value, number, last[value], uses[value])
+        ops = [op for op in self.program.ops if op.rule.in_turn]
+        inside = {op.name: self.pricer.op(op, self.plan.choices[op.name]).kept for op in ops}
+        for moment, value, nbytes in in_turn(self.calls, self.backward, self.alone, self.root, self._nbytes, inside):
+            self._add("gathered", value[0], nbytes, moment, moment)
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
                 self._cast(journey, uses)
@@ -174,10 +179,7 @@ class Live:
     def _padded(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
         """Of a parameter that does not divide: the last rank's part with zeros, made again where backward reads it."""
         tensor, source, shape = journey.tensor, journey.source, self.plan.mesh.shape
-        nbytes = self.pricer.local_nbytes(tensor, source)
-        for dim in source.sharded_dims():
-            n, size = prod(shape[axis] for axis in source.axes_of(dim)), tensor.shape[dim]
-            nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
+        nbytes = least_nbytes(self.pricer.local_nbytes(tensor, source), tensor.shape, source, shape)
         if nbytes == self.pricer.local_nbytes(tensor, source) or not journey.wanted:
             return
         if self.is_once_a_step(tensor.name):
@@ -230,7 +232,6 @@ class Live:
             if uses and value in self.fused:
                 self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
             for moment in () if value in self.fused else uses:
-                self._add(kind, value[0], nbytes, moment, moment)
                 self.alone.setdefault(moment, []).append(value)
         elif not uses:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
@@ -327,8 +328,8 @@ class Live:
         if op.rule.alias is None:
             self._add("working", op.name, price.spare_forward + nobodys, forward, forward)
         if any(call.gradients):
-            spare = max(price.spare_backward - self.summed.get(backward, 0), 0)  # gone when gradients are added up
-            self._add("working", op.name, spare, backward, backward)
+            gone = min(self.summed.get(backward, 0), max(price.spare_backward, 0))  # when gradients are added up
+            self._add("working", op.name, price.spare_backward - gone, backward, backward)
         if price.kept:
             self._add("activations", op.name, price.kept, self.replay.get(number, forward), backward)
 
@@ -380,7 +381,8 @@ class Live:
             name, layout = group.values[0]
             if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
                 hops = gathered_from(group, self.journeys)
-                taken[again, name] = sum(self._buffers(group)) + sum(self._nbytes(v) for v in hops if v in self.fused)
+                others = sum(self._nbytes(v) for v in hops if v in self.fused)
+                taken[again, name] = sum(self._buffers(group)) + self.unread[group] + others
         for moment, values in self.alone.items():
             taken[moment, values[0][0]] = max(map(self._beside_gather, values))
         made: dict[int, float] = defaultdict(float)
