@@ -210,7 +210,7 @@ ATTENTION = (
     _attention("one key head", (2, 4, 6, 8), (2, 1, 6, 8)),
     _attention("uneven heads", (2, 5, 6, 8), (2, 5, 6, 8)),
     _attention("float mask", (4, 6, 6, 8), (4, 6, 6, 8), Input(shape=(1, 6, 6, 6), grad=False)),
-    _attention("bool mask", (4, 6, 5, 8), (4, 6, 16, 8), Input(shape=(4, 1, 5, 16), kind="bool")),
+    _attention("mask of fewer keys", (4, 6, 5, 8), (4, 6, 16, 8), Input(shape=(4, 1, 5, 16), grad=False)),
     _attention("bias", (4, 6, 6, 8), (4, 6, 6, 8), Input(shape=(1, 6, 6, 6))),
     _attention("grouped, mask", (2, 4, 6, 8), (2, 2, 6, 8), Input(shape=(2, 1, 1, 6), grad=False)),
     _attention("dropout", (4, 4, 6, 8), (4, 4, 6, 8), p=0.3),

@@ -10,12 +10,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel, shape_of, target_name
+from autopar.graph import CapturedModel, operands, shape_of, target_name
 from autopar.inputs import bind_inputs
 from autopar.passes.graph_tools import verify
 from autopar.passes.normalize.attention import mask_kind
 from autopar.passes.normalize.constants import Compressed, compress, evaluate
 from autopar.reference import buffers_of, parameters_of, run_captured
+from tests.other_models import other_model
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph
 
@@ -254,6 +255,14 @@ def test_only_relative_biases_and_nothing_else_are_masks(captured: dict[str, Cap
     masks = [node.args[3] for node in nodes_of(captured["t5"], SDPA)]
     shapes = [shape_of(mask) if isinstance(mask, fx.Node) else None for mask in masks]
     assert shapes == [(1, 4, 16, 16)] * 2 + [(1, 4, 12, 12), None] * 2
+
+
+def test_calls_that_read_a_boolean_mask_share_one_to_add() -> None:
+    model, kwargs = other_model("masked: documents")
+    captured = capture(model, (), kwargs)
+    [added] = {node.args[3] for node in nodes_of(captured, SDPA)}
+    assert isinstance(added, fx.Node) and added.target is torch.ops.aten.log.default and len(added.users) == 2
+    assert added.meta["module"] == operands(operands(added)[0])[0].meta["module"]
 
 
 def test_dropout_probability_survives_mask_recognition() -> None:

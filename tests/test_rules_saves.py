@@ -19,7 +19,7 @@ from tests.ranks_in_threads import run_in_threads
 from tests.rules_on_ranks import local_of
 
 # Kernels of a GPU keep less than those of a CPU, which write out rms_norm and attention with dropout, a mask that needs
-# a gradient, three dims or one head for all; of bags that are no maxima they keep a number each, of nets other copies.
+# a gradient, three dims or one head for all; of bags that are no maxima they keep a number each.
 CPU_KEEPS = (
     "sdpa bias",
     "attention dropout",
@@ -27,8 +27,6 @@ CPU_KEEPS = (
     "sdpa one key head",
     "sdpa three dims",
     "bags",
-    "lstm (",
-    "gru (",
 )
 
 
@@ -66,7 +64,8 @@ def test_products_keep_the_weights_instead_of_the_result() -> None:
 def test_rule_saves_what_autograd_keeps(sample: Sample, dtype: torch.dtype) -> None:
     node = sample.node(dtype)
     rule = rule_of(node)
-    if not rule.known or sample.name.startswith(CPU_KEEPS):
+    is_one_kernel = sample.name.startswith("lstm (") and dtype == torch.float32  # of MKL-DNN, with a copy of its own
+    if not rule.known or sample.name.startswith(CPU_KEEPS) or is_one_kernel:
         return
     numbers = [int(s.name.removeprefix("x")) for s in operands(node)]
     declared = {numbers[i] for i in rule.saves}, set(rule.saves_results)

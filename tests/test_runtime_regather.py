@@ -2,6 +2,7 @@
 
 import gc
 import time
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar.mesh import make_mesh
 from autopar.ops.collectives import all_gather, pad_dim
 from autopar.ops.groups import use_groups
-from autopar.ops.regather import pack, regathering
+from autopar.ops.regather import once, pack, regathering
 from autopar.runtime.groups import build_groups
 from tests.process_group import ranks
 
@@ -84,6 +85,33 @@ def test_gathered_parameters_are_released_and_gathered_again() -> None:
             assert calls == 1
             assert again["sent"]["all_gather", (axis,)] == (5 * calls, 5 * nbytes)
         assert again["sent"]["reduce_scatter", ("data",)] == kept["sent"]["reduce_scatter", ("data",)]
+
+
+def walked() -> tuple[bool, tuple[int, int], list[bool]]:
+    """A net's weight that every step saves: whether its gradient is as it is of one that is kept, messages in backward,
+    and what of the gathered weight is alive behind it."""
+    _, groups = build_groups(make_mesh((2,)), "cpu")
+    groups.counting = True
+    weight, x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.ones(1, 4)
+    seen: list[StorageWeakRef] = []
+    gradients = []
+    for regather in (False, True):
+        leaf = weight.clone().requires_grad_()
+        with use_groups(groups), regathering():
+            whole = all_gather(leaf, dim=0, axis="data", regather=regather)
+            seen.append(StorageWeakRef(whole.untyped_storage()))  # type: ignore[no-untyped-call]
+            y = once(lambda w: reduce(lambda h, _: (h @ w).tanh(), range(3), x), whole).sum()
+        del whole
+        groups.sent = {}
+        y.backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    return torch.equal(*gradients), groups.sent["all_gather", ("data",)], still_alive(seen)
+
+
+def test_a_call_that_saves_a_weight_several_times_gathers_it_once() -> None:
+    for is_equal, (calls, _), alive in ranks(2).run(walked):
+        assert is_equal and calls == 1 and alive == [False, False]
 
 
 def update_between() -> tuple[Tensor, Tensor]:

@@ -196,6 +196,10 @@ CASES: dict[str, dict[str, Case]] = {
             lambda q, k, v: attend(q, k, v, filled(6, 6).masked_fill(~CAUSAL, -1e30)),
             HEADS,
         ),
+        "rows that see nothing": (
+            lambda q, k, v, mask: [attend(q, k, v, mask), attend(q, k, v, mask[:1, None, None])],
+            (*HEADS, CAUSAL.tril(-1)),
+        ),
         "fewer queries": (lambda q, k, v: attend(q[:, :, :3], k, v, CAUSAL[:3]), HEADS),
         "one head of queries": (lambda q, k, v: attend(q[:, :1], k, v), HEADS),
         "scaled": (lambda q, k, v: attend(q, k, v, is_causal=True, scale=0.3), HEADS),

@@ -12,8 +12,9 @@ backend reads, and chunks that are put in order before or after. The result is c
 """
 
 from collections.abc import Iterator
+from math import prod
 
-from autopar.placement import Shard
+from autopar.placement import Layout, Shard, chunk_size
 from autopar.redistribution import Step
 
 Span = tuple[int, int, int]
@@ -64,3 +65,11 @@ def _is_in_order(step: Step) -> bool:
 def _padded(source: int, whole: int) -> int:
     """Bytes of the padded copy of what is sent."""
     return whole if whole != source else 0
+
+
+def least_nbytes(nbytes: int, sizes: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> int:
+    """Of a part of so many bytes with its padding: what the last rank, which stores no padding, stores."""
+    for dim in layout.sharded_dims():
+        n, size = prod(mesh[axis] for axis in layout.axes_of(dim)), sizes[dim]
+        nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)
+    return nbytes

@@ -20,17 +20,16 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
-from math import prod
 
 from autopar.lower.calls import START, WAIT, Call
-from autopar.lower.flights import beside, flight, keeps_padding
+from autopar.lower.flights import beside, flight, keeps_padding, least_nbytes
 from autopar.lower.fused import Fused, gathered_from
 from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.lower.holding import Holding, bytes_at
+from autopar.lower.in_turn import in_turn
 from autopar.lower.journeys import SINK, Journey, regathered
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.replays import Value, saved_of
-from autopar.placement import chunk_size
 from autopar.redistribution import SUMS, Step
 
 
@@ -94,12 +93,19 @@ class Live:
         self.again = {
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
+        self.unread = {group: sum(self._nbytes(v) for v in group.values if not uses[v]) for group in self.again}
         read = {self.step.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
         hops = [self._nbytes(value) for value in made if self.step.is_once_a_step(value[0]) and value not in read]
         self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
             if value in read or not self.step.is_once_a_step(value[0]):
                 self._value(value, number, last[value], uses[value])
+        ops = [op for op in self.program.ops if op.rule.in_turn]
+        inside = {op.name: self.target.op(op, self.plan.choices[op.name]).sizes.kept for op in ops}
+        for moment, value, nbytes in in_turn(
+            self.calls, self.backward, self.alone, self.step.root, self._nbytes, inside
+        ):
+            self._add("gathered", value[0], nbytes, moment, moment)
         for name, journey in self.journeys.items():
             if journey.tensor.kind == "parameter":
                 self._cast(journey, uses)
@@ -136,10 +142,7 @@ class Live:
     def _padded(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
         """Of a parameter that does not divide: the last rank's part with zeros, made again where backward reads it."""
         tensor, source, shape = journey.tensor, journey.source, self.plan.mesh.shape
-        nbytes = self.target.local_nbytes(tensor, source)
-        for dim in source.sharded_dims():
-            n, size = prod(shape[axis] for axis in source.axes_of(dim)), tensor.shape[dim]
-            nbytes -= nbytes // chunk_size(size, n) * (n * chunk_size(size, n) - size)  # it stores no padding
+        nbytes = least_nbytes(self.target.local_nbytes(tensor, source), tensor.shape, source, shape)
         if nbytes == self.target.local_nbytes(tensor, source) or not journey.wanted:
             return
         if self.step.is_once_a_step(tensor.name):
@@ -189,7 +192,6 @@ class Live:
             if uses and value in self.fused:
                 self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
             for moment in () if value in self.fused else uses:
-                self._add(kind, value[0], nbytes, moment, moment)
                 self.alone.setdefault(moment, []).append(value)
         elif not uses:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
@@ -280,10 +282,8 @@ class Live:
         if op.rule.alias is None:
             self._add("working", op.name, price.sizes.spare_forward + nobodys, forward, forward)
         if any(call.gradients):
-            spare = max(
-                price.sizes.spare_backward - self.summed.get(backward, 0), 0
-            )  # gone when gradients are added up
-            self._add("working", op.name, spare, backward, backward)
+            gone = min(self.summed.get(backward, 0), max(price.sizes.spare_backward, 0))  # when gradients are added up
+            self._add("working", op.name, price.sizes.spare_backward - gone, backward, backward)
         kept = price.sizes.kept
         if kept and self.target.are_products(op):  # but for what they keep as it is
             kept -= sum(self._size(value) for value in saved_of(op, price, self.target, self.journeys))
@@ -337,7 +337,8 @@ class Live:
             name, layout = group.values[0]
             if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
                 hops = gathered_from(group, self.journeys)
-                taken[again, name] = sum(self._buffers(group)) + sum(self._nbytes(v) for v in hops if v in self.fused)
+                others = sum(self._nbytes(v) for v in hops if v in self.fused)
+                taken[again, name] = sum(self._buffers(group)) + self.unread[group] + others
         for moment, values in self.alone.items():
             taken[moment, values[0][0]] = max(map(self._beside_gather, values))
         made: dict[int, float] = defaultdict(float)

@@ -7,14 +7,15 @@ attribute of the storage, so that it lives as long as the storage or something t
 
 A recipe keeps the gather's operand, or that operand's own recipe where it was gathered too (along another axis): the
 chain is then gathered link by link. Every use that saved the tensor gathers once, nothing is shared between uses, so
-the bytes sent are those that `lower.messages` counts: uses times the gathers of the chain.
+the bytes sent are those that `lower.messages` counts: uses times the gathers of the chain. A call that saves a tensor
+several times, as a net saves its weights at every step, is one use if it is made by `once`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,23 @@ class Recipe:
             return self.gather(unpack(self.operand))
 
 
+class Shared:
+    """What a source makes, made once for all that one use packed of it, and let go with the last of that."""
+
+    __slots__ = ("source", "tensor")
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.tensor: Tensor | None = None
+
+    def made(self) -> Tensor:
+        if self.tensor is None:
+            self.tensor = self.source.made()
+        return self.tensor
+
+
+_use: ContextVar[dict[int, Shared] | None] = ContextVar("autopar_use", default=None)
+"""What the call that runs has packed, by identity of the source; None outside `once`."""
 _active: ContextVar[Context | None] = ContextVar("autopar_regather", default=None)
 
 
@@ -90,12 +108,26 @@ def pack(tensor: Tensor) -> Tensor | View:
     source: Source | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
     if source is None:
         return tensor.detach()
+    if (use := _use.get()) is not None:
+        source = use.setdefault(id(source), Shared(source))
     return View(source, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def unpack(kept: Tensor | View) -> Tensor:
     """The inverse of `pack`."""
     return kept.materialize() if isinstance(kept, View) else kept
+
+
+def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, for whose backward pass a source makes its tensor once, however often that is
+    saved."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    token = _use.set({})
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _use.reset(token)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.graph import operands, requires_grad
 from autopar.ops.attention import attention
-from autopar.rules.describe import all_float, argument, grads_of, is_float, numel, shapes_of, statistics_size
+from autopar.rules.describe import all_float, argument, grads_of, numel, shapes_of, statistics_size
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
 
 # Forward is two matrix products; backward five, as flash kernels compute the weights again.
@@ -52,8 +52,6 @@ def attention_rule(node: fx.Node) -> Rule:
     graded = any(grads_of(sources))
     dtype = sources[0].meta["val"].dtype
     saved, kept = tuple(range(len(sources))), numel(whole[:-1]) * statistics_size(dtype)
-    if len(sources) == 4 and not is_float(sources[3]):  # kernels turn a bool mask into one to add
-        saved, kept = (0, 1, 2), kept + numel(shapes[3]) * dtype.itemsize
     weights = numel((*q[:-1], k[-2])) * dtype.itemsize
     return Rule(
         factors=factors,

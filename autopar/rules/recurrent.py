@@ -2,17 +2,22 @@
 
 Rows of a batch are free. Hidden units are not: every step reads those of the step before, all of them, so that ranks
 which split them would gather the state at every step, forward and backward, where ranks that split the batch send
-nothing. Steps follow each other, and layers are in one call.
+nothing. Steps follow each other, and layers are in one call. Where a call is composed of steps, on a CPU, a layer's
+inputs are multiplied for all steps before the first (a copy, where the batch is the first dim), and every step saves
+the layer's second weight: gathered again it serves all steps (`once`), and is gone before backward reads another.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
-from autopar.graph import operands
+from autopar.graph import operands, requires_grad
+from autopar.ops.regather import once
 from autopar.rules.describe import argument, numel, result_values, shapes_of
 from autopar.rules.kept import kept_by_autograd
-from autopar.rules.rule import Dims, Factor, Rule, replicated_rule
+from autopar.rules.rule import Call, Dims, Factor, Local, Rule, Shapes, replicated_rule
 
 Maker = Callable[[fx.Node], Rule]
 
@@ -29,7 +34,11 @@ def _net(node: fx.Node) -> Rule:
     row: Dims = ("batch", None, None) if first else (None, "batch", None)
     state: Dims = (None, "batch", None)
     steps = shapes[0][1 if first else 0]
-    return _rule(node, (row, *(state,) * num_states), (row, *(state,) * num_states), steps)
+    rule = _rule(node, (row, *(state,) * num_states), (row, *(state,) * num_states), steps)
+    if not first or not rule.saves:
+        return rule
+    copied = numel(shapes[0]) * sources[0].meta["val"].element_size() * (2 if argument(node, 7, "bidirectional") else 1)
+    return replace(rule, saves=tuple(i for i in rule.saves if i), saves_nbytes=rule.saves_nbytes + copied)
 
 
 def _cell(node: fx.Node) -> Rule:
@@ -56,7 +65,23 @@ def _rule(node: fx.Node, rows: tuple[Dims, ...], results: tuple[Dims, ...], step
         saves_nbytes=nbytes,
         flops=flops,
         backward_flops=2 * flops if node.meta["requires_grad"] else 0.0,
+        localize=_localize if steps > 1 else None,
+        spare=partial(_spare, len(rows), requires_grad(sources[0])) if steps > 1 else None,
+        in_turn=frozenset(i for i in saves if i > len(rows)) if steps > 1 else frozenset(),
     )
+
+
+def _spare(first: int, has_gradient: bool, operands: Shapes, _: Shapes) -> tuple[int, int]:
+    """Forward the gates of all steps, made of the inputs; backward makes the gradient of those when gates are gone.
+
+    first: number of the first weight. has_gradient: whether the inputs have one.
+    """
+    gates = numel(operands[0][:-1]) * operands[first][0]
+    return gates, -min(numel(operands[0]), gates) if has_gradient else 0
+
+
+def _localize(local: Local) -> Call:
+    return once, (local.node.target, *local.node.args), dict(local.node.kwargs)
 
 
 def _named(dims: Dims, batch: int) -> Dims:

@@ -127,8 +127,10 @@ class Rule:
     product: the matrix products that the op is, if it is; `is_attention`: it is a fused attention.
     reads: times that forward reads its operands (a softmax: for the maximum, the sum, the result).
     looked_up: operands of which no more is read than the results hold (a table).
-    spare: elements of a result that forward and backward allocate beside, of a rank's shapes; None for what
-        `rules.spare` says of its name.
+    spare: elements of a result that forward and backward allocate beside, of a rank's shapes, negative for gradients
+        that backward makes when as much of what it keeps is gone; None for what `rules.spare` says of its name.
+    in_turn: operands that backward reads one after another, and others only when what it keeps inside is gone, so that
+        of those gathered again one is there at a time; empty where it reads all at once.
     known: False for ops that nothing is known to split. discovered: the rule is what running the call showed.
     whole_gradient: backward is not linear in the gradient that arrives, so that no result may be Replicate, whose
         gradient is a summand.
@@ -156,6 +158,7 @@ class Rule:
     reads: int = 1
     looked_up: frozenset[int] = frozenset()
     spare: Callable[[Shapes, Shapes], tuple[int, int]] | None = None
+    in_turn: frozenset[int] = frozenset()
     known: bool = True
     discovered: bool = False
     whole_gradient: bool = False

@@ -67,7 +67,10 @@ def spare(node: fx.Node, rule: Rule) -> tuple[float, float]:
     summed = any(requires_grad(s) and tuple(s.meta["val"].shape) != shape for s in operands(node))
     is_scaled = name != "add" or node.kwargs.get("alpha", 1) != 1  # what a sum hands on is reduced as it is
     broadcast = 1.0 if name in ("mul", "div", "add", "sub", "pow") and summed and is_scaled else 0.0
-    return FORWARD.get(name, 0.0), max(BACKWARD.get(name, 0.0), broadcast)
+    backward = BACKWARD.get(name, 0.0)
+    if name == "div" and not any(requires_grad(s) for s in operands(node)[1:]):
+        backward = 0.0  # all is spent on the divisor's gradient
+    return FORWARD.get(name, 0.0), max(backward, broadcast)
 
 
 def gives_all(node: fx.Node) -> bool:

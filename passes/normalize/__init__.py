@@ -54,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     part_scatters,
     sink_expands,
     normalize_attention,
+    fold_constants,
     drop_noops,
     number_sites,
     lay_out,

@@ -1,7 +1,12 @@
 """What does attention mask, and how many key heads are there? Read off constants and repeats; then one form of call.
 
 `scaled_dot_product_attention(q, k, v, mask, dropout_p=0.0, is_causal=..., scale=..., enable_gqa=...)`, or
-`autopar.ops.attention` with a `site` where attention weights are dropped.
+`autopar.ops.attention` with a `site` where attention weights are dropped. `mask` is none or is added.
+
+Every backend of torch (aten/src/ATen/native/transformers/attention.cpp) adds a mask: of a boolean one each call makes
+such a copy, as large as the mask is where the call runs, and keeps it for backward. Made once in the graph it is shared
+by the calls that read it, counted, and split by itself. 0 and -inf are what torch makes of it, but for cuDNN's kernel,
+which some releases give -65504 for -inf: there a row that sees nothing is an average of all, here 0, as elsewhere.
 """
 
 from typing import Any
@@ -9,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel, shape_of
+from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.ops.attention import attention
-from autopar.passes.graph_tools import aten, calls, rewrite
+from autopar.passes.graph_tools import aten, calls, insert, rewrite
 from autopar.passes.normalize.random import UNNUMBERED
 
 SDPA = aten.scaled_dot_product_attention.default
 
 
 def normalize_attention(captured: CapturedModel) -> CapturedModel:
-    """An all-true mask becomes none, a lower triangle `is_causal`, repeated key and value heads `enable_gqa`."""
+    """An all-true mask becomes none, a lower triangle `is_causal`, repeated key and value heads `enable_gqa`, any other
+    boolean mask one to add."""
     kinds: dict[str, str] = {}
+    added: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in calls(captured.graph, SDPA):
         given: list[Any] = [*node.args, *(None, 0.0, False)[len(node.args) - 3 :]]
         query, key, value, mask, dropout_p, is_causal = given
@@ -40,6 +47,11 @@ def normalize_attention(captured: CapturedModel) -> CapturedModel:
         repeated = grouped[0] is not None and grouped[1] is not None and shape_of(query)[1:2] == shape_of(key)[1:2]
         if repeated and not options["enable_gqa"]:
             (key, value), options["enable_gqa"] = grouped, True
+        if isinstance(mask, fx.Node) and dtype_of(mask) == torch.bool:
+            dtype = dtype_of(query)
+            if (mask, dtype) not in added:
+                added[mask, dtype] = to_add(mask, dtype)
+            mask = added[mask, dtype]
         if dropout_p:
             options = {"dropout_p": float(dropout_p), **options, "site": UNNUMBERED}
             rewrite(node, attention, (query, key, value, mask), options)
@@ -67,6 +79,17 @@ def mask_kind(mask: Tensor) -> str:
     position = torch.arange(rows)
     past = position[None, :] <= position[:, None]
     return "causal" if torch.equal(keep.reshape(rows, columns), past) else "other"
+
+
+def to_add(mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """`log` of a boolean mask, 0 where it holds and -inf where not, beside it and of the same module."""
+    anchor = mask.next
+    while anchor.op == "placeholder":
+        anchor = anchor.next
+    cast = insert(anchor, aten._to_copy.default, (mask,), {"dtype": dtype})
+    made = insert(anchor, aten.log.default, (cast,))
+    cast.meta["module"] = made.meta["module"] = mask.meta["module"]
+    return made
 
 
 def ungrouped(node: Any) -> Any:
