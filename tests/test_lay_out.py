@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
-from autopar.lower.journeys import make_journeys
 from autopar.lower.program import make_program
+from autopar.lower.redistributions import redistribute
 from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.groups import Groups, use_groups
@@ -107,7 +107,7 @@ def test_views_copy_under_a_plan_where_they_do_when_a_rank_runs(family: str, mon
         names = [node.name for node in local.nodes if node.op == "placeholder"]
         with torch.no_grad(), use_groups(Groups(mesh=mesh, rank=0, groups={})):
             Noting(fx.GraphModule({}, local)).run(*(own[name] for name in names))
-        journeys = make_journeys(program, plan, make_pricer(mesh=mesh, cluster=machine(2), config=TrainConfig()))
-        assert copied == {name for name, journey in journeys.items() if journey.is_copy}
+        redistributed = redistribute(program, plan, make_pricer(mesh=mesh, cluster=machine(2), config=TrainConfig()))
+        assert copied == {name for name, one in redistributed.items() if one.is_copy}
         seen += len(copied)
     assert seen

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
-from autopar.lower.flights import beside, keeps_padding
+from autopar.lower.collective_buffers import beside, keeps_padding
 from autopar.mesh import make_mesh
 from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups

@@ -167,11 +167,11 @@ def test_a_gradient_that_passes_through_is_copied() -> None:
     sent = {name: plan.stages[2].layouts[name] for name in stages[1].sends}
     pricer = make_pricer(mesh=plan.mesh, cluster=machine(1), config=plan.config)
     live = Live(lower(plan.stages[1], make_program(stages[1]), pricer.target, sent))
-    journeys = [live.journeys[name] for name in sent if name in stages[1].received]
+    redistributed = [live.redistributed[name] for name in sent if name in stages[1].received]
     passing = {
-        (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and j.source == sent[j.tensor.name]
+        (j.tensor.name, j.source) for j in redistributed if j.tensor.requires_grad and j.source == sent[j.tensor.name]
     }
-    alone = {value for value in passing if all(position < 0 for position, _, _ in live.journeys[value[0]].wanted)}
+    alone = {value for value in passing if all(position < 0 for position, _, _ in live.redistributed[value[0]].wanted)}
     assert alone
     for copies in (True, False):
         found = live.gradients(copies=copies).held

@@ -14,7 +14,7 @@ from autopar.errors import BatchError
 from autopar.export.folder import export_folder
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
-from autopar.lower.copies import running
+from autopar.lower.interleaved import running
 from autopar.lower.program import make_program
 from autopar.mesh import make_mesh
 from autopar.model_plan import model_plan

@@ -7,9 +7,9 @@ runs them in exactly the reverse order, as autograd does.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.lower.journeys import SINK, Journey
 from autopar.lower.program import Op, Program
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
+from autopar.lower.redistributions import SINK, Redistributed
 from autopar.lower.target import Target
 from autopar.placement import Layout
 from autopar.plan import Plan
@@ -34,21 +34,21 @@ class Call:
 START, WAIT = "start", "wait"
 
 
-def make_calls(program: Program, plan: Plan, target: Target, journeys: dict[str, Journey]) -> list[Call]:
+def make_calls(program: Program, plan: Plan, target: Target, redistributed: dict[str, Redistributed]) -> list[Call]:
     """All calls of the forward pass, in order."""
     seen: set[Value] = set()
     calls: list[Call] = []
 
     def travel(name: str, layout: Layout) -> Iterator[Call]:
-        journey = journeys[name]
-        for step in journey.path(layout):
+        one = redistributed[name]
+        for step in one.path(layout):
             if (name, step.target) not in seen:
                 seen.add((name, step.target))
                 yield Call(
                     step=step,
                     operands=((name, step.source),),
                     results=((name, step.target),),
-                    gradients=(step.target in journey.in_backward,),
+                    gradients=(step.target in one.in_backward,),
                 )
 
     for op in program.ops:
@@ -65,7 +65,7 @@ def make_calls(program: Program, plan: Plan, target: Target, journeys: dict[str,
             )
         )
     for name in (*program.ends, *program.mutated):
-        for position, _, layout in journeys[name].wanted:
+        for position, _, layout in redistributed[name].wanted:
             if position == SINK:
                 calls += travel(name, layout)
     return calls

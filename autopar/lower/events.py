@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from autopar.lower.buckets import Bucket, bucket_messages
 from autopar.lower.calls import WAIT, Call
-from autopar.lower.fused import Fused, fused_messages
-from autopar.lower.journeys import regathered, sent_by
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.program import Op
-from autopar.lower.replays import Value, saved_of
+from autopar.lower.recomputation import Value, saved_of
+from autopar.lower.redistributions import regathered, sent_by
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP
 from autopar.redistribution import Message, Step
@@ -103,9 +103,9 @@ class _Finder:
     buckets: bool
     splits: bool
     only_parameters: bool
-    fused: dict[Value, Fused] = field(init=False)
+    fused: dict[Value, Bucket] = field(init=False)
     once: set[str] = field(init=False)
-    done: set[Fused] = field(init=False, default_factory=set)
+    done: set[Bucket] = field(init=False, default_factory=set)
 
     def run(self) -> Events:
         lifetimes = self.lowered.plan.lifetimes
@@ -117,15 +117,15 @@ class _Finder:
             backward=tuple(self._backward_pass()),
             update=tuple(self._update()),
             leaves=frozenset(
-                ("value", name, journey.source, -1)
-                for name, journey in self.lowered.journeys.items()
-                if journey.tensor.kind == "parameter"
+                ("value", name, one.source, -1)
+                for name, one in self.lowered.redistributed.items()
+                if one.tensor.kind == "parameter"
             ),
         )
 
     def _update(self) -> Iterator[Event]:
-        for name, journey in self.lowered.journeys.items():
-            if journey.tensor.kind == "parameter" and journey.tensor.requires_grad:
+        for name, one in self.lowered.redistributed.items():
+            if one.tensor.kind == "parameter" and one.tensor.requires_grad:
                 yield Event(kind="optimizer", name=name)
 
     def _forward(self, number: int, call: Call) -> Iterator[Event]:
@@ -142,7 +142,7 @@ class _Finder:
         elif number == self.lowered.first[group]:
             yield self._of_group(group, "value", number)
 
-    def _group(self, call: Call) -> Fused | None:
+    def _group(self, call: Call) -> Bucket | None:
         value = call.results[0]
         return None if value is None else self.fused.get(value)
 
@@ -167,19 +167,21 @@ class _Finder:
     def _sent(
         self, name: str, step: Step, reads: tuple[Fact, ...], makes: tuple[Fact, ...], number: int, *, is_back: bool
     ) -> Event:
-        sent = sent_by(step, self.lowered.journeys[name].tensor, self.lowered.plan)[is_back]
+        sent = sent_by(step, self.lowered.redistributed[name].tensor, self.lowered.plan)[is_back]
         return Event(
             kind=sent[0].kind if sent else "", name=name, step=step, is_back=is_back, reads=reads, makes=makes,
             messages=sent, once=name in self.once, call=number,
         )  # fmt: skip
 
-    def _of_group(self, group: Fused, facts: str, number: int) -> Event:
+    def _of_group(self, group: Bucket, facts: str, number: int) -> Event:
         """A bucket's steps in one: `facts` are the `value`s or `gathered` copies of forward, or `gradient`s."""
-        journeys, is_back = self.lowered.journeys, facts == "gradient"
-        members = [v for v in group.values if not is_back or v[1] in journeys[v[0]].in_backward]
-        sources = [("value" if facts == "gathered" else facts, n, journeys[n].made[v].source, -1) for n, v in members]
+        redistributed, is_back = self.lowered.redistributed, facts == "gradient"
+        members = [v for v in group.values if not is_back or v[1] in redistributed[v[0]].in_backward]
+        sources = [
+            ("value" if facts == "gathered" else facts, n, redistributed[n].made[v].source, -1) for n, v in members
+        ]
         made = [(facts, *value, -1) for value in members]
-        sent = fused_messages(group, self.lowered.plan, journeys, backward=is_back)
+        sent = bucket_messages(group, self.lowered.plan, redistributed, backward=is_back)
         return Event(
             kind=sent[0].kind if sent else "", name=group.values[0][0], members=group.values, is_back=is_back,
             reads=tuple(made if is_back else sources), makes=tuple(sources if is_back else made), messages=sent,
@@ -210,17 +212,17 @@ class _Finder:
         """Copies that are gathered again, by the op that they are gathered for: value, call that reads it, whether it
         is recomputed."""
         lowered, found = self.lowered, defaultdict[int, list[tuple[Value, int, bool]]](list)
-        wanted = {v for v in lowered.replays.uses if lowered.plan.lifetimes.get(v[0]) == "use"}
+        wanted = {v for v in lowered.recomputation.uses if lowered.plan.lifetimes.get(v[0]) == "use"}
         readers: dict[Value, list[tuple[int, int, bool]]] = defaultdict(list)
         for value in wanted:
-            for position in lowered.replays.savers.get(value, ()):
+            for position in lowered.recomputation.savers.get(value, ()):
                 readers[value].append((position, lowered.at[position], False))
         for number in lowered.replay if wanted else ():
             call = lowered.calls[number]
             for operand in call.operands:
                 if (root := lowered.root(*operand)) in wanted:
                     readers[root].append((self._waits(call), number, True))
-        for value in lowered.replays.uses:
+        for value in lowered.recomputation.uses:
             for position, number, again in readers.get(value, ()):
                 found[position].append((value, number, again))
         return found
@@ -228,14 +230,14 @@ class _Finder:
     def _waits(self, call: Call) -> int:
         """The op at whose backward a call is recomputed."""
         if call.op is not None:
-            return self.lowered.replays.ops[call.op.position]
+            return self.lowered.recomputation.ops[call.op.position]
         assert call.results[0] is not None
-        return self.lowered.replays.steps[call.results[0]][1]
+        return self.lowered.recomputation.steps[call.results[0]][1]
 
     def _gathered(self, name: str, layout: Layout, position: int) -> Iterator[Event]:
         """What makes a copy again: from a bucket, if some step on its path is in one."""
-        steps = regathered(self.lowered.journeys[name].path(layout))[::-1]
-        reads: tuple[Fact, ...] = (("value", name, self.lowered.journeys[name].source, -1),)
+        steps = regathered(self.lowered.redistributed[name].path(layout))[::-1]
+        reads: tuple[Fact, ...] = (("value", name, self.lowered.redistributed[name].source, -1),)
         for number in reversed(range(len(steps))):
             group = self.fused.get((name, steps[number].target))
             if group is not None:
@@ -248,13 +250,13 @@ class _Finder:
             yield self._sent(name, step, reads, makes, -1, is_back=False)
             reads = makes
 
-    def _gathered_together(self, group: Fused, position: int) -> Iterator[Event]:
+    def _gathered_together(self, group: Bucket, position: int) -> Iterator[Event]:
         """A bucket and what it is made of, unless that was done."""
         if group in self.done:
             return
         self.done.add(group)
         for name, layout in group.values:
-            yield from self._gathered(name, self.lowered.journeys[name].made[layout].source, position)
+            yield from self._gathered(name, self.lowered.redistributed[name].made[layout].source, position)
         yield self._of_group(group, "gathered", -1)
 
     def _remade(self, value: Value, position: int) -> Iterator[Fact]:
@@ -288,6 +290,6 @@ class _Finder:
             yield self._of_step(call, number, tuple(reads), makes, is_back=True)
             return
         local = self.lowered.target.op(call.op, self.lowered.plan.choices[call.op.name])
-        saved = saved_of(call.op, local, self.lowered.target, self.lowered.journeys)
+        saved = saved_of(call.op, local, self.lowered.target, self.lowered.redistributed)
         reads += [fact for value in saved for fact in self._remade(value, call.op.position)]
         yield from self._of_op("backward", call.op, tuple(reads), makes, number)

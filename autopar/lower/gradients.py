@@ -14,9 +14,9 @@ from torch import Tensor
 
 from autopar.lower.calls import Call
 from autopar.lower.holding import Holding
-from autopar.lower.journeys import Journey
 from autopar.lower.program import Op
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
+from autopar.lower.redistributions import Redistributed
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
@@ -235,7 +235,7 @@ class Gradients:
 
 
 def gradient_holdings(
-    found: Gradients, journeys: Mapping[str, Journey], end: int, received: Sequence[str], several: bool
+    found: Gradients, redistributed: Mapping[str, Redistributed], end: int, received: Sequence[str], several: bool
 ) -> Iterator[Holding]:
     """What of a pass that ends before moment `end` is live for a while, or is added to what there is.
 
@@ -245,12 +245,12 @@ def gradient_holdings(
         yield Holding("working", *released, "gradient")
     shared = set[int]()
     for (name, _), gradient in found.held.items():
-        if journeys[name].tensor.kind != "parameter":
+        if redistributed[name].tensor.kind != "parameter":
             if id(gradient) not in shared:
                 yield Holding("working", name, gradient.nbytes, gradient.since, end - 1, "given")
             shared.add(id(gradient))
         elif several:
-            role = "copy" if gradient.copied and not journeys[name].tensor.is_cast else "leaf"
+            role = "copy" if gradient.copied and not redistributed[name].tensor.is_cast else "leaf"
             yield Holding("working", name, gradient.nbytes, gradient.since, gradient.last, role)
     # what is sent back is made contiguous, one after another, when all else of the pass is gone
     own = [(value, g) for value, g in found.held.items() if value[0] in received and not g.copied]

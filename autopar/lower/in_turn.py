@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.lower.calls import Call
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
 from autopar.placement import Layout
 
 

@@ -7,10 +7,10 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
                             micro-batches from the beginning, and in each layout in use if they are reduced once a step;
                             as wide as stored, but for one micro-batch only after backward
     activations             what autograd saves or a replay reads, from its making, or its replay, to its last use in
-                            backward (`lower.replays`); views share storage
+                            backward (`lower.recomputation`); views share storage
     gathered                copies of parameters: for the step, kept to backward, or (`use`) only while an op reads
                             them; the part that is cast to what is computed on: for the step, or as long as it is read
-    buckets                 (`lower.fused`) are gathered, or gathered again, when the first of them is used, beside
+    buckets                 (`lower.buckets`) are gathered, or gathered again, when the first of them is used, beside
                             flat buffers; gradients wait for the last of their bucket
     working                 forward: what nothing saves, from its making to its last reader. Backward: gradients of
                             values, from the last reader's backward to the producer's; sums hand theirs on. Both: what
@@ -21,15 +21,15 @@ optimizer's step. Redistributions are calls. With several micro-batches these ar
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 
+from autopar.lower.buckets import Bucket, gathered_from
 from autopar.lower.calls import START, WAIT, Call
-from autopar.lower.flights import beside, flight, keeps_padding, least_nbytes
-from autopar.lower.fused import Fused, gathered_from
+from autopar.lower.collective_buffers import buffer_nbytes, buffer_spans, keeps_padding, least_nbytes
 from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.lower.holding import Holding, bytes_at
 from autopar.lower.in_turn import in_turn
-from autopar.lower.journeys import SINK, Journey, regathered
 from autopar.lower.lowered_step import LoweredStep
-from autopar.lower.replays import Value, saved_of
+from autopar.lower.recomputation import Value, saved_of
+from autopar.lower.redistributions import SINK, Redistributed, regathered
 from autopar.redistribution import SUMS, Step
 
 
@@ -41,7 +41,12 @@ class Live:
 
     def __init__(self, step: LoweredStep) -> None:
         self.step, self.plan, self.program, self.target = step, step.plan, step.program, step.target
-        self.journeys, self.replays, self.calls, self.at = step.journeys, step.replays, step.calls, step.at
+        self.redistributed, self.recomputation, self.calls, self.at = (
+            step.redistributed,
+            step.recomputation,
+            step.calls,
+            step.at,
+        )
         self.fused, self.first = step.fused, step.first
         self.backward, self.replay, self.end = step.backward, step.replay, step.end
         self.ended = {call.results[0]: i for i, call in enumerate(self.calls) if call.part == WAIT}
@@ -53,7 +58,7 @@ class Live:
         self._parameters()
         self._gradients()
         for number, call in enumerate(self.calls):
-            self._beside(number, call)
+            self._temporary(number, call)
         for holding in list(self._again()):
             self._hold(holding)
         self.bytes = bytes_at(self.holdings, self.end)
@@ -73,7 +78,7 @@ class Live:
         made: dict[Value, int] = {}
         last: dict[Value, int] = {}
         uses: dict[Value, set[int]] = defaultdict(set)
-        for kept, savers in self.replays.savers.items():
+        for kept, savers in self.recomputation.savers.items():
             uses[kept].update(self.backward[self.at[p]] for p in savers)
         for number, call in enumerate(self.calls):
             if call.part == WAIT:
@@ -94,7 +99,7 @@ class Live:
             group: min(moments) for group in self.first if (moments := {m for v in group.values for m in uses[v]})
         }
         self.unread = {group: sum(self._nbytes(v) for v in group.values if not uses[v]) for group in self.again}
-        read = {self.step.root(name, v) for name, journey in self.journeys.items() for _, _, v in journey.wanted}
+        read = {self.step.root(name, v) for name, one in self.redistributed.items() for _, _, v in one.wanted}
         hops = [self._nbytes(value) for value in made if self.step.is_once_a_step(value[0]) and value not in read]
         self._add("gathered", "on the way", max(hops, default=0), 0, 0, "once")  # one after another
         for value, number in made.items():
@@ -106,88 +111,88 @@ class Live:
             self.calls, self.backward, self.alone, self.step.root, self._nbytes, inside
         ):
             self._add("gathered", value[0], nbytes, moment, moment)
-        for name, journey in self.journeys.items():
-            if journey.tensor.kind == "parameter":
-                self._cast(journey, uses)
-                self._padded(journey, uses)
-            elif journey.tensor.kind != "op":
-                times = self.plan.microbatches if journey.tensor.kind == "input" else 1
-                self._add("inputs", name, times * self._nbytes((name, journey.source)), 0, self.end, "fixed")
+        for name, one in self.redistributed.items():
+            if one.tensor.kind == "parameter":
+                self._cast(one, uses)
+                self._padded(one, uses)
+            elif one.tensor.kind != "op":
+                times = self.plan.microbatches if one.tensor.kind == "input" else 1
+                self._add("inputs", name, times * self._nbytes((name, one.source)), 0, self.end, "fixed")
 
     def _sends(self, name: str, made: Container[Value]) -> None:
         """What a stage sends is held, and where it is no contiguous tensor a copy that is."""
-        journey = self.journeys[name]
-        for layout in (layout for position, _, layout in journey.wanted if position == SINK):
+        one = self.redistributed[name]
+        for layout in (layout for position, _, layout in one.wanted if position == SINK):
             if (root := self.step.root(name, layout)) in made:
                 self.held.setdefault(root, "end")
-            is_strided = not journey.is_contiguous and not journey.is_laid_anew(layout)
+            is_strided = not one.is_contiguous and not one.is_laid_anew(layout)
             if is_strided:
                 nbytes = self.ends[name, layout] = self._nbytes((name, layout))
                 self._add("activations", name, nbytes, len(self.calls) - 1, self.end - 1, "sent")
             elif root in made:
                 self.ends[root], self.held[root] = self._nbytes(root), "sent"
 
-    def _cast(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
+    def _cast(self, one: Redistributed, uses: dict[Value, set[int]]) -> None:
         """Of a parameter: the rank's part as it is computed on, which what is gathered again is made of too."""
-        name = journey.tensor.name
+        name = one.tensor.name
         last = self.end - 1 if self.several else len(self.calls) - 1
-        for layout in () if self.several else (journey.source, *journey.made):
-            path = journey.path(layout)
+        for layout in () if self.several else (one.source, *one.made):
+            path = one.path(layout)
             again = regathered(path) if self.plan.lifetimes.get(name) == "use" else []
             if len(again) == sum(bool(step.forward) for step in path):
                 last = max({last} | uses.get((name, layout), set()))
-        nbytes = self.target.cast_nbytes(journey.tensor, journey.source)
+        nbytes = self.target.cast_nbytes(one.tensor, one.source)
         self._add("gathered", name, nbytes, 0, last, "fixed" if self.several else "")
 
-    def _padded(self, journey: Journey, uses: dict[Value, set[int]]) -> None:
+    def _padded(self, one: Redistributed, uses: dict[Value, set[int]]) -> None:
         """Of a parameter that does not divide: the last rank's part with zeros, made again where backward reads it."""
-        tensor, source, shape = journey.tensor, journey.source, self.plan.mesh.shape
+        tensor, source, shape = one.tensor, one.source, self.plan.mesh.shape
         nbytes = least_nbytes(self.target.local_nbytes(tensor, source), tensor.shape, source, shape)
-        if nbytes == self.target.local_nbytes(tensor, source) or not journey.wanted:
+        if nbytes == self.target.local_nbytes(tensor, source) or not one.wanted:
             return
         if self.step.is_once_a_step(tensor.name):
             self._add("gathered", tensor.name, nbytes, 0, self.end - 1, "fixed")
             return
-        read = {source, *journey.made} if self.plan.lifetimes.get(tensor.name) == "use" else {source}
-        self._add("gathered", tensor.name, nbytes, 0, max(self.at.get(p, 0) for p, _, _ in journey.wanted))
+        read = {source, *one.made} if self.plan.lifetimes.get(tensor.name) == "use" else {source}
+        self._add("gathered", tensor.name, nbytes, 0, max(self.at.get(p, 0) for p, _, _ in one.wanted))
         for moment in {moment for layout in read for moment in uses.get((tensor.name, layout), ())}:
             self._add("gathered", tensor.name, nbytes, moment, moment)
 
     def _nbytes(self, value: Value) -> int:
         """Bytes of a value's storage, padding included."""
-        journey = self.journeys[value[0]]
-        step = journey.made.get(value[1])
+        one = self.redistributed[value[0]]
+        step = one.made.get(value[1])
         return self._size(value) if step is None or not keeps_padding(step) else self._whole(value, step)
 
     def _whole(self, value: Value, step: Step) -> int:
         """Bytes of what the step that makes a value gathers, scatters or exchanges, padding included."""
-        tensor = self.journeys[value[0]].tensor
+        tensor = self.redistributed[value[0]].tensor
         return self.target.wholes(step, tensor.shape, tensor.element_size)[0]
 
     def _size(self, value: Value) -> int:
-        return self.target.local_nbytes(self.journeys[value[0]].tensor, value[1])
+        return self.target.local_nbytes(self.redistributed[value[0]].tensor, value[1])
 
     def _given(self, step: Step, name: str) -> int:
         """Bytes of the storage of the gradient that a step gives."""
-        tensor = self.journeys[name].tensor
+        tensor = self.redistributed[name].tensor
         if not keeps_padding(step, backward=True):
             return self._size((name, step.source))
         return self.target.wholes(step, tensor.shape, tensor.element_size)[1]
 
     def _value(self, value: Value, made: int, last: int, uses: set[int]) -> None:
-        journey = self.journeys[value[0]]
-        if journey.tensor.kind != "op" and not journey.is_copied(value[1]):
+        one = self.redistributed[value[0]]
+        if one.tensor.kind != "op" and not one.is_copied(value[1]):
             return
-        kind = {"op": "activations", "parameter": "gathered"}.get(journey.tensor.kind, "inputs")
+        kind = {"op": "activations", "parameter": "gathered"}.get(one.tensor.kind, "inputs")
         nbytes = self._nbytes(value)
         if self.step.is_once_a_step(value[0]):
             self._add(kind, value[0], nbytes, 0, self.end - 1, "fixed")
         elif value in self.held:
-            layout = None if (again := value in self.replays.first) else value[1]
+            layout = None if (again := value in self.recomputation.first) else value[1]
             self._hold(Holding("activations", value[0], nbytes, made, self.end - 1, self.held[value], layout))
             if again:
                 self._keep(kind, value, self.replay[made], max(uses))
-        elif self.plan.lifetimes.get(value[0]) == "use" and regathered(journey.path(value[1])):
+        elif self.plan.lifetimes.get(value[0]) == "use" and regathered(one.path(value[1])):
             self._add(kind, value[0], nbytes, made, last)
             if uses and value in self.fused:
                 self._add(kind, value[0], nbytes, self.again[self.fused[value]], max(uses))
@@ -195,7 +200,7 @@ class Live:
                 self.alone.setdefault(moment, []).append(value)
         elif not uses:
             self._add("working" if kind == "activations" else kind, value[0], nbytes, made, last)
-        elif value in self.replays.first:
+        elif value in self.recomputation.first:
             self._add("working", value[0], nbytes, made, last)
             self._keep(kind, value, self.replay[made], max(uses))
         else:
@@ -204,16 +209,16 @@ class Live:
     def _parameters(self) -> None:
         """Storage and state, and gradients as far as they are there from the beginning."""
         end = self.end
-        for journey in self.journeys.values():
-            tensor = journey.tensor
+        for one in self.redistributed.values():
+            tensor = one.tensor
             if tensor.kind != "parameter":
                 continue
-            stored = self.target.stored_nbytes(tensor, journey.source)
+            stored = self.target.stored_nbytes(tensor, one.source)
             self._add("parameters", tensor.name, stored, 0, end, "fixed")
-            readers = {v for p, _, v in journey.wanted if p >= 0 and self.program.ops[p].has_backward}
+            readers = {v for p, _, v in one.wanted if p >= 0 and self.program.ops[p].has_backward}
             if not (tensor.requires_grad and readers):
                 continue
-            self._add("optimizer", tensor.name, self.target.state_nbytes(tensor, journey.source), 0, end, "fixed")
+            self._add("optimizer", tensor.name, self.target.state_nbytes(tensor, one.source), 0, end, "fixed")
             if self.step.is_once_a_step(tensor.name):
                 for layout in readers:
                     nbytes = self.target.stored_nbytes(tensor, layout)
@@ -236,14 +241,22 @@ class Live:
         groups = {i: self.step.group(call) for i, call in enumerate(self.calls)}
         buckets = {i: self.first[group] for i, group in groups.items() if group is not None}
         sent, received = self.program.captured.sends, self.program.captured.received
-        journeys = [self.journeys[name] for name in sent if name in received]
+        redistributed = [self.redistributed[name] for name in sent if name in received]
         passed = {
-            (j.tensor.name, j.source) for j in journeys if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
+            (j.tensor.name, j.source)
+            for j in redistributed
+            if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
         outside = filter(wanted, passed)
         own = (self.calls, self.backward, begin, self._size, self._given, self.step.is_once_a_step)
         return Gradients(
-            *own, wanted, buckets, outside, copies, noted, lambda name: self.target.widening(self.journeys[name].tensor)
+            *own,
+            wanted,
+            buckets,
+            outside,
+            copies,
+            noted,
+            lambda name: self.target.widening(self.redistributed[name].tensor),
         )
 
     def _gradients(self) -> None:
@@ -253,7 +266,7 @@ class Live:
         for holding in self.holdings_of(found):
             self._hold(holding)
         for (name, layout), gradient in found.held.items():
-            tensor = self.journeys[name].tensor
+            tensor = self.redistributed[name].tensor
             if tensor.kind == "parameter" and not self.several:
                 is_cast = tensor.element_size * gradient.width != tensor.stored_size
                 self._add("gradients", name, gradient.nbytes, gradient.since, self.end - is_cast)
@@ -262,9 +275,9 @@ class Live:
 
     def holdings_of(self, found: Gradients) -> Iterator[Holding]:
         """What of a backward pass is live for a while, or is added to what there is."""
-        return gradient_holdings(found, self.journeys, self.end, self.program.captured.received, self.several)
+        return gradient_holdings(found, self.redistributed, self.end, self.program.captured.received, self.several)
 
-    def _beside(self, number: int, call: Call) -> None:
+    def _temporary(self, number: int, call: Call) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
         forward, backward = number, self.backward[number]
         if (group := self.step.group(call)) is not None:
@@ -286,48 +299,48 @@ class Live:
             self._add("working", op.name, price.sizes.spare_backward - gone, backward, backward)
         kept = price.sizes.kept
         if kept and self.target.are_products(op):  # but for what they keep as it is
-            kept -= sum(self._size(value) for value in saved_of(op, price, self.target, self.journeys))
+            kept -= sum(self._size(value) for value in saved_of(op, price, self.target, self.redistributed))
         self._add("activations", op.name, kept, self.replay.get(number, forward), backward)
 
     def _on_its_way(self, number: int, name: str, step: Step) -> None:
         """What a collective holds beside its operand and its result, forward and back."""
-        call, tensor, backward = self.calls[number], self.journeys[name].tensor, self.backward[number]
+        call, tensor, backward = self.calls[number], self.redistributed[name].tensor, self.backward[number]
         source, target = (self.target.local_nbytes(tensor, layout) for layout in (step.source, step.target))
         ahead, back = self.target.wholes(step, tensor.shape, tensor.element_size)
         role = "once" if self.step.is_once_a_step(name) else ""
         if call.part == START:
             end = self.ended[call.results[0]]
-            spans = list(flight(step.forward, step, source, target, ahead, number, end))
+            spans = list(buffer_spans(step.forward, step, source, target, ahead, number, end))
             if any(self.calls[end].gradients):
-                spans += flight(step.backward, step, target, source, back, self.backward[end], backward)
+                spans += buffer_spans(step.backward, step, target, source, back, self.backward[end], backward)
             for span in spans:
                 self._add("working", name, *span, role)
         elif not call.part:
-            self._add("working", name, beside(step.forward, step, source, target, ahead), number, number, role)
+            self._add("working", name, buffer_nbytes(step.forward, step, source, target, ahead), number, number, role)
             if any(call.gradients):
                 width = self.target.widening(tensor)
-                nbytes = width * beside(step.backward, step, target, source, back)
+                nbytes = width * buffer_nbytes(step.backward, step, target, source, back)
                 if width > 1 and step.backward in SUMS:
                     nbytes += width * (target + (source if step.backward == "reduce_scatter" else 0))
                 self._add("working", name, nbytes, backward, backward, role)
 
-    def _rows(self, group: Fused, forward: int, backward: int) -> None:
+    def _rows(self, group: Bucket, forward: int, backward: int) -> None:
         """Flat buffers of a bucket: of a gather while it is taken apart, of a scatter until it is on its way."""
         name, layout = group.values[0]
-        step = self.journeys[name].made[layout]
+        step = self.redistributed[name].made[layout]
         if step.forward != "all_gather":
             return
         role = "once" if self.step.is_once_a_step(name) else ""
         rows, row = self._buffers(group)
         self._add("working", name, rows + row, forward, forward, role)
-        if step.backward == "reduce_scatter" and any(v in self.journeys[n].in_backward for n, v in group.values):
-            width = self.target.widening(self.journeys[name].tensor)
+        if step.backward == "reduce_scatter" and any(v in self.redistributed[n].in_backward for n, v in group.values):
+            width = self.target.widening(self.redistributed[name].tensor)
             self._add("working", name, width * rows, backward, backward, role)
 
-    def _buffers(self, group: Fused) -> tuple[int, int]:
+    def _buffers(self, group: Bucket) -> tuple[int, int]:
         """Bytes of all ranks' rows of a bucket, and of this rank's."""
-        rows = sum(self._whole(value, self.journeys[value[0]].made[value[1]]) for value in group.values)
-        return rows, sum(map(self._nbytes, gathered_from(group, self.journeys)))
+        rows = sum(self._whole(value, self.redistributed[value[0]].made[value[1]]) for value in group.values)
+        return rows, sum(map(self._nbytes, gathered_from(group, self.redistributed)))
 
     def _again(self) -> Iterator[Holding]:
         """What gathering again takes beside what it makes: buffers, and what is gathered from where that just was, too.
@@ -335,8 +348,8 @@ class Live:
         taken: dict[tuple[int, str], float] = {}
         for group, again in self.again.items():
             name, layout = group.values[0]
-            if self.plan.lifetimes.get(name) == "use" and regathered(self.journeys[name].path(layout)):
-                hops = gathered_from(group, self.journeys)
+            if self.plan.lifetimes.get(name) == "use" and regathered(self.redistributed[name].path(layout)):
+                hops = gathered_from(group, self.redistributed)
                 others = sum(self._nbytes(v) for v in hops if v in self.fused)
                 taken[again, name] = sum(self._buffers(group)) + self.unread[group] + others
         for moment, values in self.alone.items():
@@ -349,8 +362,8 @@ class Live:
 
     def _beside_gather(self, value: Value) -> float:
         """The same of a copy that travels alone."""
-        name, journey = value[0], self.journeys[value[0]]
-        step, tensor = journey.made[value[1]], journey.tensor
+        name, one = value[0], self.redistributed[value[0]]
+        step, tensor = one.made[value[1]], one.tensor
         hop, source = self.step.root(name, step.source), self.target.local_nbytes(tensor, step.source)
-        nbytes = beside(step.forward, step, source, self._size(value), self._whole(value, step))
-        return nbytes + (self._nbytes(hop) if hop[1] in journey.made else 0)
+        nbytes = buffer_nbytes(step.forward, step, source, self._size(value), self._whole(value, step))
+        return nbytes + (self._nbytes(hop) if hop[1] in one.made else 0)

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from autopar.lower.buckets import Bucket, find_buckets
 from autopar.lower.calls import WAIT, Call, make_calls
-from autopar.lower.copies import running, woven_calls
-from autopar.lower.fused import Fused, find_fused
-from autopar.lower.journeys import Journey, make_journeys, parameters_journeys
+from autopar.lower.interleaved import interleaved_calls, running
 from autopar.lower.program import Program
-from autopar.lower.replays import Replays, Value, find_replays, root_of
+from autopar.lower.recomputation import Recomputation, Value, find_recomputation, root_of
+from autopar.lower.redistributions import Redistributed, redistribute, redistribute_parameters
 from autopar.lower.target import Target
 from autopar.placement import Layout
 from autopar.plan import ONCE_A_STEP, Plan
@@ -35,21 +35,21 @@ class LoweredStep:
     plan: Plan
     program: Program
     target: Target
-    journeys: dict[str, Journey]
-    replays: Replays
+    redistributed: dict[str, Redistributed]
+    recomputation: Recomputation
     calls: list[Call]
     at: dict[int, int]
-    fused: dict[Value, Fused]
-    first: dict[Fused, int]
+    fused: dict[Value, Bucket]
+    first: dict[Bucket, int]
     backward: dict[int, int]
     replay: dict[int, int]
     end: int
 
     def root(self, name: str, layout: Layout) -> Value:
         """The value whose storage a tensor in a layout is."""
-        return root_of(self.program, self.plan, self.target, self.journeys, name, layout)
+        return root_of(self.program, self.plan, self.target, self.redistributed, name, layout)
 
-    def group(self, call: Call) -> Fused | None:
+    def group(self, call: Call) -> Bucket | None:
         """The bucket that a step travels with."""
         value = call.results[0]
         return None if call.step is None or value is None else self.fused.get(value)
@@ -65,10 +65,12 @@ class LoweredStep:
 
     def under(self, plan: Plan) -> "LoweredStep":
         """The step of a plan in which nothing differs but how parameters travel and in which buckets."""
-        journeys = {**self.journeys, **parameters_journeys(self.program, plan, self.target)}
+        redistributed = {**self.redistributed, **redistribute_parameters(self.program, plan, self.target)}
         is_again = "use" in plan.lifetimes.values()  # else backward asks for no parameter's redistribution
-        replays = find_replays(plan, self.program, self.target, journeys) if is_again else self.replays
-        return _in_order(plan, self.program, self.target, journeys, replays)
+        recomputation = (
+            find_recomputation(plan, self.program, self.target, redistributed) if is_again else self.recomputation
+        )
+        return _in_order(plan, self.program, self.target, redistributed, recomputation)
 
 
 def lower(
@@ -79,40 +81,52 @@ def lower(
     sent: of a pipeline's stage, layouts in which the next stage takes what this one sends.
     """
     plan, program = running(plan, program)
-    journeys = make_journeys(program, plan, target, sent)
-    return _in_order(plan, program, target, journeys, find_replays(plan, program, target, journeys))
+    redistributed = redistribute(program, plan, target, sent)
+    return _in_order(plan, program, target, redistributed, find_recomputation(plan, program, target, redistributed))
 
 
 def _in_order(
-    plan: Plan, program: Program, target: Target, journeys: dict[str, Journey], replays: Replays
+    plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed], recomputation: Recomputation
 ) -> LoweredStep:
-    calls = make_calls(program, plan, target, journeys)
+    calls = make_calls(program, plan, target, redistributed)
     if program.copies > 1:
-        calls = woven_calls(calls, program, plan)
+        calls = interleaved_calls(calls, program, plan)
     at = {call.op.position: i for i, call in enumerate(calls) if call.op is not None}
-    backward, replay, end = _moments(calls, at, replays)
+    backward, replay, end = _moments(calls, at, recomputation)
     step = LoweredStep(
-        plan=plan, program=program, target=target, journeys=journeys, replays=replays, calls=calls, at=at,
-        fused=find_fused(plan, journeys), first={}, backward=backward, replay=replay, end=end,
-    )  # fmt: skip
+        plan=plan,
+        program=program,
+        target=target,
+        redistributed=redistributed,
+        recomputation=recomputation,
+        calls=calls,
+        at=at,
+        fused=find_buckets(plan, redistributed),
+        first={},
+        backward=backward,
+        replay=replay,
+        end=end,
+    )
     return replace(step, first=_first_calls(step))
 
 
-def _first_calls(step: LoweredStep) -> dict[Fused, int]:
-    found: dict[Fused, int] = {}
+def _first_calls(step: LoweredStep) -> dict[Bucket, int]:
+    found: dict[Bucket, int] = {}
     for number, call in enumerate(step.calls if step.fused else ()):
         if (group := step.group(call)) is not None:
             found.setdefault(group, number)
     return found
 
 
-def _moments(calls: list[Call], at: dict[int, int], replays: Replays) -> tuple[dict[int, int], dict[int, int], int]:
+def _moments(
+    calls: list[Call], at: dict[int, int], recomputation: Recomputation
+) -> tuple[dict[int, int], dict[int, int], int]:
     """Of backward passes, of recomputations, and of the optimizer's step."""
     steps = {v: i for i, c in enumerate(calls) if c.step is not None and c.part != WAIT for v in c.results}
     waiting: dict[int, list[int]] = defaultdict(list)
-    for position, waits in replays.ops.items():
+    for position, waits in recomputation.ops.items():
         waiting[at[waits]].append(at[position])
-    for value, (_, waits) in replays.steps.items():
+    for value, (_, waits) in recomputation.steps.items():
         waiting[at[waits]].append(steps[value])
     moment, backward, replay = len(calls), dict[int, int](), dict[int, int]()
     for number in reversed(range(len(calls))):

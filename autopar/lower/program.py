@@ -87,7 +87,7 @@ class Program:
 
     ends: what backward begins at, the loss or what a stage sends on.
     mutated: what the graph returns beside the loss, whole on every rank: new values of buffers, the count of labels.
-    copies: how many micro-batches run at once (`lower.copies`). copy_of: of what depends on the batch, by name.
+    copies: how many micro-batches run at once (`lower.interleaved`). copy_of: of what depends on the batch, by name.
     made: what strategy graphs of the program share, whatever the mesh (`search.graph`). form: what programs share that
     differ in sizes alone, and in none that makes ops differ which are alike here (`program_line`).
     """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.lower.calls import Call
 from autopar.lower.events import Event
 from autopar.lower.lowered_step import LoweredStep
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def find_cut(step: LoweredStep) -> Cut:
 def split_events(step: LoweredStep, events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """The events of both parts of a backward pass, each in the order of the whole."""
     cut = find_cut(step)
-    late = replayed_late(step, cut)
+    late = recomputed_late(step, cut)
     first: list[Event] = []
     second: list[Event] = []
     for event in events:
@@ -79,7 +79,7 @@ def _towards(event: Event, call: Call, slots: frozenset[int]) -> Event:
     return replace(event, towards=slots, makes=makes)
 
 
-def replayed_readers(step: LoweredStep) -> dict[Value, list[int]]:
+def recomputed_readers(step: LoweredStep) -> dict[Value, list[int]]:
     """Calls that are replayed, by what they read."""
     readers: dict[Value, list[int]] = defaultdict(list)
     for number in step.replay:
@@ -88,9 +88,9 @@ def replayed_readers(step: LoweredStep) -> dict[Value, list[int]]:
     return readers
 
 
-def replayed_late(step: LoweredStep, cut: Cut) -> set[int]:
+def recomputed_late(step: LoweredStep, cut: Cut) -> set[int]:
     """Calls that are replayed for the second part alone."""
-    readers = replayed_readers(step)
+    readers = recomputed_readers(step)
     late: set[int] = set()
     for number in sorted(step.replay, reverse=True):
         call, waiting = step.calls[number], set[int]()
@@ -98,7 +98,7 @@ def replayed_late(step: LoweredStep, cut: Cut) -> set[int]:
             waiting.add(number)
         for value in call.results:
             if value is not None:
-                waiting.update(step.at[position] for position in step.replays.savers.get(value, ()))
+                waiting.update(step.at[position] for position in step.recomputation.savers.get(value, ()))
         again = [reader for value in call.results if value is not None for reader in readers.get(value, ())]
         if not any(cut.is_first(step.calls[saver]) for saver in waiting) and all(reader in late for reader in again):
             late.add(number)
@@ -141,7 +141,7 @@ def _later(step: LoweredStep, way: set[Value]) -> tuple[set[Value], set[int]]:
     for number, value in reads:
         heads[of(value)].add(number)
     for name in step.program.captured.ends:
-        for _, _, layout in (w for w in step.journeys[name].wanted if w[0] < 0):
+        for _, _, layout in (w for w in step.redistributed[name].wanted if w[0] < 0):
             if (name, layout) not in way:
                 heads[of((name, layout))].add(name)
     later = {value for value in leader if len(heads[of(value)]) == 1}

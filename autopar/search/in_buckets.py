@@ -7,7 +7,7 @@ then its plan is proved to be as near the best as was asked. Where it is not, ot
 
     on axes     with parameters whole and some of the mesh's axes idle: where one message costs more than it saves over
                 a slow link, copies inside a host may still share a bucket; on all axes where the last plan splits some
-                for which a host's optimizer pays with all (`costs.journeys.splits_parameters`)
+                for which a host's optimizer pays with all (`lower.redistributions.splits_parameters`)
     beside      searched again where what runs beside compute counts less, which a plain sum does not see: sums of the
                 loss and of the count of labels no start, gradients' reductions a part of what backward may hide
     baselines   the named ones
@@ -26,8 +26,8 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.lower.journeys import parameters_journeys, splits_parameters
 from autopar.lower.program import Program
+from autopar.lower.redistributions import redistribute_parameters, splits_parameters
 from autopar.placement import Shard
 from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
@@ -169,8 +169,8 @@ def _parts(program: Program, pricer: Pricer, plan: Plan) -> list[tuple[int, ...]
     if len(axes) > SEARCHED_AXES:
         return []
     parts = [part for count in range(1, len(axes)) for part in itertools.combinations(axes, count)]
-    journeys = parameters_journeys(program, plan, pricer.target) if pricer.rates.split_seconds else {}
-    every = [tuple(range(pricer.mesh.num_axes))] if splits_parameters(plan, journeys, pricer.target) else []
+    redistributed = redistribute_parameters(program, plan, pricer.target) if pricer.rates.split_seconds else {}
+    every = [tuple(range(pricer.mesh.num_axes))] if splits_parameters(plan, redistributed, pricer.target) else []
     return [*every, *sorted(parts, key=lambda part: -math.prod(shape[axis] for axis in part))]
 
 

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from autopar.lower.journeys import Journey, sent_by
+from autopar.lower.redistributions import Redistributed, sent_by
 from autopar.mesh import Mesh
 from autopar.placement import Layout
 from autopar.plan import Plan, Way
@@ -25,17 +25,17 @@ Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
 Ways = Mapping[Word, Way]
 
 
-def ways_of(journey: Journey, plan: Plan, *, free: bool) -> Ways:
+def ways_of(one: Redistributed, plan: Plan, *, free: bool) -> Ways:
     """Ways that change each axis once, and the one that the plan takes, first; only this if not `free`."""
-    wanted = {layout for _, _, layout in journey.wanted if layout != journey.source}
+    wanted = {layout for _, _, layout in one.wanted if layout != one.source}
     if len(wanted) != 1:
         return {}
     (target,) = wanted
-    taken = journey.path(target)
-    path = (journey.source, *(step.target for step in taken))
+    taken = one.path(target)
+    path = (one.source, *(step.target for step in taken))
     found: dict[Word, Way] = {word_of(taken): Way(path=path)}
     if free:
-        for word, way in ways_between(journey.source, target, journey.tensor.shape, plan.mesh).items():
+        for word, way in ways_between(one.source, target, one.tensor.shape, plan.mesh).items():
             found.setdefault(word, way)
     return found
 
@@ -77,18 +77,20 @@ def _in_levels(way: Way, steps: Sequence[Step], mesh: Mesh) -> Iterator[Way]:
             yield Way(path=way.path, inside=tuple(mesh.names[a] for a in own.inside))
 
 
-def seconds_of(word: Word, journeys: Sequence[Journey], plan: Plan, pricer: Pricer, *, free: bool = True) -> float:
+def seconds_of(
+    word: Word, redistributed: Sequence[Redistributed], plan: Plan, pricer: Pricer, *, free: bool = True
+) -> float:
     """Seconds of a step that parameters take in one message for each collective of the word."""
     total = 0.0
-    ways = [ways_of(journey, plan, free=free)[word].steps(plan.mesh) for journey in journeys]
+    ways = [ways_of(one, plan, free=free)[word].steps(plan.mesh) for one in redistributed]
     for alike in zip(*ways, strict=True):
         for backward in (0, 1):
             sent = [
                 sent_by(step, j.tensor, plan)[backward]
-                for step, j in zip(alike, journeys, strict=True)
+                for step, j in zip(alike, redistributed, strict=True)
                 if not backward or j.in_backward
             ]
-            again = plan.lifetimes.get(journeys[0].tensor.name) == "use" and alike[0].forward == "all_gather"
+            again = plan.lifetimes.get(redistributed[0].tensor.name) == "use" and alike[0].forward == "all_gather"
             for number, parts in enumerate(zip(*sent, strict=True)):
                 first, nbytes = parts[0], sum(message.nbytes for message in parts)
                 seconds = pricer.message(first.kind, first.axes, nbytes, True)[0]

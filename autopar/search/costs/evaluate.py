@@ -43,7 +43,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
         hidden = sum(seconds.values()) + saved - beside_seconds(alone, pricer)
     elif step.plan.buckets and step.plan.microbatches == 1:
         groups = dict.fromkeys(step.fused.values())
-        hidden = late_seconds(step.plan, step.program, pricer, step.journeys, groups)
+        hidden = late_seconds(step.plan, step.program, pricer, step.redistributed, groups)
     return replace(
         plan.estimate,
         seconds=seconds,

@@ -3,8 +3,8 @@
 from functools import cached_property
 
 from autopar.lower.events import Event
-from autopar.lower.journeys import splits_parameters
 from autopar.lower.lowered_step import LoweredStep
+from autopar.lower.redistributions import splits_parameters
 from autopar.search.costs.pricing import Pricer, Timed
 
 
@@ -17,13 +17,13 @@ class EventPrices:
     @cached_property
     def beside_split(self) -> bool:
         """Whether ranks have a part of some parameter, for which the update of every other takes longer."""
-        return splits_parameters(self.step.plan, self.step.journeys, self.step.target)
+        return splits_parameters(self.step.plan, self.step.redistributed, self.step.target)
 
     def computed(self, event: Event) -> float:
         """Seconds of an op, or of the optimizer on a parameter; nothing of what is sent."""
         if event.kind == "optimizer":
-            journey = self.step.journeys[event.name]
-            return self.pricer.optimizer_seconds(journey.tensor, journey.source, beside_split=self.beside_split)
+            one = self.step.redistributed[event.name]
+            return self.pricer.optimizer_seconds(one.tensor, one.source, beside_split=self.beside_split)
         if event.op is None or event.inside:
             return 0.0
         names = self.step.plan.choices[event.op.name]
@@ -42,11 +42,11 @@ class EventPrices:
             return tuple((m.kind, s, m.axes) for m, s in zip(event.messages, seconds, strict=True))
         if event.step is None:
             return self.pricer.timed(event.messages)
-        tensor = self.step.journeys[event.name].tensor
+        tensor = self.step.redistributed[event.name].tensor
         share = self.pricer.share(tensor, self.step.plan.lifetimes.get(event.name, ""))
         both = self.pricer.step(event.step, tensor.shape, tensor.element_size, self.is_parameter(event), share)
         return both[event.is_back]
 
     def is_parameter(self, event: Event) -> bool:
         """Whether a parameter is sent, or the gradient of one."""
-        return event.step is not None and self.step.journeys[event.name].tensor.kind == "parameter"
+        return event.step is not None and self.step.redistributed[event.name].tensor.kind == "parameter"

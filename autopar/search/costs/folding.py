@@ -8,8 +8,8 @@ last block's output. So a folded cost is exactly the unfolded one: a price times
 
 from dataclasses import dataclass
 
-from autopar.lower.journeys import SINK
 from autopar.lower.program import Program
+from autopar.lower.redistributions import SINK
 
 Signature = frozenset[tuple[int, int]]
 """(class of the reading op, operand) of every reader; the graph's output is class SINK."""

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopar.lower.fused import Fused, fused_messages
-from autopar.lower.journeys import Journey
+from autopar.lower.buckets import Bucket, bucket_messages
 from autopar.lower.program import Program
+from autopar.lower.redistributions import Redistributed
 from autopar.placement import INVARIANT, Layout
 from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer, Timed
@@ -30,8 +30,8 @@ def late_seconds(
     plan: Plan,
     program: Program,
     pricer: Pricer,
-    journeys: Mapping[str, Journey],
-    groups: Iterable[Fused],
+    redistributed: Mapping[str, Redistributed],
+    groups: Iterable[Bucket],
 ) -> float:
     """Seconds of collectives that are hidden, in a step of one micro-batch.
 
@@ -40,8 +40,8 @@ def late_seconds(
     prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
-    hidden = _reductions(plan, pricer, journeys, groups, after)
-    told = _told(program, pricer, journeys)
+    hidden = _reductions(plan, pricer, redistributed, groups, after)
+    told = _told(program, pricer, redistributed)
     counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
     for position, early in counts.items():
         hidden += _beside(early, pricer, float(before[position]))
@@ -58,33 +58,37 @@ def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
     return hidden
 
 
-def _told(program: Program, pricer: Pricer, journeys: Mapping[str, Journey]) -> Timed:
+def _told(program: Program, pricer: Pricer, redistributed: Mapping[str, Redistributed]) -> Timed:
     """The last sum of the loss over ranks, which nothing in the step waits for."""
-    if program.loss not in journeys:
+    if program.loss not in redistributed:
         return ()
-    journey = journeys[program.loss]
-    steps = journey.path(Layout((INVARIANT,) * len(journey.source.axes)))
+    one = redistributed[program.loss]
+    steps = one.path(Layout((INVARIANT,) * len(one.source.axes)))
     if not steps or (steps[-1].forward, steps[-1].backward) != ("all_reduce", ""):
         return ()
-    return pricer.step(steps[-1], journey.tensor.shape, journey.tensor.element_size, False)[0][-1:]
+    return pricer.step(steps[-1], one.tensor.shape, one.tensor.element_size, False)[0][-1:]
 
 
 def _reductions(
     plan: Plan,
     pricer: Pricer,
-    journeys: Mapping[str, Journey],
-    groups: Iterable[Fused],
+    redistributed: Mapping[str, Redistributed],
+    groups: Iterable[Bucket],
     after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
 ) -> float:
     """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on."""
     sent, paid, wait = [], 0.0, 0.0
     for group in groups:
-        messages = fused_messages(group, plan, journeys, backward=True)
-        if not group.direct or not messages or not any(journeys[name].tensor.requires_grad for name, _ in group.values):
+        messages = bucket_messages(group, plan, redistributed, backward=True)
+        if (
+            not group.direct
+            or not messages
+            or not any(redistributed[name].tensor.requires_grad for name, _ in group.values)
+        ):
             continue
         first = messages[0]
         own = pricer.rates.copied_seconds(first.nbytes)
-        uses = [position for name, _ in group.values for position, _, _ in journeys[name].wanted]
+        uses = [position for name, _ in group.values for position, _, _ in redistributed[name].wanted]
         waits = [pricer.waiting(message.axes) for message in messages]
         paid, wait = paid + sum(waits), max(wait, *waits)
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.lower.journeys import SINK
 from autopar.lower.program import Program
+from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding
 
 Floats = NDArray[np.float64]

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.lower.journeys import SINK
 from autopar.lower.program import Program, Tensor
+from autopar.lower.redistributions import SINK
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.redistribution import Step
 from autopar.search.costs.folding import Folding, Signature, fold_program

@@ -216,8 +216,8 @@ class _Layers:
         arcs = _Arcs(count=len(sizes), sizes=sizes)
         arcs.steps(lattice, FORWARD, lattice.seconds(ahead, back), lattice.useful(ahead, back))
         if layered:
-            replays = builder._times(self.names).backward
-            arcs.steps(lattice, AGAIN, lattice.seconds(ahead + replays, back), replayed=True)
+            recomputation = builder._times(self.names).backward
+            arcs.steps(lattice, AGAIN, lattice.seconds(ahead + recomputation, back), replayed=True)
         layouts = np.arange(len(sizes))
         if wanted.size or self._gives_again():
             arcs.layers(FORWARD, KEPT, layouts, kept=True)
@@ -337,16 +337,16 @@ class _ParameterLayers:
             again = builder._is_again(reader.node)
             reads = len(reader.positions[self.names[0]])
             wants: dict[tuple[Layout, bool], int] = {}
-            for use, replays in sorted({(w, bool(a)) for w, a in zip(reader.wants, again, strict=True)}, key=str):
-                wants[use, replays] = number
+            for use, recomputation in sorted({(w, bool(a)) for w, a in zip(reader.wants, again, strict=True)}, key=str):
+                wants[use, recomputation] = number
                 number += 1
                 for copy, vertex in copies.items():
                     if copy[0] == use:
-                        often = reader.savers + (reads if replays else 0)
+                        often = reader.savers + (reads if recomputation else 0)
                         times = builder.pricer.gathers_again(often, len(self.readers))
-                        arcs.append((vertex, wants[use, replays], copy[1] * times))
+                        arcs.append((vertex, wants[use, recomputation], copy[1] * times))
                         steps.append(())
-                        own = (f"{copy[2]} again", bytes_of[copy], 0.0, i) if replays else (copy[2], 0.0, 0.0, -1)
+                        own = (f"{copy[2]} again", bytes_of[copy], 0.0, i) if recomputation else (copy[2], 0.0, 0.0, -1)
                         held.append(own)
             consumers.append(
                 Consumer(

@@ -242,7 +242,9 @@ class Joint:
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
             return False
-        self._own[key] = own.once * found + self._step.more_rounds(key, own.once * times) + self._step.replays(key)
+        self._own[key] = (
+            own.once * found + self._step.more_rounds(key, own.once * times) + self._step.recomputation(key)
+        )
         return True
 
     def refine(self, key: Candidate, cutoff: float) -> None:

@@ -107,7 +107,7 @@ class StepBounds:
         room = memory_limit(key.arrangement.cluster, self.setup.config)
         return 1.0 + (AGAIN * max(1.0 - room / kept, 0.0) if kept else 0.0)
 
-    def replays(self, key: Candidate) -> float:
+    def recomputation(self, key: Candidate) -> float:
         """Seconds of a step, at least, in which what does not fit is made again. Only without stages: all that is kept
         of a micro-batch is there at the turn; and 0 where memory would do if everything else took none."""
         if key.arrangement.pipeline > 1:

@@ -22,8 +22,8 @@ from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph import CapturedModel
-from autopar.lower.journeys import make_journeys
 from autopar.lower.program import Op, Program, Tensor, make_program
+from autopar.lower.redistributions import redistribute
 from autopar.mesh import Mesh
 from autopar.placement import Layout, Placement, Shard
 from autopar.plan import Plan, TrainConfig
@@ -113,16 +113,16 @@ def _solved(
 def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
     """Layouts that are made for ops of blocks alone: redistributed again with the block, whatever made the tensor."""
     out = {}
-    for name, journey in make_journeys(program, plan, pricer.target).items():
-        if journey.tensor.kind != "op":
+    for name, one in redistribute(program, plan, pricer.target).items():
+        if one.tensor.kind != "op":
             continue
         outside = {
             step.target
-            for position, _, layout in journey.wanted
+            for position, _, layout in one.wanted
             if position < 0 or not block_of(program.ops[position].module)
-            for step in journey.path(layout)
+            for step in one.path(layout)
         }
-        made = [v for v, step in journey.made.items() if step.forward and v not in outside]
+        made = [v for v, step in one.made.items() if step.forward and v not in outside]
         if made:
             out[name] = tuple(sorted(made, key=str))
     return out

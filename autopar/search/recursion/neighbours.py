@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.lower.journeys import SINK
 from autopar.lower.program import Program, Tensor
+from autopar.lower.redistributions import SINK
 from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.pricing import Pricer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from autopar.lower.gradients import Gradients
 from autopar.lower.holding import LEAVES, Holding
 from autopar.lower.live import Live
-from autopar.lower.split_backward import Cut, find_cut, replayed_late, replayed_readers
+from autopar.lower.split_backward import Cut, find_cut, recomputed_late, recomputed_readers
 from autopar.rules.spare import gives_all
 
 
@@ -42,7 +42,7 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     stays = [(h, span) for h in stored if (span := spans.second(h)) is not None]
     first = live.gradients(wanted=lambda value: value not in later, copies=False, noted=heads)
     second = live.gradients(heads, wanted=lambda value: value in later, copies=False)
-    given = {id(g) for (name, _), g in first.held.items() if live.journeys[name].tensor.kind != "parameter"}
+    given = {id(g) for (name, _), g in first.held.items() if live.redistributed[name].tensor.kind != "parameter"}
     noted = {number: g for number in sorted(heads) if (g := first.arrived.get(number)) is not None}
     until: dict[int, int] = {}
     for number, g in noted.items():
@@ -91,7 +91,7 @@ def _made_beside(live: Live, cut: Cut, number: int) -> tuple[Holding, Holding]:
     if call.op is not None and gives_all(call.op.node):
         for (name, layout), wanted in zip(call.operands, call.gradients, strict=True):
             if wanted:
-                in_part[(name, layout) in cut.way] += live.target.local_nbytes(live.journeys[name].tensor, layout)
+                in_part[(name, layout) in cut.way] += live.target.local_nbytes(live.redistributed[name].tensor, layout)
     first, second = (
         Holding("working", call.results[0][0] if call.results[0] else "", n, moment, moment) for n in in_part
     )
@@ -108,15 +108,15 @@ def _returned(live: Live, found: Gradients, noted: set[int]) -> float:
     total, counted = 0.0, set[int]()
     shared = Counter(id(gradient) for gradient in found.held.values())  # copied for all but one, which has it
     for name in live.program.captured.received:
-        journey = live.journeys[name]
-        value = name, journey.source
+        one = live.redistributed[name]
+        value = name, one.source
         gradient = found.held.get(value)
-        if not journey.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
+        if not one.tensor.requires_grad or (gradient is not None and id(gradient) in counted):
             continue
         is_shared = gradient is not None and shared[id(gradient)] > 1
         is_others = value in found.lent or gradient in found.passed
         if gradient is None or is_shared or is_others or id(gradient) in noted:
-            total += live.target.local_nbytes(journey.tensor, journey.source)
+            total += live.target.local_nbytes(one.tensor, one.source)
         else:
             total += gradient.nbytes
             counted.add(id(gradient))
@@ -134,8 +134,8 @@ class _Spans:
     def __init__(self, live: Live, cut: Cut) -> None:
         self.live, self.turn, self.end = live, len(live.calls), live.end
         self.number_at = {moment: i for moments in (live.backward, live.replay) for i, moment in moments.items()}
-        self.late = replayed_late(live.step, cut)
-        self.readers = replayed_readers(live.step)
+        self.late = recomputed_late(live.step, cut)
+        self.readers = recomputed_readers(live.step)
         self.until = self._until(cut)
 
     def _until(self, cut: Cut) -> dict[int, int]:
@@ -158,7 +158,7 @@ class _Spans:
         if holding.layout is None:
             return [self.number_at[min(holding.last, self.end - 1)]], []
         value = holding.name, holding.layout
-        return [self.live.at[p] for p in self.live.replays.savers.get(value, ())], self.readers.get(value, [])
+        return [self.live.at[p] for p in self.live.recomputation.savers.get(value, ())], self.readers.get(value, [])
 
     def first(self, holding: Holding) -> Holding:
         """In the first part."""

@@ -104,7 +104,7 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     forward, back = [h for h in moving if h.first < turn], [h for h in moving if h.last >= turn]
     kept = [h for h in forward if h.last >= turn]
     parts = split_passes(live, kept, back)
-    received = [live.journeys[name] for name in stage.received]
+    received = [live.redistributed[name] for name in stage.received]
     taken = [live.target.local_nbytes(j.tensor, j.source) for j in received]
     parts_of = {"B": back, "I": parts.first, "W": parts.second}
     early = {h.name for h in parts.first if h.role in LEAVES}
@@ -278,25 +278,25 @@ def _stored_again(plan: StagedPlan, stages: Sequence[CapturedModel], with_optimi
 def _copied_inputs(live: Live, stage: CapturedModel) -> Iterator[Holding]:
     """This rank's parts of inputs that are no rows of the batch, which are copied."""
     for spec in stage.inputs[: len(stage.inputs) - len(stage.received)]:
-        journey = live.journeys[spec.placeholder]
-        if any(dim > 0 for dim in journey.source.sharded_dims()):
-            savers = live.replays.uses.get((spec.placeholder, journey.source), ())
+        one = live.redistributed[spec.placeholder]
+        if any(dim > 0 for dim in one.source.sharded_dims()):
+            savers = live.recomputation.uses.get((spec.placeholder, one.source), ())
             last = max((live.backward[live.at[p]] for p in savers), default=len(live.calls) - 1)
-            yield Holding("inputs", spec.placeholder, live.target.local_nbytes(journey.tensor, journey.source), 0, last)
+            yield Holding("inputs", spec.placeholder, live.target.local_nbytes(one.tensor, one.source), 0, last)
 
 
 def _answered(live: Live, stage: CapturedModel) -> Iterator[int]:
     """Bytes of the gradients that come back for what a micro-batch sends."""
     for name in stage.sends:
-        journey = live.journeys[name]
-        if journey.tensor.requires_grad:
-            yield from (live.target.local_nbytes(journey.tensor, layout) for p, _, layout in journey.wanted if p < 0)
+        one = live.redistributed[name]
+        if one.tensor.requires_grad:
+            yield from (live.target.local_nbytes(one.tensor, layout) for p, _, layout in one.wanted if p < 0)
 
 
 def _returned(live: Live, stage: CapturedModel) -> int:
     """Bytes of gradients that a micro-batch makes a stage send back: zeros where there is none."""
     found = {name: gradient for (name, _), gradient in live.gradients().held.items()}
-    wanted = [live.journeys[name] for name in stage.received if live.journeys[name].tensor.requires_grad]
+    wanted = [live.redistributed[name] for name in stage.received if live.redistributed[name].tensor.requires_grad]
     zeros = [live.target.local_nbytes(j.tensor, j.source) for j in wanted if j.tensor.name not in found]
     made = {id(found[j.tensor.name]): found[j.tensor.name].nbytes for j in wanted if j.tensor.name in found}
     return sum(zeros) + sum(made.values())
@@ -307,7 +307,7 @@ def _staying(live: Live, holdings: Iterable[Holding]) -> list[Holding]:
     out = []
     for holding in holdings:
         if holding.role in LEAVES:
-            tensor = live.journeys[holding.name].tensor
+            tensor = live.redistributed[holding.name].tensor
             nbytes = holding.nbytes / tensor.element_size * tensor.stored_size
             out.append(replace(holding, kind="gradients", nbytes=nbytes, last=live.end - 1))
         else:

@@ -31,8 +31,8 @@ from autopar.blocks import block_of
 from autopar.cluster import Cluster
 from autopar.cost_models.gradient_exchange.merged_gradients import Floats, merge_with_starts
 from autopar.graph import CapturedModel
-from autopar.lower.journeys import Journey, make_journeys, sent_by
 from autopar.lower.program import Program, Tensor, make_program
+from autopar.lower.redistributions import Redistributed, redistribute, sent_by
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan, Way
 from autopar.redistribution import Message
@@ -132,63 +132,63 @@ def choose_buckets(
     return _in_groups(groups, plan, pricer, flatten, most)
 
 
-def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use: bool) -> list[list[Journey]]:
+def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use: bool) -> list[list[Redistributed]]:
     """Parameters that travel together, however large."""
-    groups: list[list[Journey]] = []
-    for journeys in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
-        if not _is_used(journeys, plan):
-            groups += _merged(journeys, plan, program, pricer, flatten)
+    groups: list[list[Redistributed]] = []
+    for redistributed in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
+        if not _is_used(redistributed, plan):
+            groups += _merged(redistributed, plan, program, pricer, flatten)
         elif for_use:
-            groups.append(journeys)
+            groups.append(redistributed)
     return groups
 
 
-def _is_used(group: Sequence[Journey], plan: Plan) -> bool:
+def _is_used(group: Sequence[Redistributed], plan: Plan) -> bool:
     """Whether they are gathered for use."""
     return plan.lifetimes.get(group[0].tensor.name) == "use"
 
 
-def _in_groups(groups: Iterable[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool, most: float) -> Plan:
+def _in_groups(groups: Iterable[list[Redistributed]], plan: Plan, pricer: Pricer, flatten: bool, most: float) -> Plan:
     """The plan with a bucket of each group, or of each part that it is cut into, on the way that suits it best."""
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
     lifetimes = dict(plan.lifetimes)
     for group in (part for together in groups for part in _cut(together, plan, most)):
         if len(group) > 1 or not _is_used(group, plan):
-            buckets.append(tuple(journey.tensor.name for journey in group))
+            buckets.append(tuple(one.tensor.name for one in group))
         word = _best_word(group, plan, pricer, flatten)
-        for journey in group if word else ():
-            own = ways_of(journey, plan, free=flatten)
+        for one in group if word else ():
+            own = ways_of(one, plan, free=flatten)
             if word != next(iter(own)):
-                ways[journey.tensor.name] = own[word]
-        if len({lifetimes.get(journey.tensor.name) for journey in group}) > 1:
-            lifetimes.update(dict.fromkeys((journey.tensor.name for journey in group), "always"))
+                ways[one.tensor.name] = own[word]
+        if len({lifetimes.get(one.tensor.name) for one in group}) > 1:
+            lifetimes.update(dict.fromkeys((one.tensor.name for one in group), "always"))
     return replace(plan, buckets=tuple(buckets), ways=ways, lifetimes=lifetimes)
 
 
-def _best_word(group: Sequence[Journey], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
+def _best_word(group: Sequence[Redistributed], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
     """What takes the fewest seconds for all of a group, () if they have no choice; the plan's way wins ties."""
-    if all(len(ways_of(journey, plan, free=flatten)) < 2 for journey in group):
+    if all(len(ways_of(one, plan, free=flatten)) < 2 for one in group):
         return ()
     return min(_common(group, plan, flatten), key=lambda word: seconds_of(word, group, plan, pricer))
 
 
-def _common(group: Sequence[Journey], plan: Plan, flatten: bool) -> list[Word]:
+def _common(group: Sequence[Redistributed], plan: Plan, flatten: bool) -> list[Word]:
     """Ways that all of a group can take."""
-    kinds = {frozenset(ways_of(journey, plan, free=flatten)) for journey in group}
-    lifetimes = {plan.lifetimes.get(journey.tensor.name) for journey in group}
+    kinds = {frozenset(ways_of(one, plan, free=flatten)) for one in group}
+    lifetimes = {plan.lifetimes.get(one.tensor.name) for one in group}
     words = [word for word in ways_of(group[0], plan, free=flatten) if all(word in kind for kind in kinds)]
     return words if len(lifetimes) == 1 else [word for word in words if all(not forward for forward, *_ in word)]
 
 
-def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool) -> list[list[Journey]]:
+def _united(runs: list[list[Redistributed]], plan: Plan, pricer: Pricer, flatten: bool) -> list[list[Redistributed]]:
     """Runs, together where one way for both takes fewer seconds than the best of each; what saves most first.
 
     Of lifetimes that differ in nothing but when a copy is gathered, on a way that gathers none. It is counted in turn.
     """
     known: dict[tuple[str, ...], float] = {}
 
-    def least(run: list[Journey], heads: list[Journey]) -> float:
+    def least(run: list[Redistributed], heads: list[Redistributed]) -> float:
         """heads: one of each kind, for those of a kind can take the same ways."""
         key = tuple(head.tensor.name for head in heads)
         if key not in known:
@@ -196,14 +196,14 @@ def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool
             known[key] = min((seconds_of(word, run, plan, pricer) for word in words), default=math.inf)
         return known[key]
 
-    def class_of(journey: Journey) -> object:
-        tensor = journey.tensor
+    def class_of(one: Redistributed) -> object:
+        tensor = one.tensor
         lifetime = plan.lifetimes.get(tensor.name, "")
         kept = lifetime != "use" and (plan.microbatches == 1 or lifetime in ONCE_A_STEP)
-        even = is_even(tensor.shape, journey.source, plan.mesh)
+        even = is_even(tensor.shape, one.source, plan.mesh)
         return (even, tensor.element_size, tensor.requires_grad) if kept else tensor.name
 
-    classes: dict[object, list[tuple[list[Journey], list[Journey]]]] = {}
+    classes: dict[object, list[tuple[list[Redistributed], list[Redistributed]]]] = {}
     for run in runs:
         classes.setdefault(class_of(run[0]), []).append((run, [run[0]]))
     for made in classes.values():
@@ -221,58 +221,56 @@ def _united(runs: list[list[Journey]], plan: Plan, pricer: Pricer, flatten: bool
     return [run for made in classes.values() for run, _ in made]
 
 
-def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Journey]]:
+def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Redistributed]]:
     """Parameters that may share a bucket, in the order of their first use."""
-    open_runs: dict[object, list[Journey]] = {}
+    open_runs: dict[object, list[Redistributed]] = {}
     last_block: str | None = None
-    moving = [
-        j for j in make_journeys(program, plan, pricer.target).values() if j.tensor.kind == "parameter" and j.made
-    ]
-    for journey in sorted(moving, key=_first_use):
-        block = block_of(program.ops[max(_first_use(journey), 0)].module)
+    moving = [j for j in redistribute(program, plan, pricer.target).values() if j.tensor.kind == "parameter" and j.made]
+    for one in sorted(moving, key=_first_use):
+        block = block_of(program.ops[max(_first_use(one), 0)].module)
         if block != last_block:
             for key in [key for key in open_runs if "use" in key]:  # type: ignore[operator]
                 yield open_runs.pop(key)
         last_block = block
-        open_runs.setdefault(_alike(journey, plan, flatten), []).append(journey)
+        open_runs.setdefault(_alike(one, plan, flatten), []).append(one)
     yield from open_runs.values()
 
 
-def _first_use(journey: Journey) -> int:
-    return min(position for position, _, _ in journey.wanted)
+def _first_use(one: Redistributed) -> int:
+    return min(position for position, _, _ in one.wanted)
 
 
-def _alike(journey: Journey, plan: Plan, flatten: bool) -> tuple[object, ...]:
-    tensor = journey.tensor
-    steps = journey.made.values()
-    taken = frozenset((step.source == journey.source, step.forward, step.backward, step.axes) for step in steps)
+def _alike(one: Redistributed, plan: Plan, flatten: bool) -> tuple[object, ...]:
+    tensor = one.tensor
+    steps = one.made.values()
+    taken = frozenset((step.source == one.source, step.forward, step.backward, step.axes) for step in steps)
     return (
         plan.lifetimes.get(tensor.name, ""),
-        frozenset(ways_of(journey, plan, free=flatten)) or taken,
-        is_even(tensor.shape, journey.source, plan.mesh),
+        frozenset(ways_of(one, plan, free=flatten)) or taken,
+        is_even(tensor.shape, one.source, plan.mesh),
         tensor.element_size,
         tensor.requires_grad,
     )
 
 
 def _merged(
-    journeys: list[Journey], plan: Plan, program: Program, pricer: Pricer, flatten: bool
-) -> list[list[Journey]]:
+    redistributed: list[Redistributed], plan: Plan, program: Program, pricer: Pricer, flatten: bool
+) -> list[list[Redistributed]]:
     """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
     after = np.zeros(len(program.ops) + 1)
     for op in reversed(program.ops):
         after[op.position] = after[op.position + 1] + pricer.op(op, plan.choices[op.name]).backward
-    order = journeys[::-1]
-    ready = np.array([after[max(_first_use(journey), 0)] for journey in order])
-    word = _best_word(journeys, plan, pricer, flatten)
-    sent = [_messages(journey, plan, word, flatten) for journey in order]
+    order = redistributed[::-1]
+    ready = np.array([after[max(_first_use(one), 0)] for one in order])
+    word = _best_word(redistributed, plan, pricer, flatten)
+    sent = [_messages(one, plan, word, flatten) for one in order]
     nbytes = np.array([float(sum(m.nbytes for m in found)) for found in sent])
     together: dict[tuple[str, tuple[int, ...]], int] = {}
     for message in (m for found in sent for m in found):
         kind = message.kind, message.axes
         together[kind] = together.get(kind, 0) + message.nbytes
     if not together:
-        return [[journey] for journey in journeys]
+        return [[one] for one in redistributed]
     price = _prices(together, float(nbytes.sum()), pricer)
     groups = merge_with_starts(ready, nbytes, price.seconds, price.start, price.busy)
     return [order[first : last + 1][::-1] for first, last in groups]
@@ -304,19 +302,19 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     return _Prices(lambda n: np.interp(n, sizes, known), float(start), float(busy) / nbytes)
 
 
-def _cut(group: list[Journey], plan: Plan, most: float) -> Iterator[list[Journey]]:
+def _cut(group: list[Redistributed], plan: Plan, most: float) -> Iterator[list[Redistributed]]:
     """Neighbours together that have at most so many bytes, from the last on; what is gathered for use stays whole."""
     if _is_used(group, plan):
         yield group
         return
-    part: list[Journey] = []
+    part: list[Redistributed] = []
     held = 0.0
-    for journey in reversed(group):
-        if part and held + _nbytes(journey.tensor) > most:
+    for one in reversed(group):
+        if part and held + _nbytes(one.tensor) > most:
             yield part[::-1]
             part, held = [], 0.0
-        part.append(journey)
-        held += _nbytes(journey.tensor)
+        part.append(one)
+        held += _nbytes(one.tensor)
     yield part[::-1]
 
 
@@ -324,9 +322,9 @@ def _nbytes(tensor: Tensor) -> float:
     return float(tensor.element_size * math.prod(tensor.shape))
 
 
-def _messages(journey: Journey, plan: Plan, word: Word, flatten: bool) -> list[Message]:
+def _messages(one: Redistributed, plan: Plan, word: Word, flatten: bool) -> list[Message]:
     """What the gradient of a parameter sends, or the parameter itself if it has none."""
-    tensor = journey.tensor
-    steps = ways_of(journey, plan, free=flatten)[word].steps(plan.mesh) if word else journey.made.values()
+    tensor = one.tensor
+    steps = ways_of(one, plan, free=flatten)[word].steps(plan.mesh) if word else one.made.values()
     sent = [sent_by(step, tensor, plan) for step in steps]
     return [message for pair in sent for message in pair[tensor.requires_grad]]

@@ -32,7 +32,7 @@ from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.graph import CapturedModel
-from autopar.lower.copies import running
+from autopar.lower.interleaved import running
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.placement import Layout

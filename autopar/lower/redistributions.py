@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from autopar.lower.lying import find_lying
+from autopar.lower.memory_layouts import find_memory_layouts
 from autopar.lower.program import Program, Tensor
 from autopar.lower.target import LocalOp, Target
 from autopar.mesh import Mesh
@@ -20,11 +20,11 @@ SINK = -1
 
 
 @dataclass(slots=True, kw_only=True)
-class Journey:
+class Redistributed:
     """One tensor's way: `made[layout]` is the step that makes it; `wanted` are (reader, operand, layout).
 
     is_copy: of a view's result, that it has storage of its own; is_contiguous: of an op's, how it lies
-    (`lower.lying`).
+    (`lower.memory_layouts`).
     """
 
     tensor: Tensor
@@ -80,68 +80,68 @@ def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -
         yield name, Layout((REPLICATE,) * mesh.num_axes)
 
 
-def make_journeys(
+def redistribute(
     program: Program, plan: Plan, target: Target, sent: Mapping[str, Layout] = MappingProxyType({})
-) -> dict[str, Journey]:
+) -> dict[str, Redistributed]:
     """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
     prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
-    out = {name: _journey(tensor, program, plan, prices) for name, tensor in program.tensors.items()}
+    out = {name: _redistributed(tensor, program, plan, prices) for name, tensor in program.tensors.items()}
     for name, layout in wanted_by_output(program, plan.mesh, sent):
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
-    lying = find_lying(program, plan, target, out)
-    for name in lying.copies:
+    memory_layouts = find_memory_layouts(program, plan, target, out)
+    for name in memory_layouts.copies:
         out[name].is_copy = True
-    for name, value in (program.strided | lying.strides).items():
+    for name, value in (program.strided | memory_layouts.strides).items():
         out[name].is_contiguous = value.is_contiguous()
     return out
 
 
-def parameters_journeys(program: Program, plan: Plan, target: Target) -> dict[str, Journey]:
+def redistribute_parameters(program: Program, plan: Plan, target: Target) -> dict[str, Redistributed]:
     """The way of every parameter under `plan`."""
     prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
     parameters = {name: tensor for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
-    return {name: _journey(tensor, program, plan, prices) for name, tensor in parameters.items()}
+    return {name: _redistributed(tensor, program, plan, prices) for name, tensor in parameters.items()}
 
 
-def splits_parameters(plan: Plan, journeys: Mapping[str, Journey], target: Target) -> bool:
+def splits_parameters(plan: Plan, redistributed: Mapping[str, Redistributed], target: Target) -> bool:
     """Whether ranks have a part of some parameter: then the runtime has DTensors of all (`runtime.state.all_whole`).
 
     Counted, as copies are, of plans in buckets alone: searches add up parameter by parameter, and one for which others
     pay too is more than they see. What buckets save is less by it.
     """
-    parameters = [j for j in journeys.values() if j.tensor.kind == "parameter"] if plan.buckets else []
-    return any(target.is_split(journey.tensor, journey.source) for journey in parameters)
+    parameters = [j for j in redistributed.values() if j.tensor.kind == "parameter"] if plan.buckets else []
+    return any(target.is_split(one.tensor, one.source) for one in parameters)
 
 
-def _journey(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[LocalOp]) -> Journey:
+def _redistributed(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[LocalOp]) -> Redistributed:
     """What a tensor's readers ask of it; not what the graph's output does."""
     source = plan.layouts[tensor.name] if tensor.producer is None else prices[tensor.producer].results[tensor.index]
-    journey = Journey(tensor=tensor, source=source)
+    one = Redistributed(tensor=tensor, source=source)
     for position, slot in program.readers[tensor.name]:
-        _travel(journey, plan, position, slot, prices[position].operands[slot], program.ops[position].has_backward)
-    return journey
+        _travel(one, plan, position, slot, prices[position].operands[slot], program.ops[position].has_backward)
+    return one
 
 
-def _added(journey: Journey, plan: Plan, layout: Layout) -> Layout:
+def _added(one: Redistributed, plan: Plan, layout: Layout) -> Layout:
     """In which layout another copy's loss is added to the first's: before the sum over ranks that nothing waits for."""
-    steps = _steps(journey, plan, layout) if layout != journey.source else ()
+    steps = _steps(one, plan, layout) if layout != one.source else ()
     is_sum = bool(steps) and (steps[-1].forward, steps[-1].backward) == ("all_reduce", "")
     return steps[-1].source if is_sum else layout
 
 
-def _travel(journey: Journey, plan: Plan, position: int, slot: int, layout: Layout, backward: bool) -> None:
-    tensor = journey.tensor
-    journey.wanted.append((position, slot, layout))
-    if layout != journey.source and layout not in journey.made:
-        for step in _steps(journey, plan, layout):
-            if step.target != journey.source and step.target not in journey.made:
-                journey.made[step.target] = step
+def _travel(one: Redistributed, plan: Plan, position: int, slot: int, layout: Layout, backward: bool) -> None:
+    tensor = one.tensor
+    one.wanted.append((position, slot, layout))
+    if layout != one.source and layout not in one.made:
+        for step in _steps(one, plan, layout):
+            if step.target != one.source and step.target not in one.made:
+                one.made[step.target] = step
     if backward and tensor.requires_grad:
-        journey.in_backward.update(step.target for step in journey.path(layout))
+        one.in_backward.update(step.target for step in one.path(layout))
 
 
-def _steps(journey: Journey, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
-    tensor = journey.tensor
-    steps = plan.steps(tensor.name, journey.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
+def _steps(one: Redistributed, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
+    tensor = one.tensor
+    steps = plan.steps(tensor.name, one.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
     return tuple(step.among(plan.mesh) for step in steps)

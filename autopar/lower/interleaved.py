@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar.lower.calls import START, WAIT, Call
 from autopar.lower.program import Op, Program, Tensor
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
 from autopar.passes.graph_tools import copied_name
 from autopar.passes.weave_copies import COPIES, check_copies, segments
 from autopar.plan import Plan
@@ -109,7 +109,7 @@ def sends(step: Step) -> bool:
     return step.forward in COLLECTIVES or step.backward in COLLECTIVES
 
 
-def woven_calls(calls: Sequence[Call], program: Program, plan: Plan) -> list[Call]:
+def interleaved_calls(calls: Sequence[Call], program: Program, plan: Plan) -> list[Call]:
     """The calls of both copies, given one copy after the other, in the order in which they run."""
     makers = {value: call for call in calls for value in call.results if value is not None}
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.lower.journeys import Journey
 from autopar.lower.program import Op, Program
+from autopar.lower.redistributions import Redistributed
 from autopar.lower.target import LocalOp, Target
 from autopar.placement import Layout
 from autopar.plan import Plan
@@ -23,7 +23,7 @@ Value = tuple[str, Layout]
 
 
 @dataclass(slots=True, kw_only=True)
-class Replays:
+class Recomputation:
     """uses[value]: positions at whose backward it is read, by the op that saves it or by replays (`savers` alone of
     the former). first[value]: where a replayed value is made. ops[position], steps[value]: where they run again."""
 
@@ -38,18 +38,18 @@ def root_of(
     program: Program,
     plan: Plan,
     target: Target,
-    journeys: dict[str, Journey],
+    redistributed: dict[str, Redistributed],
     name: str,
     layout: Layout,
     copies: bool = False,
 ) -> Value:
     """The value whose storage a tensor in a layout is; `copies`: or was, before a view that copies."""
     while True:
-        journey = journeys[name]
-        while layout != journey.source and not journey.made[layout].forward:
-            layout = journey.made[layout].source
+        one = redistributed[name]
+        while layout != one.source and not one.made[layout].forward:
+            layout = one.made[layout].source
         view = program.aliases.get(name)
-        if view is None or layout != journey.source or (journey.is_copy and not copies):
+        if view is None or layout != one.source or (one.is_copy and not copies):
             return name, layout
         op = program.ops[view[0]]
         name, layout = op.operands[view[1]], target.op(op, plan.choices[op.name]).operands[view[1]]
@@ -59,37 +59,39 @@ VALUES = 2
 """Operand of attention: what is added up by its weights."""
 
 
-def saved_of(op: Op, local: LocalOp, target: Target, journeys: Mapping[str, Journey]) -> list[Value]:
+def saved_of(op: Op, local: LocalOp, target: Target, redistributed: Mapping[str, Redistributed]) -> list[Value]:
     """Operands and results of an op that autograd keeps themselves.
 
     Products of attention keep copies, but for values that are contiguous.
     """
     slots, results = target.saves(op)
     if target.are_products(op):
-        journey = journeys[op.operands[VALUES]]
-        is_kept = journey.is_contiguous or journey.is_laid_anew(local.operands[VALUES])
+        one = redistributed[op.operands[VALUES]]
+        is_kept = one.is_contiguous or one.is_laid_anew(local.operands[VALUES])
         slots = (VALUES,) if is_kept else ()
     kept = [(op.operands[i], local.operands[i]) for i in slots]
     return kept + [(r, local.results[i]) for i in results if (r := op.results[i]) is not None]
 
 
-def find_replays(plan: Plan, program: Program, target: Target, journeys: dict[str, Journey]) -> Replays:
+def find_recomputation(
+    plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed]
+) -> Recomputation:
     """What the backward pass of a plan waits for."""
-    return _Search(plan, program, target, journeys).run()
+    return _Search(plan, program, target, redistributed).run()
 
 
 class _Search:
-    def __init__(self, plan: Plan, program: Program, target: Target, journeys: dict[str, Journey]) -> None:
-        self.plan, self.program, self.target, self.journeys = plan, program, target, journeys
-        self.found = Replays()
+    def __init__(self, plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed]) -> None:
+        self.plan, self.program, self.target, self.redistributed = plan, program, target, redistributed
+        self.found = Recomputation()
         self.demand: dict[Value, int] = {}
 
-    def run(self) -> Replays:
+    def run(self) -> Recomputation:
         found = self.found
         for op in self.program.ops:
             if op.has_backward:
                 price = self.target.op(op, self.plan.choices[op.name])
-                for saved, layout in saved_of(op, price, self.target, self.journeys):
+                for saved, layout in saved_of(op, price, self.target, self.redistributed):
                     value = self.value(saved, layout)
                     found.savers[value].append(op.position)
                     self._wait(value, op.position)
@@ -101,16 +103,16 @@ class _Search:
         return found
 
     def value(self, name: str, layout: Layout) -> Value:
-        return root_of(self.program, self.plan, self.target, self.journeys, name, layout)
+        return root_of(self.program, self.plan, self.target, self.redistributed, name, layout)
 
     def _wait(self, value: Value, position: int) -> None:
         self.found.uses[value].append(position)
         self.demand[value] = max(position, self.demand.get(value, -1))
 
     def _copies(self, name: str) -> None:
-        journey = self.journeys[name]
-        again = self.plan.remade.get(name, ()) if journey.tensor.requires_grad else ()
-        for layout, step in reversed(journey.made.items()):
+        one = self.redistributed[name]
+        again = self.plan.remade.get(name, ()) if one.tensor.requires_grad else ()
+        for layout, step in reversed(one.made.items()):
             position = self.demand.get((name, layout))
             if position is not None and layout in again and step.forward:
                 self.found.first[name, layout] = position
@@ -122,13 +124,19 @@ class _Search:
         if op.rule.alias is None:
             return op.name in self.plan.recompute and any(op.result_grads)
         (result,) = op.results[:1]
-        if result is None or not self.journeys[result].is_copy:
+        if result is None or not self.redistributed[result].is_copy:
             return False
         name, layout = root_of(
-            self.program, self.plan, self.target, self.journeys, result, self.journeys[result].source, copies=True
+            self.program,
+            self.plan,
+            self.target,
+            self.redistributed,
+            result,
+            self.redistributed[result].source,
+            copies=True,
         )
-        tensor = self.journeys[name].tensor
-        if layout != self.journeys[name].source:
+        tensor = self.redistributed[name].tensor
+        if layout != self.redistributed[name].source:
             return tensor.requires_grad and layout in self.plan.remade.get(name, ())
         return tensor.producer is not None and self._is_chosen(self.program.ops[tensor.producer])
 

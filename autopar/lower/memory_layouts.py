@@ -20,10 +20,10 @@ from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING, is_view
 
 if TYPE_CHECKING:
-    from autopar.lower.journeys import Journey
+    from autopar.lower.redistributions import Redistributed
 
 
-class Lying(NamedTuple):
+class MemoryLayouts(NamedTuple):
     """strides: tensors without values that lie otherwise than in the whole graph. copies: results of view ops that have
     storage of their own."""
 
@@ -31,16 +31,18 @@ class Lying(NamedTuple):
     copies: set[str]
 
 
-def find_lying(program: Program, plan: Plan, target: Target, journeys: Mapping[str, "Journey"]) -> Lying:
+def find_memory_layouts(
+    program: Program, plan: Plan, target: Target, redistributed: Mapping[str, "Redistributed"]
+) -> MemoryLayouts:
     """What a plan's collectives change of how tensors lie."""
-    lying: dict[str, Tensor] = {}
+    memory_layouts: dict[str, Tensor] = {}
     copies = set[str]()
     for op in program.ops:
-        if not any(name in program.strided or name in lying for name in op.operands):
+        if not any(name in program.strided or name in memory_layouts for name in op.operands):
             continue
         layouts = zip(op.operands, target.op(op, plan.choices[op.name]).operands, strict=True)
-        anew = {name for name, layout in layouts if journeys[name].is_laid_anew(layout)}
-        own = {name: value for name, value in lying.items() if name in op.operands and name not in anew}
+        anew = {name for name, layout in layouts if redistributed[name].is_laid_anew(layout)}
+        own = {name: value for name, value in memory_layouts.items() if name in op.operands and name not in anew}
         own |= {name: torch.empty_like(program.strided[name], memory_format=torch.contiguous_format)
                 for name in anew if name in program.strided}  # fmt: skip
         if not own or not is_known(op.node):
@@ -51,8 +53,8 @@ def find_lying(program: Program, plan: Plan, target: Target, journeys: Mapping[s
         if result is None:
             continue
         if value.stride() != op.node.meta["val"].stride():
-            lying[result] = value
+            memory_layouts[result] = value
         is_reshape = op.rule.alias is not None and short_name(op.node) in RESHAPING
         if is_reshape and (source := own.get(op.operands[0])) is not None and not is_view(source, op.result_shapes[0]):
             copies.add(result)
-    return Lying(lying, copies)
+    return MemoryLayouts(memory_layouts, copies)

@@ -21,7 +21,7 @@ Span = tuple[int, int, int]
 """Bytes, first and last moment."""
 
 
-def flight(kind: str, step: Step, source: int, given: int, whole: int, start: int, end: int) -> Iterator[Span]:
+def buffer_spans(kind: str, step: Step, source: int, given: int, whole: int, start: int, end: int) -> Iterator[Span]:
     """Spans of a step's collective `kind` of `source` bytes, which gives so many, between two moments."""
     in_order, padded = _is_in_order(step), _padded(source, whole)
     if kind == "reduce_scatter":
@@ -44,7 +44,7 @@ def keeps_padding(step: Step, *, backward: bool = False) -> bool:
     return kind == "all_gather" and isinstance(gathered, Shard) and gathered.dim == 0
 
 
-def beside(kind: str, step: Step, source: int, given: int, whole: int) -> int:
+def buffer_nbytes(kind: str, step: Step, source: int, given: int, whole: int) -> int:
     """The most bytes at once of a step's collective `kind` of `source` bytes, which gives so many, that is waited for
     where it begins."""
     in_order, padded = _is_in_order(step), _padded(source, whole)

@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.lower.journeys import Journey, sent_by
-from autopar.lower.replays import Value
+from autopar.lower.recomputation import Value
+from autopar.lower.redistributions import Redistributed, sent_by
 from autopar.placement import is_even
 from autopar.plan import ONCE_A_STEP, Plan
 from autopar.redistribution import Message, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Fused:
+class Bucket:
     """values: what the steps of one message make, a parameter in a layout each; one alone if only backward sends.
 
     direct: made of storage itself, so that what backward sends may be waited for later.
@@ -22,20 +22,20 @@ class Fused:
     direct: bool
 
 
-def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused]:
+def find_buckets(plan: Plan, redistributed: Mapping[str, Redistributed]) -> dict[Value, Bucket]:
     """The group of every value that is made in one."""
     bucket = {name: number for number, names in enumerate(plan.buckets) for name in names}
     found: dict[tuple[bool, *tuple[object, ...]], list[Value]] = {}
-    for name, journey in journeys.items() if bucket else ():
-        tensor = journey.tensor
+    for name, one in redistributed.items() if bucket else ():
+        tensor = one.tensor
         if tensor.kind != "parameter" or name not in bucket:
             continue
-        even = is_even(tensor.shape, journey.source, plan.mesh)
+        even = is_even(tensor.shape, one.source, plan.mesh)
         lifetime = plan.lifetimes.get(name)
-        for layout, step in journey.made.items():
+        for layout, step in one.made.items():
             if not _fuses(step) or math.prod(plan.mesh.shape[a] for a in step.axes) == 1:
                 continue
-            depth = len(journey.path(layout)) - 1
+            depth = len(one.path(layout)) - 1
             key = (
                 *(not depth and even, bucket[name], depth, lifetime in ONCE_A_STEP, tensor.dtype, tensor.requires_grad),
                 *(
@@ -48,28 +48,30 @@ def find_fused(plan: Plan, journeys: Mapping[str, Journey]) -> dict[Value, Fused
             )
             found.setdefault(key, []).append((name, layout))
     groups = [
-        Fused(values=tuple(v), direct=direct)
+        Bucket(values=tuple(v), direct=direct)
         for (direct, *_), v in found.items()
-        if len(v) > 1 or (direct and not journeys[v[0][0]].made[v[0][1]].forward)
+        if len(v) > 1 or (direct and not redistributed[v[0][0]].made[v[0][1]].forward)
     ]
     return {value: group for group in groups for value in group.values}
 
 
-def gathered_from(group: Fused, journeys: Mapping[str, Journey]) -> list[Value]:
+def gathered_from(group: Bucket, redistributed: Mapping[str, Redistributed]) -> list[Value]:
     """What each value of a group is made of."""
-    return [(name, journeys[name].made[layout].source) for name, layout in group.values]
+    return [(name, redistributed[name].made[layout].source) for name, layout in group.values]
 
 
 def _fuses(step: Step) -> bool:
     return step.forward == "all_gather" or (not step.forward and step.backward == "all_reduce")
 
 
-def fused_messages(group: Fused, plan: Plan, journeys: Mapping[str, Journey], *, backward: bool) -> tuple[Message, ...]:
+def bucket_messages(
+    group: Bucket, plan: Plan, redistributed: Mapping[str, Redistributed], *, backward: bool
+) -> tuple[Message, ...]:
     """What a group sends in a pass: what each alone would, together."""
     sent: list[tuple[Message, ...]] = []
     for name, layout in group.values:
-        journey = journeys[name]
-        if not backward or layout in journey.in_backward:
-            step, tensor = journey.made[layout], journey.tensor
+        one = redistributed[name]
+        if not backward or layout in one.in_backward:
+            step, tensor = one.made[layout], one.tensor
             sent.append(sent_by(step, tensor, plan)[backward])
     return tuple(replace(alike[0], nbytes=sum(m.nbytes for m in alike)) for alike in zip(*sent, strict=True))
