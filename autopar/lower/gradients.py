@@ -17,6 +17,7 @@ from autopar.lower.holding import Holding
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed
+from autopar.placement import Partial
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
@@ -161,6 +162,10 @@ class Gradients:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             name = short_name(call.op.node)
+            if name == "mean" and _is_summand(call.results[0]):  # a sum divided by the whole count
+                self.expanded[value] = expanded_gradient(call.op.node)
+                assert call.results[0] is not None
+                return Gradient(value[0], self.nbytes(call.results[0]), now, now)
             is_turned = call.results[0] in self.turned
             if (name in PERMUTING and not is_turned) or (name in RESHAPING and is_turned) or name == ATTENTION:
                 self.turned.add(value)
@@ -232,6 +237,10 @@ class Gradients:
         if not gradient.owners:
             gradient.last = now
             self.released.append(Released(gradient.name, gradient.nbytes, gradient.since, now))
+
+
+def _is_summand(value: Value | None) -> bool:
+    return value is not None and any(isinstance(placement, Partial) for placement in value[1].axes)
 
 
 def gradient_holdings(
