@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
-from autopar.lower.collective_buffers import beside, keeps_padding
+from autopar.lower.collective_buffers import buffer_nbytes, keeps_padding
 from autopar.mesh import make_mesh
 from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups
@@ -128,7 +128,7 @@ def test_what_a_collective_holds_beside_its_operand_and_its_result() -> None:
         source, target = (4 * prod(local_shape(shape, v, mesh)) for v in (step.source, step.target))
         whole = pricer.target.wholes(step, shape, 4)[0]
         held = whole if keeps_padding(step) else target
-        return int(source + held + beside(step.forward, step, source, target, whole))
+        return int(source + held + buffer_nbytes(step.forward, step, source, target, whole))
 
     shapes = [
         (step, tuple(divisor * rng.randint(2, 20) for _ in range(3)))
