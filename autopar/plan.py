@@ -78,7 +78,7 @@ class Estimate:
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
     hidden: seconds for which collectives run beside compute: those of one micro-batch beside another's (`Plan.copies`),
-        or reductions in buckets beside backward (`search.costs.late`).
+        or reductions in buckets beside backward (`search.costs.overlapped_seconds`).
     saved: seconds that buckets save, and the ways that they take.
     saved_by_ways: those of them that other ways than those of parameters alone save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.

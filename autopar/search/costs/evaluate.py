@@ -15,9 +15,9 @@ from autopar.lower.program import Program, make_program
 from autopar.lower.target import Target
 from autopar.plan import Estimate, Plan
 from autopar.redistribution import Step
-from autopar.search.costs.beside import beside_seconds
 from autopar.search.costs.event_prices import EventPrices
-from autopar.search.costs.late import late_seconds
+from autopar.search.costs.interleaved_seconds import interleaved_seconds
+from autopar.search.costs.overlapped_seconds import overlapped_seconds
 from autopar.search.costs.pricing import Pricer, make_pricer
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
@@ -40,10 +40,9 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     hidden = 0.0
     if step.program.copies > 1:
         alone = lower(replace(step.plan, ways={}, buckets=()), step.program, pricer.target)
-        hidden = sum(seconds.values()) + saved - beside_seconds(alone, pricer)
+        hidden = sum(seconds.values()) + saved - interleaved_seconds(alone, pricer)
     elif step.plan.buckets and step.plan.microbatches == 1:
-        groups = dict.fromkeys(step.fused.values())
-        hidden = late_seconds(step.plan, step.program, pricer, step.redistributed, groups)
+        hidden = overlapped_seconds(step, pricer)
     return replace(
         plan.estimate,
         seconds=seconds,

@@ -4,7 +4,8 @@ Compute is `cost_models.compute` on local shapes, the formulas of `autopar simul
 the bytes of its local operands and results, backward reads what autograd kept and the results' gradients, and writes
 the operands'. Collectives are α–β on the links of their axes, slower by what a training step's contention takes of them
 where that is fitted, apart for parameters and for activations, and longer by what ranks that computed wait for each
-other where that was measured. A step is their sum; what runs beside compute is taken off afterwards (`costs.late`).
+other where that was measured. A step is their sum; what runs beside compute is taken off afterwards
+(`costs.overlapped_seconds`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -63,9 +64,9 @@ class Pricer:
 
     in_buckets: parameters share messages, and each counts its `share` of a start, by the algorithm, and the levels,
     that then take least: no bucket costs its parameters less, and one of all that may be in it no more.
-    shown: if not None, what runs beside compute (`costs.late`) counts less, so that the prices are a guide and prove
-    nothing: of gradients' reductions that part; and sums of `ELEMENT` bytes or less, as of the loss and of the count
-    of labels, have no start.
+    shown: if not None, what runs beside compute (`costs.overlapped_seconds`) counts less, so that the prices are a
+    guide and prove nothing: of gradients' reductions that part; and sums of `ELEMENT` bytes or less, as of the loss and
+    of the count of labels, have no start.
     loose: orders of the mesh's axes that make meshes like it, whose steps strategy graphs have too (`alike_meshes`).
     made: what strategy graphs of the program on the mesh share (`search.graph`); parameters: of any program on it.
     """

@@ -6,7 +6,7 @@ none below b', the best under the change is between b' and s' away from zero, so
 max(0, b - s') and at most s - b'. The plan itself is a candidate under every change that it still fits.
 
 What plans take is said as they run. Bounds, and what is proved by them, count everything in turn, as the search does:
-where a plan hides collectives beside compute (`costs.late`) both are said.
+where a plan hides collectives beside compute (`costs.overlapped_seconds`) both are said.
 """
 
 import itertools

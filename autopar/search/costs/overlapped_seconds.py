@@ -14,38 +14,24 @@ pass up to the loss to arrive; the loss's last sum is waited for when the step i
 gradients are, and has the backward pass.
 """
 
-from collections.abc import Iterable, Mapping
-
 import numpy as np
 
-from autopar.lower.buckets import Bucket, bucket_messages
-from autopar.lower.program import Program
-from autopar.lower.redistributions import Redistributed
+from autopar.lower.buckets import bucket_messages
+from autopar.lower.lowered_step import LoweredStep
 from autopar.placement import INVARIANT, Layout
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer, Timed
 
 
-def late_seconds(
-    plan: Plan,
-    program: Program,
-    pricer: Pricer,
-    redistributed: Mapping[str, Redistributed],
-    groups: Iterable[Bucket],
-) -> float:
-    """Seconds of collectives that are hidden, in a step of one micro-batch.
-
-    groups: those of buckets.
-    """
-    prices = [pricer.op(op, plan.choices[op.name]) for op in program.ops]
+def overlapped_seconds(step: LoweredStep, pricer: Pricer) -> float:
+    """Seconds of collectives that are hidden, in a step of one micro-batch."""
+    ops, choices = step.program.ops, step.plan.choices
+    prices = [pricer.op(op, choices[op.name]) for op in ops]
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
-    hidden = _reductions(plan, pricer, redistributed, groups, after)
-    told = _told(program, pricer, redistributed)
-    counts = {op.position: price.early for op, price in zip(program.ops, prices, strict=True) if price.early}
-    for position, early in counts.items():
-        hidden += _beside(early, pricer, float(before[position]))
-    return hidden + _beside(told, pricer, float(after[0]))
+    hidden = _reductions(step, pricer, after)
+    for op, price in zip(ops, prices, strict=True):
+        hidden += _beside(price.early, pricer, float(before[op.position]))
+    return hidden + _beside(_told(step, pricer), pricer, float(after[0]))
 
 
 def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
@@ -58,28 +44,22 @@ def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
     return hidden
 
 
-def _told(program: Program, pricer: Pricer, redistributed: Mapping[str, Redistributed]) -> Timed:
+def _told(step: LoweredStep, pricer: Pricer) -> Timed:
     """The last sum of the loss over ranks, which nothing in the step waits for."""
-    if program.loss not in redistributed:
+    one = step.redistributed.get(step.program.loss)
+    if one is None:
         return ()
-    one = redistributed[program.loss]
     steps = one.path(Layout((INVARIANT,) * len(one.source.axes)))
     if not steps or (steps[-1].forward, steps[-1].backward) != ("all_reduce", ""):
         return ()
     return pricer.step(steps[-1], one.tensor.shape, one.tensor.element_size, False)[0][-1:]
 
 
-def _reductions(
-    plan: Plan,
-    pricer: Pricer,
-    redistributed: Mapping[str, Redistributed],
-    groups: Iterable[Bucket],
-    after: "np.ndarray[tuple[int], np.dtype[np.float64]]",
-) -> float:
+def _reductions(step: LoweredStep, pricer: Pricer, after: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
     """Seconds of reductions in buckets that are hidden; after[i]: of backward from op i on."""
-    sent, paid, wait = [], 0.0, 0.0
-    for group in groups:
-        messages = bucket_messages(group, plan, redistributed, backward=True)
+    redistributed, sent, paid, wait = step.redistributed, [], 0.0, 0.0
+    for group in dict.fromkeys(step.fused.values()):
+        messages = bucket_messages(group, step.plan, redistributed, backward=True)
         if (
             not group.direct
             or not messages

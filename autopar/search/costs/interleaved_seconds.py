@@ -15,7 +15,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.runs import Task, find_runs
 
 
-def beside_seconds(step: LoweredStep, pricer: Pricer) -> float:
+def interleaved_seconds(step: LoweredStep, pricer: Pricer) -> float:
     """Seconds of a step, every collective alone."""
     runs, microbatches = find_runs(step, pricer, hoisted=step.plan.microbatches > 1), step.plan.microbatches
     passes = (_pass_seconds((t for t in tasks if not t.event.once), pricer) for tasks in (runs.forward, runs.backward))
