@@ -11,7 +11,9 @@ are appended to a file outside the repository; the table goes to docs/results/ba
 import argparse
 import fnmatch
 import json
+import operator
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,13 @@ from torch import Tensor, fx, nn
 from autopar.captures import captured_model
 from autopar.cluster import load_cluster
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel
+from autopar.graph import CapturedModel, called_name
 from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
 from autopar.plan import TrainConfig
+from autopar.rules.registry import rule_of
 from autopar.search.known.baselines import make_baseline
 from benchmarks.foreign_check import LOOSE, TIGHT, Foreign, Outcome, in_dtype, made
 from benchmarks.foreign_check import calls_of as foreign_calls
@@ -63,6 +66,8 @@ CUTS = (0.25, 0.5, 0.75)
 RESULTS = Path("/tmp/autopar-foreign-baselines.jsonl")
 TABLE = Path(__file__).parent.parent / "docs" / "results" / "baselines.md"
 EXACT = "exact"
+WHOLE = "whole"
+"""Key of the ops that nothing splits."""
 LARGEST = 30_000_000
 """Parameters: larger ones do not fit beside their gradients on four ranks in the memory of a process."""
 SAID = """Each baseline's plan is run on ranks that are threads and compared with one process: loss, every gradient on
@@ -104,7 +109,19 @@ def _asked(make: Make, dtype: torch.dtype) -> Outcome:
         for ranks in RANKS
     }
     found |= {f"cut {part}": _cut(part, captured, reference, limits) for part in CUTS}
-    return Outcome(verdict="asked", said=json.dumps(found), calls=size)
+    return Outcome(verdict="asked", said=json.dumps({**found, WHOLE: whole_ops(captured)}), calls=size)
+
+
+def whole_ops(captured: CapturedModel) -> str:
+    """Ops that depend on inputs and that nothing splits, with how many calls there are of each."""
+    batched = {captured.nodes[spec.placeholder] for spec in captured.inputs}
+    found: Counter[str] = Counter()
+    for node in captured.graph.nodes:
+        if node.op == "call_function" and batched.intersection(node.all_input_nodes):
+            batched.add(node)
+            if node.target is not operator.getitem and not rule_of(node).known:
+                found[called_name(node)] += 1
+    return ", ".join(f"{op} x{count}" for op, count in found.items())
 
 
 def _baseline(
@@ -198,6 +215,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The results as Markdown."""
     asked = [row for row in rows if row["verdict"] == "asked"]
     answers = [(f"{row['package']}/{row['model']}", json.loads(row["said"])) for row in asked]
+    whole = {name: ops for name, found in answers if (ops := found.pop(WHOLE, ""))}
     questions = list(dict.fromkeys(q for _, found in answers for q in found))
     lines = ["# Baselines of foreign models", "", "`python -m benchmarks.foreign_baselines`", "", SAID]
     lines += ["| asked | models | exact | refused | wrong |", "|---|---:|---:|---:|---:|"]
@@ -214,6 +232,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", f"## {kind.capitalize()}", ""] if groups else []
         for said, names in sorted(groups.items(), key=lambda item: -len(item[1])):
             lines.append(f"- {len(names)}: {said}: {', '.join(names)}")
+    lines += ["", "## Ops that see the batch and that nothing splits", ""]
+    lines += [f"- {name}: {ops}" for name, ops in whole.items()] or ["None."]
+    lines += ["", f"In {len(whole)} of {len(answers)} models."]
     return "\n".join(lines) + "\n"
 
 

@@ -2,8 +2,8 @@
 
 Two answers are priced beside the plan: the same plan with its micro-batches in pairs and, where their number is open,
 the best plan of twice as many, each pair at once. Both as they would run (`costs.interleaved_seconds`), for time and
-for memory: two micro-batches are held at once. The second is asked for only where there is as much to hide as makes a difference. What
-was proved of plans one micro-batch at a time stays what is said of the answer.
+for memory: two micro-batches are held at once. The second is asked for only where there is as much to hide as makes a
+difference. What was proved of plans one micro-batch at a time stays what is said of the answer.
 """
 
 from collections.abc import Callable
