@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.ops.groups import active_groups
 from autopar.ops.random import Draws, Shards, active_draws, seeded_default_generator, shard_index
+from autopar.ops.regather import once
 from autopar.ops.shards import own_slice
 
 ROW_DIMS = {
@@ -41,15 +42,15 @@ def drawn(
     target = overload(op)
     draws = active_draws()
     if draws is None:
-        return target(*args, **kwargs)
+        return once(target, *args, **kwargs)
     if draws.exact and op in ROW_DIMS:
         return _one_by_one(draws, op, args, site, shape, shards)
     device = next(arg.device for arg in _tensors(args))
     seed = draws.seed_of(site, shard_index(shards))
     if takes_generator(target):
-        return target(*args, **kwargs, generator=torch.Generator(device=device).manual_seed(seed))
+        return once(target, *args, **kwargs, generator=torch.Generator(device=device).manual_seed(seed))
     with seeded_default_generator(seed, device):
-        return target(*args, **kwargs)
+        return once(target, *args, **kwargs)
 
 
 def overload(op: str) -> Any:
