@@ -118,6 +118,14 @@ def stored_as(model: nn.Module, precision: Precision) -> nn.Module:
     return model
 
 
+def computed_copy(model: nn.Module, precision: Precision) -> nn.Module:
+    """A copy of a model that is `stored_as` the precision says, with all parameters in the dtype of compute."""
+    made = copy.deepcopy(model)
+    for parameter in made.parameters():
+        parameter.data = in_dtype(parameter.data, precision.compute)
+    return made
+
+
 def with_storage(captured: CapturedModel, precision: Precision) -> CapturedModel:
     """The model, captured in the dtype of compute, with trained parameters stored as the precision says."""
     if not precision.is_mixed:

@@ -25,7 +25,7 @@ from autopar.oracle import Step, Subject, Tolerance, check_module
 from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.passes.split_stages import split_stages
 from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS
+from autopar.precision import PRECISIONS, computed_copy
 from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
 from autopar.staged_model_plan import StagedModelPlan
@@ -91,7 +91,9 @@ def run(request: Request, console: Console) -> dict[str, Any]:
         raise ArgumentError(f"plans on different numbers of processes: {said}; verify them one by one")
     if not plans:
         return _result(request, mesh, [], console)
-    subject = Subject(model=loaded.model, captured=reference, args=call.args, kwargs=call.kwargs)
+    precision = PRECISIONS[request.precision]
+    own = computed_copy(loaded.model, precision) if precision.is_mixed else loaded.model
+    subject = Subject(model=own, captured=reference, args=call.args, kwargs=call.kwargs)
     try:
         steps, is_exact = module_steps_checked(subject, request.precision, console)
     except FidelityError as error:

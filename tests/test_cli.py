@@ -198,6 +198,34 @@ def test_verify_compares_with_one_process(capsys: pytest.CaptureFixture[str], ne
     assert "equal to one process" in out and "predicted" in out
 
 
+UNREAD = """
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
+        self.unread = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def make():
+    return Net(), {"x": torch.randn(64, 64)}
+"""
+
+
+def test_verify_in_mixed_precision_and_of_what_nothing_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "unread.py").write_text(UNREAD)
+    asked = ("verify", f"{tmp_path / 'unread.py'}:make", "--mesh", 2, "--baseline", "ddp", "--precision", "bf16-mixed")
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and "equal to one process" in out, out
+
+
 def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
     planned = run(capsys, "plan", net, "--cluster", "2xcpu", "--baseline", "fsdp", "--out", tmp_path / "a", "--json")
     assert planned[0] == 0
