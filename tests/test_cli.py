@@ -222,8 +222,9 @@ def test_verify_in_mixed_precision_and_of_what_nothing_reads(
 ) -> None:
     (tmp_path / "unread.py").write_text(UNREAD)
     asked = ("verify", f"{tmp_path / 'unread.py'}:make", "--mesh", 2, "--baseline", "ddp", "--precision", "bf16-mixed")
-    code, out, _ = run(capsys, *asked)
-    assert code == 0 and "equal to one process" in out, out
+    body = json.loads(run(capsys, *asked, "--json")[1])
+    assert body["loss_error"] < 2e-2 and body["gradient_error"] < 1e-1
+    assert body["plans"][0]["sent"] == body["plans"][0]["predicted"] != {}
 
 
 def test_verify_a_saved_plan_as_json(capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path) -> None:
