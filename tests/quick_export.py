@@ -14,8 +14,10 @@ from torch._ops import OperatorBase
 
 
 def quicken_export() -> None:
-    """Replace the two, for this process and those that are copied from it."""
-    materialize, implement = utils._materialize_cpp_cia_ops, OperatorBase.py_impl
+    """Replace the two, for this process and those that are copied from it; a torch without them is left as it is."""
+    materialize, implement = getattr(utils, "_materialize_cpp_cia_ops", None), OperatorBase.py_impl
+    if materialize is None:
+        return
     known: list[int] = [-1]
 
     def materialize_new() -> None:

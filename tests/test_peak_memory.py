@@ -8,8 +8,9 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.graph import CapturedModel
 from autopar.inputs import bind_inputs
 from autopar.lower.collective_buffers import buffer_nbytes, keeps_padding
@@ -240,6 +241,27 @@ def test_buckets(family: str, name: str, shape: tuple[int, ...]) -> None:
     fused = with_buckets(plan, captured, own)
     assert fused.buckets
     check(family, fused)
+
+
+class Mean(nn.Module):
+    """A mean over all that ranks split, of as much as everything else takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).mean()
+
+
+def test_what_a_split_mean_gives_back_takes_no_memory() -> None:
+    model, x = Mean(), torch.randn(512, 64)
+    captured = capture(model, (x,))
+    plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
+    values = parameters_of(captured, model)
+    inputs = bind_inputs(captured.inputs, (x,), {})
+    peak = max(ranks(2).run(measured, plan, dump(captured), values, inputs))
+    assert peak == pytest.approx(evaluate(plan, captured, machine(2)).peak_nbytes, rel=0.05)
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])

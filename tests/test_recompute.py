@@ -30,13 +30,10 @@ from tests.search_cases import exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((2,), (2, 2))
-MODELLED = ("gpt2", "llama", "mixtral", "bert", "resnet")
-"""Families whose kernels keep on a CPU, without dropout, what the rules say; others keep copies of their own instead of
-their operands, and need fewer replays."""
 
 
 @pytest.mark.parametrize(
-    ("family", "dropout"), [*((family, 0.0) for family in FAMILIES[1::2]), ("gpt2", 0.1), ("t5", 0.1)]
+    ("family", "dropout"), [*((family, 0.0) for family in FAMILIES[1::2]), ("t5", 0.0), ("t5", 0.1)]
 )
 def test_random_recompute_sets_equal_one_process(family: str, dropout: float) -> None:
     model, kwargs = zoo(family, dtype=torch.float64, dropout=dropout)
@@ -48,7 +45,7 @@ def test_random_recompute_sets_equal_one_process(family: str, dropout: float) ->
         plan = random_recompute(plan, captured, rng, share=rng.choice((0.3, 0.8, 1.0)))
         assert plan.recompute and plan.remade
         plan = plan_from_json(plan.to_json())
-        loss_error, gradient_error, parameter = errors_of(reference, plan, exact=family in MODELLED and not dropout)
+        loss_error, gradient_error, parameter = errors_of(reference, plan, exact=not dropout)
         assert loss_error <= 1e-10, f"plan {number} on {plan.mesh}: loss off by {loss_error}"
         assert gradient_error <= 1e-8, f"plan {number} on {plan.mesh}: gradient of {parameter} off by {gradient_error}"
 

@@ -17,7 +17,7 @@ from autopar.lower.holding import Holding
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed
-from autopar.placement import Partial
+from autopar.placement import Layout, Partial, Shard
 from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
@@ -162,10 +162,10 @@ class Gradients:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             name = short_name(call.op.node)
-            if name == "mean" and _is_summand(call.results[0]):  # a sum divided by the whole count
+            (result, *_) = call.results
+            if name == "mean" and result is not None and _is_split_sum(value[1], result[1]):
                 self.expanded[value] = expanded_gradient(call.op.node)
-                assert call.results[0] is not None
-                return Gradient(value[0], self.nbytes(call.results[0]), now, now)
+                return Gradient(value[0], self.nbytes(result), now, now)
             is_turned = call.results[0] in self.turned
             if (name in PERMUTING and not is_turned) or (name in RESHAPING and is_turned) or name == ATTENTION:
                 self.turned.add(value)
@@ -239,8 +239,10 @@ class Gradients:
             self.released.append(Released(gradient.name, gradient.nbytes, gradient.since, now))
 
 
-def _is_summand(value: Value | None) -> bool:
-    return value is not None and any(isinstance(placement, Partial) for placement in value[1].axes)
+def _is_split_sum(operand: Layout, result: Layout) -> bool:
+    """Whether ranks sum parts of what is reduced; a mean then is a sum divided by the whole count (`ops.mean`)."""
+    pairs = zip(operand.axes, result.axes, strict=True)
+    return any(isinstance(before, Shard) and isinstance(after, Partial) for before, after in pairs)
 
 
 def gradient_holdings(

@@ -32,7 +32,7 @@ def sent_messages(step: LoweredStep, *, splits: bool = False) -> Sent:
     for event in (event for events in passes for event in events):
         times = 1 if event.once else step.plan.microbatches
         for message in event.messages:
-            _count(sent, message.kind, tuple(names[a] for a in message.axes), times, message.nbytes)
+            _add(sent, message.kind, tuple(names[a] for a in message.axes), times, times * message.nbytes)
     return sent
 
 
@@ -77,16 +77,15 @@ def sent_by_rank(
         target = Target(mesh=plan.mesh, config=part.config, on_host=on_host, exact_random=exact_random)
         step = lower(part, make_program(stage), target, ahead)
         for (kind, axes), (calls, nbytes) in sent_messages(step, splits=plan.schedule in SPLITTING).items():
-            before = sent.get((kind, axes), (0, 0))
-            sent[kind, axes] = before[0] + calls, before[1] + nbytes
-        tensors, rank = step.program.tensors, plan.stage_rank(number)
+            _add(sent, kind, axes, calls, nbytes)
+        times, tensors, rank = plan.microbatches, step.program.tensors, plan.stage_rank(number)
         if number + 1 < plan.num_stages and plan.stage_rank(number + 1) != rank:
             for name, layout in ahead.items():
-                _count(sent, "send", (PIPELINE,), plan.microbatches, target.local_nbytes(tensors[name], layout))
+                _add(sent, "send", (PIPELINE,), times, times * target.local_nbytes(tensors[name], layout))
         for name in stage.received if number and plan.stage_rank(number - 1) != rank else ():
             if tensors[name].requires_grad:
-                nbytes = target.local_nbytes(tensors[name], part.layouts[name])
-                _count(sent, "send", (PIPELINE,), plan.microbatches, nbytes)
+                layout = part.layouts[name]
+                _add(sent, "send", (PIPELINE,), times, times * target.local_nbytes(tensors[name], layout))
     for placeholder, sharing in owners(stages).items():
         mine = [number for number in sharing if number in own]
         spec = next(p for p in stages[sharing[0]].parameters if p.placeholder == placeholder)
@@ -94,11 +93,11 @@ def sent_by_rank(
             layout, size = plan.stages[mine[0]].layouts[placeholder], spec.storage.itemsize
             for _, length in local_ranges(spec.shape, layout, plan.mesh, plan.mesh.coordinate(place)):
                 size *= length
-            _count(sent, "all_reduce", (PIPELINE,), 1, size)
+            _add(sent, "all_reduce", (PIPELINE,), 1, size)
     return sent
 
 
-def _count(sent: Sent, kind: str, axes: tuple[str, ...], calls: int, nbytes: int) -> None:
-    """Adds calls of so many bytes each."""
+def _add(sent: Sent, kind: str, axes: tuple[str, ...], calls: int, nbytes: int) -> None:
+    """Adds so many calls of so many bytes together."""
     before = sent.get((kind, axes), (0, 0))
-    sent[kind, axes] = before[0] + calls, before[1] + calls * nbytes
+    sent[kind, axes] = before[0] + calls, before[1] + nbytes

@@ -4,7 +4,6 @@ A target is a mesh, a training configuration and the kind of device, on which de
 seconds: prices are `search.costs.pricing`'s.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -205,13 +204,13 @@ class Target:
         """How many times as wide gradients of a tensor are summed as they are made."""
         return self.sum_size(tensor.element_size, tensor.kind == "parameter") // tensor.element_size
 
-    def wholes(self, step: Step, shape: Sequence[int], element_size: int) -> tuple[int, int]:
+    def wholes(self, step: Step, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:
         """Bytes of what a step gathers, scatters, exchanges or slices forward, and back; padding included."""
-        key = (step, tuple(shape), element_size)
+        key = (step, shape, element_size)
         if key not in self._wholes:
-            sent = messages(step, key[1], element_size, self.mesh)
+            sent = messages(step, shape, element_size, self.mesh)
             n = prod(self.mesh.shape[axis] for axis in step.axes)
-            sides = (self.nbytes(key[1], element_size, layout) for layout in (step.target, step.source))
+            sides = (self.nbytes(shape, element_size, layout) for layout in (step.target, step.source))
             ahead, back = (m[0].nbytes if m else n * side for m, side in zip(sent, sides, strict=True))
             self._wholes[key] = ahead, back
         return self._wholes[key]

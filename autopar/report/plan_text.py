@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
+from autopar.cost_models.compute import HOST
 from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
 from autopar.graph import LocalModel
@@ -219,7 +220,7 @@ _QUIET = {
 
 def _traffic_table(local: LocalModel, clock: Clock) -> RenderableType:
     """Everything that one step sends, by collective and axes."""
-    on_host = clock.machine is None or clock.machine.device.name == "cpu"
+    on_host = clock.machine is None or clock.machine.device.name == HOST
     sent = messages_of(local.captured, local.plan, on_host=on_host)
     if not sent:
         return Text("nothing is sent\n")
