@@ -7,30 +7,28 @@
 Names are imported on first use, so that `import autopar` costs nothing.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import distribute, plan
-    from autopar.decorator import auto_parallel
-    from autopar.model_plan import ModelPlan, load_plan
+    from autopar.api.decorator import auto_parallel
+    from autopar.api.model_plan import ModelPlan, load_plan
+    from autopar.api.planning import distribute, plan
+    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.rules.registered import check_rule, register_rule
     from autopar.runtime.data import LocalBatch
     from autopar.search.timeline.weave import Overlap
-    from autopar.staged_model_plan import StagedModelPlan
 
 _HOMES = {
-    "ModelPlan": "autopar.model_plan",
+    "ModelPlan": "autopar.api.model_plan",
     "LocalBatch": "autopar.runtime.data",
     "Overlap": "autopar.search.timeline.weave",
-    "StagedModelPlan": "autopar.staged_model_plan",
-    "auto_parallel": "autopar.decorator",
+    "StagedModelPlan": "autopar.api.staged_model_plan",
+    "auto_parallel": "autopar.api.decorator",
     "check_rule": "autopar.rules.registered",
-    "distribute": "autopar.api",
-    "load_plan": "autopar.model_plan",
-    "plan": "autopar.api",
+    "distribute": "autopar.api.planning",
+    "load_plan": "autopar.api.model_plan",
+    "plan": "autopar.api.planning",
     "register_rule": "autopar.rules.registered",
 }
 
@@ -48,22 +46,12 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """`autopar.plan` is the function, although importing the submodule of that name sets the attribute too."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'autopar' has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name]), name)
-        setattr(self, name, value)
-        return value
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOMES})
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.cluster import Cluster, load_cluster
+from autopar.values.cluster import Cluster, load_cluster
 from benchmarks.race import OPTIMIZER
 from benchmarks.race_models import make
 

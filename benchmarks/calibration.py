@@ -32,15 +32,15 @@ from autopar.calibration.measure import Effort
 from autopar.calibration.processes import on_processes
 from autopar.calibration.timing import interquartile_mean
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
-from autopar.mesh import parse_mesh
-from autopar.plan import Plan, TrainConfig
-from autopar.reference import buffers_of, parameters_of
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
-from autopar.serialize import dump
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import parse_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.serialize import dump
 from benchmarks.calibration_steps import Seen, Work, measure_all, small_llama
 
 TOLERANCE = 0.2

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from autopar.calibration.measure import Effort, Measuring
 from autopar.calibration.samples import Measurements
-from autopar.graph import CapturedModel
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import plan_from_json
 from autopar.runtime import DistributedModule
-from autopar.serialize import load
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import plan_from_json
+from autopar.values.serialize import load
 
 PARTS = ("forward", "backward", "optimizer", "step")
 

@@ -21,8 +21,8 @@ from autopar.capture import alike_layers, capture
 from autopar.capture.fake_twin import fake_twin, new_inputs
 from autopar.capture.layer_traces import FEW, stacks_of, trace_layers
 from autopar.capture.loss import LossModule
-from autopar.inputs import flatten_inputs
 from autopar.models import load_model
+from autopar.values.inputs import flatten_inputs
 
 
 def main() -> None:

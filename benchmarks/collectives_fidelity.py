@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.collectives import algorithms
-from autopar.link import LinkLevel
-from autopar.link_file import read_level
+from autopar.values.link import LinkLevel
+from autopar.values.link_file import read_level
 from benchmarks.collectives_fit import Constants, batches, fit_network, fit_node, forms_seconds, links_of, predict
 from benchmarks.collectives_rows import Measurement, contradictory, network_rates, read_measurements, stated_rates
 

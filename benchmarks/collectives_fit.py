@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import Form, algorithms
 from autopar.cost_models.links import Links, axis_links
-from autopar.link import Line, LinkLevel
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.link import Line, LinkLevel
 from benchmarks.collectives_rows import Measurement
 
 # name -> (least, first guess, most)

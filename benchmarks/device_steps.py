@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.api.model_plan import load_plan
 from autopar.errors import AutoparError
-from autopar.model_plan import load_plan
 from autopar.models import load_model
 from autopar.runtime import init, load_exported
 from autopar.runtime.launch import device as own_device

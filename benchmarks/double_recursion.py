@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster, with_memory
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
-from autopar.mesh import Mesh, parse_mesh
 from autopar.models import load_model
-from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
 from autopar.search.recursion.to_plan import choice_of, plan_of
+from autopar.values.cluster import load_cluster, with_memory
+from autopar.values.mesh import Mesh, parse_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import machine, program_of
 from tests.zoo import FAMILIES
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.captures import captured_model
-from autopar.cluster import load_cluster
+from autopar.api.captures import captured_model
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel, called_name
-from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
-from autopar.plan import TrainConfig
 from autopar.rules.registry import rule_of
 from autopar.search.known.baselines import make_baseline
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel, called_name
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from benchmarks.foreign_check import LOOSE, TIGHT, Foreign, Outcome, in_dtype, made
 from benchmarks.foreign_check import calls_of as foreign_calls
 from benchmarks.foreign_models import Make, models_of, read, run

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.calls import Call
+from autopar.api.captures import captured_model
 from autopar.capture.loss import accepted_inputs, find_loss, num_positional
-from autopar.captures import captured_model
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
 from autopar.oracle.compare import FLOOR
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.promote_casts import promote_casts
-from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.search.known.random_plan import random_plan
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
 from tests.plans_in_threads import errors_of, one_process
 
 STEPS = 3

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.inputs import leaves_of
+from autopar.values.inputs import leaves_of
 
 BATCH = 4
 

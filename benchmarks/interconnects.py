@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.link import Line, LinkLevel
-from autopar.link_file import level_toml
+from autopar.values.link import Line, LinkLevel
+from autopar.values.link_file import level_toml
 from benchmarks.collectives_fidelity import REFERENCES, consistent
 from benchmarks.collectives_fit import (
     NODE,

@@ -13,18 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.lower.program import make_program
-from autopar.mesh import parse_mesh
 from autopar.models import load_model
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.exact.least_peak import least_peak
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.strategy_graph import usage
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import parse_mesh
+from autopar.values.plan import TrainConfig
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 import autopar
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.models import load_model
-from autopar.staged_plan import StagedPlan
+from autopar.values.staged_plan import StagedPlan
 
 SEQ = 4096
 

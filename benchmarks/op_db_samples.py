@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.call_natively import call_natively
-from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
 """float32 counts only for ops without float64."""

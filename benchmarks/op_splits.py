@@ -27,15 +27,15 @@ from torch import Tensor, fx
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel, called_name, is_random, operands
-from autopar.inputs import bind_inputs
-from autopar.mesh import make_mesh
 from autopar.ops.random import use_draws
-from autopar.placement import Placement, Shard
-from autopar.reference import buffers_of, parameters_of
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.rules.discovered import discovered_rule, is_tried, node_constants
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, splits
+from autopar.values.graph import CapturedModel, called_name, is_random, operands
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import Placement, Shard
 from benchmarks.op_db_samples import Sample, SampleModel, fails_in_eager, one_line, samples_of, tables
 from tests.ranks_in_threads import run_in_threads
 from tests.rules_on_ranks import DRAWS, check_node, one_after_the_other, sends

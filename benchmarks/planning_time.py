@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.models import load_model
 from autopar.search.joint.helpers import started
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import load_cluster
+from autopar.values.staged_plan import StagedPlan
 
 TARGETS = {
     "8b": ("8x8xh100", 64, {}),

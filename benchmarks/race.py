@@ -37,14 +37,14 @@ from typing import Any
 from rich.console import Console
 
 import autopar
+from autopar.api.model_plan import ModelPlan
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
-from autopar.cluster import Cluster, cluster_toml
 from autopar.errors import AutoparError
 from autopar.lower.messages import messages_of
-from autopar.model_plan import ModelPlan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.serialize import dump
+from autopar.values.cluster import Cluster, cluster_toml
+from autopar.values.serialize import dump
 from benchmarks.race_hosts import ADDRESSES, Hosts, HostsError
 from benchmarks.race_models import MODELS, make
 from benchmarks.race_ranks import DONE, Calibrate, Race, Ran

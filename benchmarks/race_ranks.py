@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.calibration.measure import Effort, measure
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import plan_from_json
 from autopar.runtime import DistributedModule, init
 from autopar.runtime.data import local_samples
-from autopar.serialize import load
+from autopar.values.plan import plan_from_json
+from autopar.values.serialize import load
 from benchmarks.race_hosts import sent_nbytes
 from benchmarks.race_models import make
 from benchmarks.runtime_contenders import fused_adamw

@@ -5,9 +5,9 @@ reduce-scatter is an all-reduce that keeps its part; all-gather is a ring of (n-
 rank to each. N is the whole tensor; the ranks of a group stand in order; the first host has the first half of them.
 """
 
-from autopar.graph import LocalModel
 from autopar.lower.messages import messages_of
-from autopar.mesh import Mesh
+from autopar.values.graph import LocalModel
+from autopar.values.mesh import Mesh
 
 RING_PASSES = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1}
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.step_work import check_devices
 from autopar.cost_models.training_config import RECOMPUTE, TrainingConfig, check_fits
 from autopar.cost_models.transformer import TransformerShape, hardware_flops, model_flops
 from autopar.errors import AutoparError
+from autopar.values.cluster import Cluster, load_cluster
 
 # source key -> (how its `source` column begins, how its software works where the row does not say)
 # Megatron-LM before 2023 keeps attention scores and fuses their softmax; it exchanges gradients after backward. SC'21

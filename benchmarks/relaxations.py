@@ -16,11 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.lower.program import make_program
-from autopar.mesh import parse_mesh
 from autopar.models import load_model
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.exact.formulation import formulate
@@ -30,6 +27,9 @@ from autopar.search.exact.relaxation import relax
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.strategy_graph import StrategyGraph
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import parse_mesh
+from autopar.values.plan import TrainConfig
 
 LIMIT = 80e9
 PARTS = (0.0, 0.01, 0.03, 0.1)

@@ -24,13 +24,13 @@ import torch.multiprocessing as mp
 import typer
 
 import autopar
-from autopar.cluster import load_cluster
 from autopar.lower.program import Program, make_program
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import make_pricer
+from autopar.values.cluster import load_cluster
 from benchmarks.race_models import MODELS, make
 
 OPTIMIZER, IN_A_ROW, BARRIER_SECONDS = "adamw-fused", 5, 300

@@ -25,14 +25,14 @@ from rich.console import Console
 
 from autopar.calibration.processes import on_processes
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.mesh import parse_mesh
-from autopar.placement import Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.known.baselines import make_baseline
 from autopar.search.timeline.buckets import with_buckets
-from autopar.serialize import dump
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import parse_mesh
+from autopar.values.placement import Shard
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.serialize import dump
 from benchmarks.llama import LlamaSize, make_llama
 from benchmarks.runtime_contenders import Outcome, Pair, race
 

@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import plan_from_json
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.peak_memory import PeakMemory
-from autopar.serialize import load
+from autopar.values.plan import plan_from_json
+from autopar.values.serialize import load
 from benchmarks.llama import LlamaSize, make_llama
 
 LEAST_ROUNDS, MOST_ROUNDS = 7, 400

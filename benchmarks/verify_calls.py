@@ -18,22 +18,22 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from autopar.again import Again
-from autopar.calls import Call
+from autopar.api.again import Again
 from autopar.capture import capture
 from autopar.capture.loss import find_loss
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel
-from autopar.inputs import leaves_of
-from autopar.mesh import make_mesh
-from autopar.outputs import flatten_outputs
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.plan import TrainConfig, plan_from_json
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
-from autopar.staged_plan import is_staged, staged_plan_from_json
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import leaves_of
+from autopar.values.mesh import make_mesh
+from autopar.values.outputs import flatten_outputs
+from autopar.values.plan import TrainConfig, plan_from_json
+from autopar.values.staged_plan import is_staged, staged_plan_from_json
 from tests.calling_models import MODELS, call, made
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo

@@ -20,19 +20,19 @@ from rich.console import Console
 from torch import nn
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
-from autopar.mesh import Mesh, parse_mesh
 from autopar.oracle import Subject, check_module
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.promote_casts import promote_casts, promoted_eager
-from autopar.plan import Plan, TrainConfig
-from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import Mesh, parse_mesh
+from autopar.values.plan import Plan, TrainConfig
 from autopar.verification import DEVICES, TOLERANCES, Check, verify_plans
 from tests.zoo import FAMILIES, zoo
 

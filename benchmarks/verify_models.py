@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.mesh import make_mesh
 from autopar.passes.promote_casts import promote_casts
 from autopar.rules.registry import rule_of
 from autopar.search.known.random_plan import random_plan
+from autopar.values.mesh import make_mesh
 from tests.plans_in_threads import errors_of, one_process
 
 HEADS = {

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.graph import CapturedModel, operands, target_name
-from autopar.mesh import parse_mesh
 from autopar.rules.describe import result_values
 from autopar.rules.registry import rule_of
+from autopar.values.graph import CapturedModel, operands, target_name
+from autopar.values.mesh import parse_mesh
 from autopar.verification import TOLERANCES
 from benchmarks.verify_families import Verified, verified
 from tests.other_models import KINDS, other_model

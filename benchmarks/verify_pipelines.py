@@ -19,14 +19,14 @@ from torch import Tensor
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError
-from autopar.inputs import bind_inputs
-from autopar.mesh import parse_mesh
 from autopar.oracle import Subject, check_module
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts, promoted_eager
-from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
-from autopar.staged_plan import StagedPlan, check_microbatches, parse_pipeline
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import parse_mesh
+from autopar.values.staged_plan import StagedPlan, check_microbatches, parse_pipeline
 from autopar.verification import TOLERANCES, Check, verify_plans
 from tests.zoo import SPLIT_FAMILIES, zoo
 

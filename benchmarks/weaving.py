@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import autopar
+from autopar.api.model_plan import ModelPlan
 from autopar.calibration.fit import fit_cluster
-from autopar.cluster import Cluster
-from autopar.model_plan import ModelPlan
-from autopar.plan import Estimate
 from autopar.search.costs.evaluate import evaluate
-from autopar.serialize import dump
+from autopar.values.cluster import Cluster
+from autopar.values.plan import Estimate
+from autopar.values.serialize import dump
 from benchmarks.race import CALIBRATION, Ranks
 from benchmarks.race_hosts import Hosts, HostsError
 from benchmarks.race_models import make

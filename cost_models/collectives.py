@@ -25,7 +25,7 @@ import numpy.typing as npt
 from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Group, Hop
 from autopar.cost_models.links import Crossing, Links
 from autopar.errors import ArgumentError
-from autopar.link import Line
+from autopar.values.link import Line
 
 KINDS = tuple(ALGORITHMS)
 

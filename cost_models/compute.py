@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.efficiency import Efficiency, fitted_efficiency
 from autopar.cost_models.gemm import is_16_bit, misaligned, slot_flops
-from autopar.device import Device
+from autopar.values.device import Device
 
 HOST = "cpu"
 """The device that Python runs on too, where torch loops over parameters by default and has kernels of its own."""

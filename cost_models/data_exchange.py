@@ -11,12 +11,12 @@ receives into one buffer and copies each rank's part out of it, a launch a rank 
 
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import NOTHING_SENT, Transfer, transfer
 from autopar.cost_models.layer_work import products_of_layer
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.training_config import TrainingConfig, grad_nbytes, param_nbytes, rank_layers, stage_params
 from autopar.cost_models.transformer import TransformerShape, layer_parameters
+from autopar.values.cluster import Cluster
 
 PP, DP, CP, TP = range(4)
 # Bytes a byte that is gathered into a list: its place filled with zeros, the buffer read, its place written; scattered

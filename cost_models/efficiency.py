@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cluster import load_cluster
-from autopar.device import Device
 from autopar.errors import ClusterError
+from autopar.values.cluster import load_cluster
+from autopar.values.device import Device
 
 # (least, most) of each constant: parts of a nominal rate are at most 1
 RANGES: dict[str, tuple[float, float]] = {

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from autopar.device import DTYPE_NAMES
+from autopar.values.device import DTYPE_NAMES
 
 # (rows, columns, part of the device's best rate): small tiles load more bytes a flop. The rates are assumed, in the
 # order that the guide's figure 5 shows.

@@ -19,7 +19,7 @@ from autopar.cost_models.compute import attention_seconds, product_seconds
 from autopar.cost_models.gemm import slot_flops
 from autopar.cost_models.training_config import TrainingConfig, param_nbytes
 from autopar.cost_models.transformer import TransformerShape
-from autopar.device import Device
+from autopar.values.device import Device
 
 Work = npt.NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cluster import Cluster
 from autopar.errors import MeshError
-from autopar.link import LinkLevel
+from autopar.values.cluster import Cluster
+from autopar.values.link import LinkLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.layer_work import Work, dense_precision
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
@@ -24,6 +23,7 @@ from autopar.cost_models.step_work import StepWork, step_work
 from autopar.cost_models.timeline import simulate
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, model_flops
+from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ without overlap the makespan is the step model's (zb-2p: the longest span of a r
 is the simulation's own answer.
 """
 
-from autopar.cluster import Cluster
 from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.layer_work import Kind, Work
 from autopar.cost_models.pipeline import COMPUTE, Beside, Pipeline, Segment, StageWork, make_pipeline
@@ -15,6 +14,7 @@ from autopar.cost_models.schedules import make_order
 from autopar.cost_models.step_work import StepWork, step_work
 from autopar.cost_models.training_config import TrainingConfig, rank_layers
 from autopar.cost_models.transformer import TransformerShape
+from autopar.values.cluster import Cluster
 
 LANES = ("compute", "tensor parallel", "pipeline", "data parallel")
 TENSOR, PIPE, DATA = 1, 2, 3

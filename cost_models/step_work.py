@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import NOTHING_SENT, Transfer, transfer
 from autopar.cost_models.data_exchange import CP, PP, TP, Exchange, data_exchange
 from autopar.cost_models.efficiency import Efficiency
@@ -38,6 +37,7 @@ from autopar.cost_models.training_config import (
 )
 from autopar.cost_models.transformer import TransformerShape
 from autopar.errors import MeshError
+from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

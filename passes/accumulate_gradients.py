@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from autopar.errors import BatchError
-from autopar.graph import Accumulation, CapturedModel, operands
 from autopar.ops.cross_entropy import count_labels, cross_entropy
 from autopar.passes.graph_tools import output_node, outputs, verify
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined
 from autopar.rules.discovered import has_own_backward
 from autopar.rules.registry import rule_of
+from autopar.values.graph import Accumulation, CapturedModel, operands
 
 ONE = "use one micro-batch, or a loss that is a sum or a mean of terms of single samples"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import operands
 from autopar.rules.describe import result_values
+from autopar.values.graph import operands
 
 RUN, TRIALS = 4, 3
 MOST_ELEMENTS = 1 << 22

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.mesh import Mesh
 from autopar.ops import collectives
 from autopar.ops.groups import Axis
-from autopar.placement import Shard, local_shape
-from autopar.redistribution import Step
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Shard, local_shape
+from autopar.values.redistribution import Step
 
 Collective = Callable[..., Tensor]
 

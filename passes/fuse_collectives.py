@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import ParameterSpec, operands
 from autopar.ops import collectives
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket
-from autopar.plan import ONCE_A_STEP, Plan
+from autopar.values.graph import ParameterSpec, operands
+from autopar.values.plan import ONCE_A_STEP, Plan
 
 Group = tuple[fx.Node, ...]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import PassError
-from autopar.graph import CapturedModel, is_random, operands
-from autopar.inputs import mapped_tensors
 from autopar.ops.batch_norm import batch_norm
 from autopar.ops.own_gradient import is_own as is_own_call
+from autopar.values.graph import CapturedModel, is_random, operands
+from autopar.values.inputs import mapped_tensors
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_async.msg, aten._functional_assert_async.msg)

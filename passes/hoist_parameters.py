@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops import collectives
-from autopar.plan import ONCE_A_STEP
+from autopar.values.graph import operands
+from autopar.values.plan import ONCE_A_STEP
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,17 +15,17 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, LocalModel, operands, requires_grad
 from autopar.ops.collectives import pad_dim
 from autopar.passes.collective_call import collective_call
 from autopar.passes.recompute import check_recompute, mark_again
 from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
-from autopar.placement import INVARIANT, REPLICATE, Layout, Shard, is_even, local_shape
-from autopar.plan import Plan
-from autopar.redistribution import SUMS, Step, messages
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, choices, is_splittable, layouts, localized
+from autopar.values.graph import CapturedModel, LocalModel, operands, requires_grad
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard, is_even, local_shape
+from autopar.values.plan import Plan
+from autopar.values.redistribution import SUMS, Step, messages
 
 
 def insert_collectives(

@@ -10,10 +10,10 @@ from difflib import SequenceMatcher
 
 from torch import fx
 
-from autopar.graph import CapturedModel, operands, target_name
 from autopar.passes.sample_dims import states_after
 from autopar.passes.sample_states import Batch, Each, Fixed, Joined, State, Total, constant, name_of
 from autopar.rules.registry import resolve
+from autopar.values.graph import CapturedModel, operands, target_name
 
 
 def loss_over_samples(whole: CapturedModel, part: CapturedModel) -> Total | Joined:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel, operands
 from autopar.passes.graph_tools import run_without_values
+from autopar.values.graph import CapturedModel, operands
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from autopar.graph import CapturedModel
 from autopar.ops.own_gradient import Applied, Hooked
 from autopar.passes.graph_tools import infer_meta, tidy, verify
 from autopar.passes.normalize.drop_noops import drop_noops
+from autopar.values.graph import CapturedModel
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 

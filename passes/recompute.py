@@ -17,12 +17,12 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.ops.recompute import again
 from autopar.passes.graph_tools import is_own
-from autopar.plan import Plan
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Rule
+from autopar.values.graph import CapturedModel, operands, requires_grad
+from autopar.values.plan import Plan
 
 
 def check_recompute(captured: CapturedModel, plan: Plan) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import is_random, operands
 from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import cross_entropy
 from autopar.passes.alone_by_running import runs_alone
@@ -35,6 +34,7 @@ from autopar.passes.sample_views import moved_by
 from autopar.rules.describe import aligned, argument, normalized_dims, result_values, shapes_of
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Rule
+from autopar.values.graph import is_random, operands
 
 MEAN, SUM = 1, 2
 """Of ATen's `reduction` arguments."""

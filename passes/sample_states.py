@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import is_random, operands, target_name
 from autopar.ops.noise import PERMUTATION, noise
 from autopar.rules.describe import result_values, shapes_of
 from autopar.rules.registry import rule_of
+from autopar.values.graph import is_random, operands, target_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

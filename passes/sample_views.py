@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.passes.sample_states import VIEWS, Batch, Each, Fixed, State, joined, moved
 from autopar.rules.describe import argument, normalized_dim, result_values, shapes_of
+from autopar.values.graph import operands
 
 
 def moved_by(node: fx.Node, name: str, states: Sequence[State], batch: Batch) -> tuple[State, ...] | None:

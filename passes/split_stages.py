@@ -14,7 +14,10 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import (
+from autopar.passes.graph_tools import verify
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.lay_out import lay_out_received
+from autopar.values.graph import (
     BufferSpec,
     CapturedModel,
     InputSpec,
@@ -24,11 +27,8 @@ from autopar.graph import (
     operands,
     requires_grad,
 )
-from autopar.passes.graph_tools import verify
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.lay_out import lay_out_received
-from autopar.plan import Plan
-from autopar.staged_plan import StagedPlan, check_cuts
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan, check_cuts
 
 
 def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[CapturedModel, ...]:

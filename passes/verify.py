@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from autopar.errors import PassError
-from autopar.graph import LocalModel, operands, requires_grad
-from autopar.placement import INVARIANT
-from autopar.plan import Plan
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices, layouts
+from autopar.values.graph import LocalModel, operands, requires_grad
+from autopar.values.placement import INVARIANT
+from autopar.values.plan import Plan
 
 
 def verify_local(local: LocalModel) -> None:

@@ -21,10 +21,10 @@ from typing import TypeVar
 from torch import fx
 
 from autopar.errors import BatchError
-from autopar.graph import Accumulation, CapturedModel, InputSpec, LocalModel, is_random, operands
 from autopar.ops import collectives
 from autopar.ops.copies import added, site_of, step_loss
 from autopar.passes.graph_tools import copied_name, output_node
+from autopar.values.graph import Accumulation, CapturedModel, InputSpec, LocalModel, is_random, operands
 
 COPIES = 2
 _ALWAYS = (collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce, collectives.all_to_all,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.loss import find_loss
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
-from autopar.mesh import make_mesh
-from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.search.known.random_plan import random_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
 from tests.plans_in_threads import errors_of, one_process
 
 LEARNING_RATE = 0.1

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from autopar.mesh import Mesh
-from autopar.placement import Layout, Placement, Shard, local_ranges, local_shape
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, Placement, Shard, local_ranges, local_shape
 
 Parts = list[Tensor]
 

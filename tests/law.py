@@ -7,8 +7,8 @@ Invariant and Partial the whole. `cut` and `join` take the one or the other by s
 import torch
 from torch import Tensor
 
-from autopar.mesh import Mesh
-from autopar.placement import PARTIAL, REPLICATE, Layout, Placement, Shard, chunk_size
+from autopar.values.mesh import Mesh
+from autopar.values.placement import PARTIAL, REPLICATE, Layout, Placement, Shard, chunk_size
 
 VALUE_SUMMANDS, GRADIENT_SUMMANDS = PARTIAL, REPLICATE
 

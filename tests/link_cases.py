@@ -4,10 +4,10 @@ import math
 import random
 from dataclasses import replace
 
-from autopar.cluster import LIBRARIES, Cluster, load_cluster
 from autopar.cost_models.collectives import KINDS
 from autopar.cost_models.links import Links, axis_links
-from autopar.link import Line, LinkLevel
+from autopar.values.cluster import LIBRARIES, Cluster, load_cluster
+from autopar.values.link import Line, LinkLevel
 
 DEVICE = load_cluster("8xh100").device
 

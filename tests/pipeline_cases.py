@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import CapturedModel
 from autopar.lower.messages import sent_by_rank
-from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
-from autopar.placement import local_ranges
-from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.runtime import PipelinedModule, count_messages
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
-from autopar.serialize import dump, load
-from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import local_ranges
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
 

@@ -13,24 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopar.graph import CapturedModel
 from autopar.lower.messages import messages_of
 from autopar.ops import collectives
 from autopar.ops.buckets import use_sink
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
+from autopar.oracle.reference import run_captured
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
 from autopar.passes.weave_copies import weave_copies, weave_graph
-from autopar.placement import local_ranges
-from autopar.plan import ONCE_A_STEP, Plan
-from autopar.reference import run_captured
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.reductions import Late
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import local_ranges
+from autopar.values.plan import ONCE_A_STEP, Plan
 from tests.ranks_in_threads import Done, run_in_threads
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.mesh import Mesh
 from autopar.ops.groups import Groups, names_of, use_groups
+from autopar.values.mesh import Mesh
 
 TIMEOUT_SECONDS = 240
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import operands
-from autopar.mesh import Mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.describe import result_values
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Choice, Rule, layouts, localized
+from autopar.values.graph import operands
+from autopar.values.mesh import Mesh
 from tests.law import GRADIENT_SUMMANDS, VALUE_SUMMANDS, cut, join
 from tests.op_sample import Sample, as_results
 

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.plan import Plan
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.costs.storages import is_storable
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.values.plan import Plan
 from tests.shared_graphs import shared_graph
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4

@@ -8,14 +8,14 @@ import torch
 import transformers as hf
 
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import Pricer, make_pricer
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.shared_graphs import shared_graph
 from tests.zoo_graphs import zoo_graph
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from autopar.graph import CapturedModel
-from autopar.serialize import dump, load
+from autopar.values.graph import CapturedModel
+from autopar.values.serialize import dump, load
 
 SHARED = "AUTOPAR_TEST_GRAPHS"
 """The variable that names the folder of a run (`tests/conftest.py`); benchmarks have none."""

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopar.graph import CapturedModel
 from autopar.lower.messages import sent_by_rank
 from autopar.ops import collectives
 from autopar.ops.random import Draws, use_draws
@@ -15,8 +14,9 @@ from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
 from autopar.passes.recompute import again_graph
 from autopar.passes.split_stages import local_stage
-from autopar.placement import Layout, local_ranges
-from autopar.staged_plan import PIPELINE, StagedPlan
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import Layout, local_ranges
+from autopar.values.staged_plan import PIPELINE, StagedPlan
 from tests.plans_in_threads import Reference, all_gather, all_to_all_single, reduce_scatter
 from tests.ranks_in_threads import run_in_threads
 

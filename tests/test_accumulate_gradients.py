@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.errors import BatchError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import run_captured
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
-from autopar.plan import plan_from_json
-from autopar.reference import run_captured
 from autopar.search.known.random_plan import random_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import plan_from_json
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.zoo import SPLIT_FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph

@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.capture.rebatch import Batches
-from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint import helpers as helpers_module
 from autopar.search.joint.ahead import Ahead
@@ -22,6 +20,8 @@ from autopar.search.joint.helpers import HELPER, LARGE, Helpers, spare_cores, sp
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Relaxing, Setup, Solved, Solving
 from autopar.search.joint.relaxing import relaxed_seconds
+from autopar.values.cluster import load_cluster
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import program_of
 from tests.zoo_graphs import zoo_graph
 

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.links import axis_links
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.alike_meshes import first_alike, loose_orders
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.joint.relaxing import Pricers, relaxed_seconds
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import Arrangement, arrangements, parts
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import captured_of, machine
 
 

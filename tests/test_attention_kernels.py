@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.rules.registry import rule_of
 from autopar.search.costs.pricing import make_pricer
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.op_samples import SAMPLES
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

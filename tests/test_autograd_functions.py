@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.graph import operands
 from autopar.ops.own_gradient import Applied, is_own, place_of
 from autopar.passes.promote_casts import promote_casts
 from autopar.rules.registry import rule_of
-from autopar.serialize import dump, load
+from autopar.values.graph import operands
+from autopar.values.serialize import dump, load
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
 
 WIDTH = 16

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
 from autopar.passes.split_stages import possible_cuts
-from autopar.plan import Plan, TrainConfig
 from autopar.rules.rule import splits
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import baseline_plan, make_baseline
 from autopar.search.staged.stages import staged
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.sample_models import CASES, sample_model
 from tests.stages_in_threads import staged_error_of

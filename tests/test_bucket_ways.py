@@ -14,21 +14,21 @@ import torch
 from test_runtime_train_step import exported, train_distributed, train_whole
 
 import tests.runtime_cases as cases
-from autopar.cluster import Cluster, load_cluster
+from autopar.api.model_plan import model_plan
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
-from autopar.model_plan import model_plan
+from autopar.oracle.reference import buffers_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.plan import Plan, TrainConfig, Way, plan_from_json
-from autopar.redistribution import in_levels, messages, step_between
-from autopar.reference import buffers_of
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_ways
 from autopar.search.timeline.buckets import with_buckets
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.plan import Plan, TrainConfig, Way, plan_from_json
+from autopar.values.redistribution import in_levels, messages, step_between
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
 from tests.process_group import ranks

@@ -10,21 +10,21 @@ import torch
 from test_runtime_train_step import PLANS, exported, train_distributed, train_whole
 
 import tests.runtime_cases as cases
+from autopar.api.model_plan import model_plan
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
-from autopar.graph import CapturedModel
 from autopar.lower.messages import messages_of
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.model_plan import model_plan
-from autopar.plan import Plan, TrainConfig
-from autopar.reference import buffers_of
+from autopar.oracle.reference import buffers_of
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.timeline import buckets
 from autopar.search.timeline.buckets import choose_buckets, with_buckets
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine, program_of
 

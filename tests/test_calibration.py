@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.api import plan
+from autopar.api.planning import plan
 from autopar.calibration.check import check_ranks, compared, median_errors
 from autopar.calibration.command import Request, run
 from autopar.calibration.file import calibration_toml, check_writable
@@ -24,12 +24,12 @@ from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin, SkewSample, WorkSample
 from autopar.calibration.timing import interquartile_mean
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds, skew_seconds
 from autopar.cost_models.links import axis_links
-from autopar.device import Device
 from autopar.errors import ArgumentError, ClusterError, MeshError, RankError
-from autopar.link import Line, LinkLevel
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.device import Device
+from autopar.values.link import Line, LinkLevel
 from tests.process_group import ranks
 
 pytestmark = pytest.mark.usefixtures("copied_processes")

@@ -11,12 +11,12 @@ from autopar.calibration import measure_work
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.samples import WorkSample
 from autopar.capture import capture
-from autopar.cluster import load_cluster
-from autopar.device import Device
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
+from autopar.values.cluster import load_cluster
+from autopar.values.device import Device
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 
 CALIBRATED = Device(
     name="synthetic", peak_flops=(("fp32", 5e10),), memory_bytes=10**10, memory_bandwidth=8e9, launch_seconds=2e-5,

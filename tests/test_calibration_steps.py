@@ -16,10 +16,10 @@ from autopar.calibration.fit_steps import fit_steps
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.reference_steps import STEPS, predicted_step, training_step
 from autopar.calibration.samples import Measurements, StepSample, WorkSample
-from autopar.cluster import load_cluster
-from autopar.device import Device
-from autopar.link import LinkLevel
 from autopar.ops.recompute import Call
+from autopar.values.cluster import load_cluster
+from autopar.values.device import Device
+from autopar.values.link import LinkLevel
 from tests.test_calibration import WORK, cluster_of, device, origin, samples_of
 
 FACTORS = ("launch_in_step", "bytes_in_step", "flops_in_step", "optimizer_bytes", "replay_launches")

@@ -11,21 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.again import Again
-from autopar.binding import constant_key
-from autopar.calls import Call
+from autopar.api.again import Again
+from autopar.api.model_plan import plan_from_text
 from autopar.capture import capture
 from autopar.errors import ArgumentError, CaptureError, RankError
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
-from autopar.model_plan import plan_from_text
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
+from autopar.values.binding import constant_key
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.errors import CaptureError, NoLossError
-from autopar.graph import CapturedModel, target_name
-from autopar.inputs import bind_inputs
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.promote_casts import promote_casts, promoted_eager
-from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.values.graph import CapturedModel, target_name
+from autopar.values.inputs import bind_inputs
 from tests.zoo import FAMILIES, zoo
 
 # Relative to the largest element of each gradient, floored where a gradient is truly zero (key biases).

@@ -19,14 +19,14 @@ from torch.distributions import Distribution
 from autopar.capture import capture
 from autopar.capture.one_process import as_one_process
 from autopar.errors import CaptureError, DataCheckError, PlanMismatchError
-from autopar.graph import CapturedModel, target_name
-from autopar.guards import BufferGuard
-from autopar.inputs import bind_inputs
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.reference import buffers_of, parameters_of, run_captured
 from autopar.search.known.random_plan import random_plan
-from autopar.serialize import dump, load
+from autopar.values.graph import CapturedModel, target_name
+from autopar.values.guards import BufferGuard
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.serialize import dump, load
 from tests import branching_models
 from tests.branching_models import CHECKS, KNOWN, REFUSED, Asking, Body
 from tests.plans_in_threads import errors_of, one_process
@@ -108,9 +108,9 @@ def test_counts_of_failures_stay_where_they_are() -> None:
     """Split along the batch, a check sends nothing: its counts are summands, and each is looked at as it is."""
     captured = capture(*_positional(CHECKS["raises"]))
     checked = next(node for node in captured.graph.nodes if target_name(node.target) == "checked")
-    from autopar.placement import INVARIANT, PARTIAL
     from autopar.rules.registry import rule_of
     from autopar.rules.rule import choices
+    from autopar.values.placement import INVARIANT, PARTIAL
 
     offered = {choice.operands for choice in choices(rule_of(checked))}
     assert {(INVARIANT, PARTIAL), (PARTIAL, PARTIAL)} <= offered

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-from autopar.calls import call_of
+from autopar.api.captures import captured_model
 from autopar.capture import capture
-from autopar.captures import captured_model
 from autopar.errors import BatchError, CaptureError
+from autopar.values.calls import call_of
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
 
 WIDTH = 16

@@ -12,9 +12,9 @@ import autopar.capture as capturing
 from autopar.capture import capture
 from autopar.capture.expand import LABELS
 from autopar.capture.repeats import Repeat, longest_repeat
-from autopar.graph import CapturedModel, operands, target_name
-from autopar.inputs import bind_inputs
-from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
+from autopar.values.graph import CapturedModel, operands, target_name
+from autopar.values.inputs import bind_inputs
 
 
 def meaning(captured: CapturedModel) -> tuple[Counter[int], int, set[Any]]:

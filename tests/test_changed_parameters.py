@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.calls import call_of
+from autopar.api.captures import captured_model
 from autopar.capture import capture
-from autopar.captures import captured_model
 from autopar.errors import ArgumentError, BatchError, CaptureError, PlanMismatchError
 from autopar.passes.split_stages import split_stages
+from autopar.values.calls import call_of
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
 
 WIDTH = 8

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import api
+from autopar.api import planning as api
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.plan import Plan, TrainConfig
 from autopar.search.microbatches import choose_microbatches, divisors, unlimited_bound
 from autopar.search.planner import make_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from autopar import verify_command
-from autopar.calls import Call
-from autopar.captures import captured_model
-from autopar.cli import main
-from autopar.mesh import make_mesh
+from autopar.api.captures import captured_model
+from autopar.api.staged_model_plan import staged_model_plan
+from autopar.cli import verify as verify_command
+from autopar.cli.main import main
 from autopar.models import load_model
 from autopar.search.known.random_plan import random_staged_plan
-from autopar.staged_model_plan import staged_model_plan
+from autopar.values.calls import Call
+from autopar.values.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("copied_processes")
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import (
+from autopar.cost_models.algorithms import LIBRARIES as ALGORITHMS_OF
+from autopar.errors import ArgumentError, ClusterError
+from autopar.values.cluster import (
     CALIBRATED,
     LIBRARIES,
     TOML_FORM,
@@ -15,11 +17,9 @@ from autopar.cluster import (
     preset_devices,
     with_memory,
 )
-from autopar.cost_models.algorithms import LIBRARIES as ALGORITHMS_OF
-from autopar.device import Device
-from autopar.errors import ArgumentError, ClusterError
-from autopar.link import Line, LinkLevel
-from autopar.link_file import preset_links, preset_networks, read_level
+from autopar.values.device import Device
+from autopar.values.link import Line, LinkLevel
+from autopar.values.link_file import preset_links, preset_networks, read_level
 
 NODE_NAMES = sorted(set(preset_devices()) - {"cpu"})
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import ArgumentError
-from autopar.link import LinkLevel
+from autopar.values.link import LinkLevel
 from benchmarks.collectives_fidelity import REFERENCES, table
 from benchmarks.collectives_fit import NETWORK, NODE, SWITCH, fit_network, fit_node
 from benchmarks.collectives_rows import (

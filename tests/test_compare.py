@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import PlanMismatchError
-from autopar.mesh import make_mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.explanation.compare import Change, Difference, compare
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.test_microbatch_plans import captured_of as captured_in
 

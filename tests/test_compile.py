@@ -16,22 +16,22 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError
 from autopar.export.folder import export_folder
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.plan import Plan, TrainConfig, Way, load_plan
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_recompute
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.plan import Plan, TrainConfig, Way, load_plan
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
 from tests.search_cases import exact_of

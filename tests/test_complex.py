@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.calls import call_of
+from autopar.api.captures import captured_model
 from autopar.capture import capture
-from autopar.captures import captured_model
 from autopar.errors import CaptureError
 from autopar.models import load_model
-from autopar.precision import dtype_in, precision_of
+from autopar.values.calls import call_of
+from autopar.values.precision import dtype_in, precision_of
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
 
 WIDTH = 8

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES
 from autopar.cost_models.collectives import (
     KINDS,
@@ -23,7 +22,8 @@ from autopar.cost_models.collectives import (
 )
 from autopar.cost_models.links import Links, axis_links
 from autopar.errors import ArgumentError
-from autopar.link import Line, LinkLevel
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.link import Line, LinkLevel
 from tests.link_cases import DEVICE, depth_of, fastest, one_level, random_links, scaled, two_levels
 
 SIZES = [0.0, 1.0, 1e3, 1e5, 1e6, 1e7, 1e9, 1e11]

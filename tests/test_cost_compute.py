@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import load_cluster
 from autopar.cost_models.compute import CACHED, HOST, compute_seconds, moved_seconds, rates_of
 from autopar.cost_models.efficiency import RANGES, load_efficiency
 from autopar.errors import ArgumentError, ClusterError
+from autopar.values.cluster import load_cluster
 
 DEVICE = load_cluster("8xh100").device
 

@@ -8,11 +8,11 @@ from itertools import combinations, product
 
 import pytest
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.links import axis_links
 from autopar.errors import MeshError
-from autopar.link import LinkLevel
-from autopar.mesh import make_mesh
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.link import LinkLevel
+from autopar.values.mesh import make_mesh
 
 DEVICE = load_cluster("8xh100").device
 

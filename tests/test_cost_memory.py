@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.cluster import load_cluster
 from autopar.cost_models.compute import Rates
 from autopar.cost_models.memory import (
     KERNELS,
@@ -22,6 +21,7 @@ from autopar.cost_models.memory import (
     peak,
 )
 from autopar.errors import ArgumentError
+from autopar.values.cluster import load_cluster
 
 
 def live_at(intervals: list[Interval], moment: int) -> int:

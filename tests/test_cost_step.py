@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import transfer, wire_bytes
 from autopar.cost_models.compute import product_seconds
 from autopar.cost_models.data_exchange import data_exchange
@@ -21,6 +20,7 @@ from autopar.cost_models.step_work import step_work, tensor_work
 from autopar.cost_models.training_config import TrainingConfig, param_nbytes, stage_params
 from autopar.cost_models.transformer import TransformerShape, model_flops, product_params
 from autopar.errors import ArgumentError, BatchError, ClusterError, MeshError
+from autopar.values.cluster import Cluster, load_cluster
 
 PERFECT = {key: high for key, (_, high) in RANGES.items()} | {"kernel_seconds": 0.0}
 

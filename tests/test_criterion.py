@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.again import Again
-from autopar.calls import Call
+from autopar.api.again import Again
 from autopar.capture import capture, capture_call
-from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError
-from autopar.graph import requires_grad
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import TrainConfig
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, count_messages
 from autopar.runtime.peak_memory import watch
 from autopar.search.following import following_plan
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.calls import Call
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import requires_grad
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 

@@ -11,10 +11,10 @@ import torch
 from test_api import inputs, make
 
 import autopar
-from autopar.decorator import OPTIONS
+from autopar.api.decorator import OPTIONS
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.errors import ArgumentError
 from autopar.runtime import load, save
-from autopar.staged_model_plan import StagedModelPlan
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.placement import PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Rule, choices, splits
+from autopar.values.placement import PARTIAL, REPLICATE, Placement, Shard
 from tests.op_sample import Input, Sample, X, aten
 from tests.unknown_ops import on, unknown
 

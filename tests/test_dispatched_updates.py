@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost_models.compute import rates_of
-from autopar.mesh import make_mesh
-from autopar.placement import Layout, Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import make_baseline
 from autopar.search.planner import plan_program
 from autopar.search.timeline.buckets import with_buckets
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import Layout, Shard
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 LAUNCH = 1e-5

@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cluster import load_cluster
 from autopar.errors import ArgumentError, InfeasibleError
 from autopar.lower.program import Tensor
-from autopar.mesh import Mesh, make_mesh
 from autopar.passes.promote_casts import promote_casts
-from autopar.placement import INVARIANT, REPLICATE, Shard
-from autopar.plan import TrainConfig
-from autopar.redistribution import cheapest_route
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.costs.storages import is_storable, orders
@@ -27,6 +22,11 @@ from autopar.search.planner import make_plan
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
 from autopar.search.recursion.to_plan import choice_of, plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Shard
+from autopar.values.plan import TrainConfig
+from autopar.values.redistribution import cheapest_route
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES, zoo

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from autopar.cli import main
-from autopar.cluster import load_cluster
+from autopar.cli.main import main
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.gradient_exchange.all_reduce import LibraryAllReduce
@@ -21,6 +20,7 @@ from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import num_params
 from autopar.errors import ArgumentError, MeshError
+from autopar.values.cluster import load_cluster
 
 CLUSTER = load_cluster("4x8xh100")
 EFFICIENCY = load_efficiency(CLUSTER.device.name)

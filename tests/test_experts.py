@@ -10,15 +10,15 @@ import transformers as hf
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
-from autopar.custom_ops import defining_module
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.passes.promote_casts import promote_casts
-from autopar.plan import TrainConfig
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
+from autopar.values.cluster import load_cluster
+from autopar.values.custom_ops import defining_module
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 
 SIZES: dict[str, Any] = {

@@ -7,10 +7,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from autopar.api.model_plan import model_plan, plan_from_text
 from autopar.errors import ClusterError, InfeasibleError, PlanMismatchError
-from autopar.mesh import make_mesh
-from autopar.model_plan import model_plan, plan_from_text
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import make_pricer
@@ -22,6 +20,8 @@ from autopar.search.explanation.what_if import faster_arithmetic, faster_link
 from autopar.search.graph.build import build
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.planner import make_plan
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 STEP = 3e4

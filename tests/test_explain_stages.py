@@ -6,12 +6,10 @@ from functools import lru_cache
 
 import pytest
 
-from autopar import api
+from autopar.api import planning as api
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.errors import PlanMismatchError
-from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
-from autopar.placement import INVARIANT, Layout
-from autopar.plan import Plan, TrainConfig
 from autopar.search.explanation import explain as explaining
 from autopar.search.explanation import explain_stages as explain_module
 from autopar.search.explanation.compare import compare
@@ -20,8 +18,10 @@ from autopar.search.explanation.what_if import faster_arithmetic
 from autopar.search.known.baselines import make_baseline
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import priced
-from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, Layout
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 from tests.search_cases import machine
 from tests.test_staged_configurations import llama, made_of
 from tests.zoo import zoo

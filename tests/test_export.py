@@ -15,27 +15,27 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.calls import Call
-from autopar.cluster import load_cluster
+from autopar.api.model_plan import model_plan
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.export.folder import export_folder
 from autopar.export.regions import sections
 from autopar.export.source import generate
 from autopar.export.training import index_limits
-from autopar.graph import CapturedModel, LocalModel
-from autopar.inputs import bind_inputs
-from autopar.mesh import Mesh, make_mesh
-from autopar.model_plan import model_plan
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.plan import Plan, TrainConfig
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime.exported import load_exported
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.calls import Call
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.values.plan import Plan, TrainConfig
 from tests.process_group import ranks
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo

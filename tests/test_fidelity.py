@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import load_cluster
 from autopar.cost_models.efficiency import RANGES, Efficiency, load_efficiency
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.cost_models.transformer import TransformerShape
+from autopar.values.cluster import load_cluster
 from benchmarks.fidelity import (
     Scored,
     layout_rows,

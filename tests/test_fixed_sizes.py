@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError, DataCheckError
-from autopar.reference import parameters_of, run_captured
+from autopar.oracle.reference import parameters_of, run_captured
 from tests.as_eager import assert_as_eager
 
 

@@ -12,7 +12,7 @@ import torch
 import autopar.capture.forked as forked
 from autopar.capture.forked import Forked
 from autopar.capture.rebatch import Batches
-from autopar.graph import CapturedModel
+from autopar.values.graph import CapturedModel
 from tests.zoo_graphs import zoo_graph
 
 pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="no second core, or no fork")

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact import brute_force, ilp
@@ -42,6 +39,9 @@ from autopar.search.graph.strategy_graph import (
 )
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.planner import make_plan
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import machine, pricer_of, program_of
 from tests.strategy_graphs import random_graph
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.buckets import all_gather_bucket
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.fuse_collectives import fuse_collectives, fused_groups
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
-from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig, plan_from_json
 from tests.plans_in_threads import errors_of, one_process
 from tests.ranks_in_threads import Member, run_in_threads
 from tests.search_cases import captured_of, exact_of, machine

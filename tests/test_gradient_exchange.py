@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from autopar.cluster import load_cluster
 from autopar.cost_models.gradient_exchange.all_reduce import HierarchicalAllReduce, RingAllReduce, TreeAllReduce
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
@@ -30,6 +29,7 @@ from autopar.cost_models.gradient_exchange.wait_free import WaitFree
 from autopar.cost_models.timeline import busy_seconds
 from autopar.cost_models.trace import chrome_trace
 from autopar.errors import ArgumentError
+from autopar.values.cluster import load_cluster
 from benchmarks import survey, survey_fit, survey_models
 
 

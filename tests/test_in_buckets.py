@@ -11,15 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.blocks import block_of
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import Form, least, shared
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation import explain as explaining
@@ -31,6 +26,11 @@ from autopar.search.known.random_plan import random_buckets, random_plan, random
 from autopar.search.meshes import meshes
 from autopar.search.planner import make_plan
 from autopar.search.timeline.buckets import with_buckets
+from autopar.values.blocks import block_of
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, program_of
 
 GAP = 1e-3

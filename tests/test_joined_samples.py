@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture import capture
 from autopar.errors import BatchError
-from autopar.graph import CapturedModel
+from autopar.oracle.reference import run_captured
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined, moved
-from autopar.reference import run_captured
+from autopar.values.graph import CapturedModel
 from tests.sample_losses import ALONE, BATCH, JOINED, STEPS, WIDTH, Loss, inputs, net
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
 from autopar.lower.program import make_program
 from autopar.lower.redistributions import redistribute
-from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.groups import Groups, use_groups
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.placement import local_shape
-from autopar.plan import TrainConfig
-from autopar.reference import buffers_of, parameters_of
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.random_plan import random_cuts, random_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import local_shape
+from autopar.values.plan import TrainConfig
 from tests.ranks_in_threads import Done
 from tests.search_cases import machine
 from tests.zoo import zoo

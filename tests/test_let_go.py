@@ -11,8 +11,8 @@ from torch import Tensor
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError
 from autopar.ops.groups import use_groups
-from autopar.plan import Plan
 from autopar.runtime.accumulate import Prepared
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.model_plan import load_plan
+from autopar.api.model_plan import load_plan
 from autopar.runtime import load, save
 from tests.process_group import ranks
 from tests.runtime_cases import whole

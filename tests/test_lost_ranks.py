@@ -10,8 +10,8 @@ import pytest
 
 import tests.runtime_cases as cases
 from autopar.errors import RankError
-from autopar.mesh import make_mesh
 from autopar.runtime import init
+from autopar.values.mesh import make_mesh
 from tests.process_group import run_apart
 
 WORLD, LOST = 4, 3

@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from autopar.cluster import load_cluster
-from autopar.mesh import make_mesh
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
-from autopar.plan import TrainConfig
-from autopar.redistribution import is_possible
 from autopar.search.costs.many_steps import step_seconds
 from autopar.search.costs.pricing import make_pricer, total
 from autopar.search.graph.lattice import Lattices, _steps
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
+from autopar.values.plan import TrainConfig
+from autopar.values.redistribution import is_possible
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -10,10 +10,10 @@ import pytest
 
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.samples import WorkSample
-from autopar.cluster import load_cluster
 from autopar.cost_models.compute import rates_of
 from autopar.cost_models.gemm import MISALIGNED, misaligned
 from autopar.rules.attention import BACKWARD_RATIO
+from autopar.values.cluster import load_cluster
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "measured"
 DEVICES = ("h100", "h200")

@@ -13,17 +13,17 @@ from test_pipeline_memory import case
 from torch import Tensor, fx, nn
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
-from autopar.reference import buffers_of, parameters_of
 from autopar.rules.views import permuted_gradient
 from autopar.runtime import PipelinedModule, stage
 from autopar.runtime.peak_memory import PeakMemory, watch
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import peaks_of_actions
-from autopar.serialize import dump, load
-from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
 from tests.process_group import ranks
 from tests.search_cases import machine
 

@@ -7,13 +7,9 @@ from functools import lru_cache
 
 import pytest
 
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import Shard, local_shape
-from autopar.plan import ONCE_A_STEP, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
@@ -24,6 +20,10 @@ from autopar.search.graph.problem import Problem
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import Shard, local_shape
+from autopar.values.plan import ONCE_A_STEP, TrainConfig
 from tests.search_cases import machine
 from tests.test_search_evaluate import _sent_seconds
 from tests.zoo_graphs import zoo_graph

@@ -19,24 +19,24 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture import capture
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
 from autopar.lower.messages import messages_of, sent_by_rank
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.placement import local_shape
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, computed_twin, with_storage
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule, count_messages
 from autopar.runtime.data import local_samples
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
-from autopar.serialize import dump, load
-from autopar.staged_plan import staged_plan_from_json
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import local_shape
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS, computed_twin, with_storage
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import staged_plan_from_json
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.runtime_cases import whole as whole_of
@@ -221,8 +221,8 @@ def from_folder(folder: str, graph: bytes, values: Any, inputs: Any) -> tuple[fl
     import importlib.util
     import sys
 
-    from autopar.plan import load_plan
     from autopar.runtime import load_exported
+    from autopar.values.plan import load_plan
 
     spec = importlib.util.spec_from_file_location("exported_mixed", Path(folder) / "model.py")
     assert spec is not None and spec.loader is not None

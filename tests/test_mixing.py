@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.blocks import block_of
-from autopar.cluster import Cluster
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.completion import Completed
@@ -26,7 +21,12 @@ from autopar.search.meshes import parts
 from autopar.search.mixing import blocks_of, mixed, mixed_within
 from autopar.search.planner import make_plan, plan_program
 from autopar.search.staged.stages import PricedStages, even_cuts, even_starts, priced, simulated, staged
-from autopar.staged_plan import StagedPlan
+from autopar.values.blocks import block_of
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, machine, pricer_of, program_of, small_llama
 from tests.zoo import zoo

@@ -8,24 +8,24 @@ import pytest
 import torch
 import transformers as hf
 
-from autopar.calls import Call
-from autopar.captures import captured_model
-from autopar.cluster import load_cluster
+from autopar.api.captures import captured_model
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
-from autopar.graph import target_name
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
-from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
-from autopar.placement import Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.baselines import BASELINES, baseline_plan, make_baseline
 from autopar.search.known.named_configuration import COMMON, KINDS, configured, parse_configuration
+from autopar.values.calls import Call
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import target_name
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import Shard
+from autopar.values.plan import Plan, TrainConfig
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.search_cases import captured_of, machine, program_of
 from tests.zoo import zoo
@@ -213,7 +213,7 @@ def test_what_does_not_fit_names_its_bytes(text: str) -> None:
 
 
 def test_every_key_is_one_of_simulate() -> None:
-    from autopar.simulate_rows import CONFIG_FIELDS
+    from autopar.cli.simulate_rows import CONFIG_FIELDS
 
     assert {key for keys in KINDS.values() for key in keys} | set(COMMON) <= set(CONFIG_FIELDS)
 

@@ -6,14 +6,14 @@ import pytest
 
 import autopar
 import tests.runtime_cases as cases
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.mesh import make_mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import machine, program_of
 
 ROOM = 1e12

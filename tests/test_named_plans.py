@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.mesh import make_mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.planner import make_plan
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo

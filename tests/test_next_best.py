@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
-from autopar.model_plan import ModelPlan
+from autopar.api.model_plan import ModelPlan
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.explanation.next_best import _decisions
 from autopar.search.known.random_plan import random_plan
 from autopar.search.overlapped import Ranking
 from autopar.search.timeline.plan_timeline import plan_timeline
-from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan
 from tests.search_cases import machine
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel, operands, shape_of, target_name
-from autopar.inputs import bind_inputs
+from autopar.oracle.reference import buffers_of, parameters_of, run_captured
 from autopar.passes.graph_tools import verify
 from autopar.passes.normalize.attention import mask_kind
 from autopar.passes.normalize.constants import Compressed, compress, evaluate
-from autopar.reference import buffers_of, parameters_of, run_captured
+from autopar.values.graph import CapturedModel, operands, shape_of, target_name
+from autopar.values.inputs import bind_inputs
 from tests.other_models import other_model
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph

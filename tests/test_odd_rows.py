@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.cost_models.compute import HOST
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation.explain import explain
 from autopar.search.explanation.odd_rows import odd_rows
 from autopar.search.planner import make_plan
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 
 TOKENS, HIDDEN = 8192, 1024
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.cluster import load_cluster
 from autopar.cost_models.collectives import transfer
 from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.layer_work import Kind, products_of_layer
@@ -30,11 +29,12 @@ from autopar.cost_models.transformer import TransformerShape, shape_from_config
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
 from autopar.models.hf import load_hf
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
+from autopar.values.cluster import load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 
 CONFIGS = {
     "llama-3-8b": {

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.calls import Call
+from autopar.api.checked import check_call, first_samples, flops_of
 from autopar.capture import capture
-from autopar.checked import check_call, first_samples, flops_of
 from autopar.errors import CaptureError, FidelityError
-from autopar.graph import CapturedModel
 from autopar.oracle import Subject, check_module, module_steps, not_checkable, other_samples
 from autopar.oracle.compare import relative_error
 from autopar.oracle.unchanged import unchanged
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
 
 WIDTH, ROWS = 6, 4
 
@@ -216,9 +216,9 @@ def test_plan_compares_and_says_so_or_why_not() -> None:
 def test_a_large_call_is_compared_on_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, kwargs = net()
     call = Call(kwargs=kwargs)
-    monkeypatch.setattr("autopar.checked.FLOPS", flops_of(capture(model, (), kwargs)) / 2 + 1)
+    monkeypatch.setattr("autopar.api.checked.FLOPS", flops_of(capture(model, (), kwargs)) / 2 + 1)
     assert f"on 2 of {ROWS} samples" in check_call(model, call)[0]
-    monkeypatch.setattr("autopar.checked.FLOPS", 1.0)
+    monkeypatch.setattr("autopar.api.checked.FLOPS", 1.0)
     assert "one sample takes" in check_call(model, call)[0]
     assert first_samples(call, 2).batch() == 2
 

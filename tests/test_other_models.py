@@ -8,9 +8,9 @@ import random
 import pytest
 
 from autopar.capture import capture
-from autopar.mesh import make_mesh
 from autopar.oracle import Subject, check_module
 from autopar.search.known.random_plan import random_plan
+from autopar.values.mesh import make_mesh
 from tests.other_models import other_model
 from tests.plans_in_threads import errors_of, one_process
 

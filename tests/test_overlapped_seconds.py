@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from torch import fx
 
-from autopar.cluster import Cluster
-from autopar.mesh import make_mesh
 from autopar.ops import collectives
 from autopar.ops.buckets import all_reduce_told
 from autopar.ops.cross_entropy import start_count
@@ -16,12 +14,14 @@ from autopar.passes.fuse_collectives import fused_groups
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets
 from autopar.search.timeline.buckets import with_buckets
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 

@@ -11,19 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
 from autopar.lower.collective_buffers import buffer_nbytes, keeps_padding
-from autopar.mesh import make_mesh
 from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.collective_call import collective_call
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, local_shape
-from autopar.plan import Plan, TrainConfig
-from autopar.redistribution import Step, steps_from
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.groups import build_groups
@@ -33,7 +27,13 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
-from autopar.serialize import dump, load
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, local_shape
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.redistribution import Step, steps_from
+from autopar.values.serialize import dump, load
 from autopar.verification import Check
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine

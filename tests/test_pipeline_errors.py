@@ -11,8 +11,8 @@ import autopar
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError, RankError
 from autopar.passes.split_stages import owners, split_stages
-from autopar.placement import INVARIANT, Layout
-from autopar.staged_plan import staged_plan_from_json
+from autopar.values.placement import INVARIANT, Layout
+from autopar.values.staged_plan import staged_plan_from_json
 from tests.process_group import ranks
 from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 

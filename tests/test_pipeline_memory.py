@@ -12,24 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel, operands, requires_grad
-from autopar.inputs import bind_inputs
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
-from autopar.placement import PARTIAL, Layout
-from autopar.reference import buffers_of, parameters_of
 from autopar.rules.spare import short_name
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer, stage_memory
-from autopar.serialize import dump, load
-from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.graph import CapturedModel, operands, requires_grad
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import PARTIAL, Layout
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo

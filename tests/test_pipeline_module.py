@@ -14,15 +14,12 @@ from torch import Tensor, nn
 
 import autopar
 import tests.runtime_cases as cases
-from autopar.calls import Call
-from autopar.captures import captured_model
+from autopar.api.captures import captured_model
+from autopar.api.model_plan import load_plan
+from autopar.api.staged_model_plan import StagedModelPlan, staged_model_plan
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
-from autopar.model_plan import load_plan
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
-from autopar.plan import TrainConfig
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import (
     PipelinedModule,
     count_messages,
@@ -32,8 +29,11 @@ from autopar.runtime import (
     save,
 )
 from autopar.search.known.random_plan import random_staged_plan
-from autopar.staged_model_plan import StagedModelPlan, staged_model_plan
-from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
+from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
 from tests.process_group import ranks
 from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 

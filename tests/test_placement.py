@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from autopar.mesh import make_mesh
-from autopar.placement import (
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

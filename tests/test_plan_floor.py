@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import wire_bytes
-from autopar.graph import CapturedModel
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
-from autopar.placement import local_shape
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link, faster_memory
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
@@ -26,6 +21,11 @@ from autopar.search.meshes import parts
 from autopar.search.staged.stages import priced
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import local_shape
+from autopar.values.plan import Plan
 from tests.search_cases import captured_of
 from tests.test_plan_timeline import part_of
 from tests.zoo import zoo

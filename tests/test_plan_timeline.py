@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
-from autopar.cluster import Cluster
+from autopar.api.model_plan import load_plan
+from autopar.cli.main import main
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import CapturedModel
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.model_plan import load_plan
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.runs import Fact, Runs, Task, find_runs
@@ -30,6 +26,10 @@ from autopar.search.meshes import parts
 from autopar.search.staged.stages import priced
 from autopar.search.timeline.plan_timeline import PlanTimeline, plan_timeline
 from autopar.search.timeline.weave import Overlap
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph

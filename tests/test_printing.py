@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.blocks import block_of, kind_of, ranges, relative, title
-from autopar.calls import Call
+from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.capture import capture
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
-from autopar.model_plan import ModelPlan, model_plan
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Estimate
 from autopar.report.rows import plan_sections
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
 from autopar.search.known.random_plan import random_plan
+from autopar.values.blocks import block_of, kind_of, ranges, relative, title
+from autopar.values.calls import Call
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Estimate
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
 

@@ -9,16 +9,16 @@ import torch
 from test_programs_alike import fields_of
 from torch import Tensor, nn
 
-from autopar.calls import Call
+from autopar.api.captures import Captures
 from autopar.capture.rebatch import Batches, Line
-from autopar.captures import Captures
-from autopar.graph import Accumulation
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.joint.programs import Programs
 from autopar.search.staged.stages import block_starts, starts_of
+from autopar.values.calls import Call
+from autopar.values.graph import Accumulation
 from tests.search_cases import pricer_of
 from tests.zoo import SPLIT_FAMILIES
 from tests.zoo_graphs import zoo_graph

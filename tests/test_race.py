@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from autopar.mesh import make_mesh
+from autopar.values.mesh import make_mesh
 from benchmarks.race import spearman, tied
 from benchmarks.race_hosts import Hosts, HostsError
 from benchmarks.race_traffic import crossing, groups_along

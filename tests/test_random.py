@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from autopar.mesh import make_mesh
 from autopar.ops.attention import attention
 from autopar.ops.dropout import dropout
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
+from autopar.values.mesh import make_mesh
 
 MESH = make_mesh((2, 2))
 SHARDS = (("data", 0),)

@@ -10,18 +10,18 @@ from torch import Tensor, fx, nn
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError, CaptureError
-from autopar.graph import CapturedModel, is_random
-from autopar.mesh import make_mesh
 from autopar.ops.drawn import drawn
 from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.noise import noise
 from autopar.ops.random import Draws, use_draws
+from autopar.oracle.reference import parameters_of, run_captured
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.reference import parameters_of, run_captured
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.search.known.random_plan import random_plan
+from autopar.values.graph import CapturedModel, is_random
+from autopar.values.mesh import make_mesh
 from tests.noisy import NAMES, noisy
 from tests.plans_in_threads import errors_of, one_process
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.mesh import make_mesh
 from autopar.search.known.random_plan import random_plan
+from autopar.values.mesh import make_mesh
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
@@ -41,7 +41,7 @@ def test_a_wrong_layout_is_noticed() -> None:
     """The test of the test: stored Replicate instead of Invariant, gradients are summands and the check says so."""
     from dataclasses import replace
 
-    from autopar.placement import REPLICATE, Layout
+    from autopar.values.placement import REPLICATE, Layout
 
     model, kwargs = zoo("bert", dtype=torch.float64)
     captured = exact_of("bert")

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tests.runtime_cases as cases
+from autopar.api.model_plan import model_plan
 from autopar.capture import capture
 from autopar.export.folder import export_folder
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
-from autopar.model_plan import model_plan
+from autopar.oracle.reference import parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan
-from autopar.reference import parameters_of
 from autopar.runtime import DistributedModule, PipelinedModule, load, load_exported, save
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.shared_graphs import shared_graph
 

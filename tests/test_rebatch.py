@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar.capture as capturing
-from autopar.calls import Call
+from autopar.api.captures import Captures
 from autopar.capture.rebatch import Batches, NotLinearError, rebatched
-from autopar.captures import Captures
-from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
 

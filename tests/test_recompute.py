@@ -11,20 +11,20 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.graph import CapturedModel
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.plan import Plan, plan_from_json
-from autopar.reference import buffers_of, parameters_of
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.plan import Plan, plan_from_json
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo

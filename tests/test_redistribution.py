@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.mesh import Mesh, make_mesh
 from autopar.ops.groups import use_groups
 from autopar.passes.collective_call import collective_call
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, Shard, parse_layout
-from autopar.redistribution import TABLE, Step, is_possible, messages, route, steps_from
 from autopar.runtime.groups import build_groups
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, Shard, parse_layout
+from autopar.values.redistribution import TABLE, Step, is_possible, messages, route, steps_from
 from tests.dealing import Parts, axis_product, collect, deal, whole_numbers
 from tests.process_group import ranks
 

@@ -14,15 +14,15 @@ from autopar.capture import capture
 from autopar.errors import ArgumentError
 from autopar.export.folder import export_folder
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, with_storage
 from autopar.runtime import DistributedModule, count_messages
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_cuts, random_plan, random_staged_plan
-from autopar.serialize import dump, load
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS, with_storage
+from autopar.values.serialize import dump, load
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.search_cases import machine

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.errors import RuleError
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.rules.notation import parse
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices
 from autopar.search.known.baselines import make_baseline
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine
 

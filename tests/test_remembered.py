@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.mesh import make_mesh
-from autopar.plan import Estimate, Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.remembered import LAST, remembered
 from autopar.search.planner import plan_program
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Estimate, Plan, TrainConfig
 from tests.search_cases import machine, program_of
 
 

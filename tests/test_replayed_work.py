@@ -8,7 +8,6 @@ from scipy.optimize import linprog
 
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import again_seconds, ops_work, saved_nbytes
 from autopar.search.joint.candidates import Candidate
@@ -17,6 +16,7 @@ from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import relaxed_seconds
 from autopar.search.meshes import Arrangement
 from autopar.search.planner import plan_program
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import pricer_of, small_llama
 
 

@@ -6,9 +6,9 @@ import random
 import pytest
 from torch import fx
 
-from autopar.mesh import Mesh, make_mesh
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Choice, Rule, choices, is_splittable
+from autopar.values.mesh import Mesh, make_mesh
 from tests.op_sample import Input, Sample, X, aten
 from tests.op_samples import SAMPLES
 from tests.rules_on_ranks import check, one_after_the_other, sends

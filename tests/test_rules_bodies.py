@@ -3,10 +3,10 @@
 import pytest
 from test_rules import cases
 
-from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
-from autopar.redistribution import Message
 from autopar.rules.registry import rule_of
+from autopar.values.mesh import Mesh
+from autopar.values.redistribution import Message
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads

@@ -4,7 +4,6 @@ import operator
 
 import torch
 
-from autopar.mesh import make_mesh
 from autopar.ops.batch_norm import batch_norm
 from autopar.rules import (
     attention,
@@ -27,6 +26,7 @@ from autopar.rules import (
 from autopar.rules import random as random_rules
 from autopar.rules.registry import RULES, resolve, result_index, rule_of
 from autopar.rules.rule import choices, is_splittable
+from autopar.values.mesh import make_mesh
 from tests.op_sample import Input, Sample, X
 from tests.op_samples import SAMPLES
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from autopar.graph import operands
-from autopar.mesh import make_mesh
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.registry import RULES, rule_of
 from autopar.rules.rule import choices
+from autopar.values.graph import operands
+from autopar.values.mesh import make_mesh
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from autopar.graph import operands
 from autopar.ops.random import Draws, use_draws
 from autopar.rules.describe import result_values, shapes_of
 from autopar.rules.registry import rule_of
 from autopar.rules.spare import BACKWARD, gives_all, handed_on, short_name, spare
 from autopar.runtime.peak_memory import PeakMemory
+from autopar.values.graph import operands
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 

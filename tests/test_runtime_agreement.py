@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import tests.runtime_cases as cases
 from autopar.errors import MeshError, RankError
-from autopar.mesh import make_mesh
-from autopar.plan import Plan
 from autopar.runtime import init
 from autopar.runtime.agreement import agree, compare, failing_together, shared_number
 from autopar.runtime.groups import build_groups
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan
 from tests.process_group import ranks, run_apart
 
 

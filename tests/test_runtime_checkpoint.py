@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 import tests.runtime_cases as cases
 from autopar.errors import OptimizerError, PlanMismatchError
-from autopar.plan import Plan
 from autopar.runtime import load, save
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 State = dict[str, Tensor]

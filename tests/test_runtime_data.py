@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import tests.runtime_cases as cases
 from autopar.errors import BatchError
-from autopar.placement import parse_layout
-from autopar.plan import Plan
 from autopar.runtime import DistributedBatchSampler, LocalBatch
+from autopar.values.placement import parse_layout
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 

@@ -7,11 +7,11 @@ import torch
 
 from autopar.capture import capture
 from autopar.errors import DataCheckError, PlanMismatchError
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.search.known.random_plan import random_plan
+from autopar.values.mesh import make_mesh
 from tests.branching_models import CHECKS, KNOWN, Asking
 from tests.process_group import ranks
 

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
-from autopar.graph import LocalModel
 from autopar.lower.messages import messages_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import parse_layout
-from autopar.plan import Plan
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
+from autopar.values.graph import LocalModel
+from autopar.values.placement import parse_layout
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -215,7 +215,7 @@ def from_meta(plan: Plan) -> dict[str, Tensor]:
     graph, model = cases.captured(), cases.words()
     twin = copy.deepcopy(model).to("meta")
     twin.head.weight = twin.embedding.weight
-    from autopar.reference import buffers_of, parameters_of
+    from autopar.oracle.reference import buffers_of, parameters_of
 
     local: LocalModel = insert_collectives(graph, plan)
     module = DistributedModule(local, {**parameters_of(graph, twin), **buffers_of(graph, twin)})

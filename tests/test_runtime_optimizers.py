@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import tests.runtime_cases as cases
 from autopar.errors import OptimizerError
-from autopar.plan import Plan
 from autopar.runtime import check_optimizer
 from autopar.runtime.optimizers import REFUSED
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 OPTIMIZERS = sorted(

@@ -8,9 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.mesh import Mesh, make_mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout, is_even, parse_layout
-from autopar.placement import Shard as OurShard
 from autopar.runtime import private_torch
 from autopar.runtime.groups import build_groups
 from autopar.runtime.parameters import (
@@ -22,6 +19,9 @@ from autopar.runtime.parameters import (
     to_dtensor,
     torch_placements,
 )
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, is_even, parse_layout
+from autopar.values.placement import Shard as OurShard
 from tests.process_group import ranks
 
 

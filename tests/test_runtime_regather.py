@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.mesh import make_mesh
 from autopar.ops.collectives import all_gather, pad_dim
 from autopar.ops.groups import use_groups
 from autopar.ops.regather import once, pack, regathering
 from autopar.runtime.groups import build_groups
+from autopar.values.mesh import make_mesh
 from tests.process_group import ranks
 
 AXES = ("data", "model")

@@ -10,9 +10,9 @@ from torch import Tensor
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError
 from autopar.lower.messages import messages_of
-from autopar.placement import Layout, Shard
-from autopar.plan import Plan
 from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
+from autopar.values.placement import Layout, Shard
+from autopar.values.plan import Plan
 from tests.process_group import ranks
 
 STEPS = 2
@@ -156,7 +156,7 @@ def exported(folder: str) -> tuple[float, float, bool]:
     spec.loader.exec_module(code)
     model = dict(cases.words().named_parameters())
     own = load_exported(folder, code.forward, lambda name, shape, dtype: model[name].detach())
-    from autopar.plan import load_plan
+    from autopar.values.plan import load_plan
 
     module = cases.distributed(load_plan(Path(folder) / "plan.json"))
     data = whole_batch(2, module.plan.microbatches)
@@ -174,8 +174,8 @@ def exported(folder: str) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("plan", ["step", "use", "recomputed", "random1"])
 def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> None:
     from autopar.export.folder import export_folder
+    from autopar.oracle.reference import buffers_of
     from autopar.passes.insert_collectives import insert_collectives
-    from autopar.reference import buffers_of
 
     made: Plan = PLANS[plan]((2,), 2)
     captured = cases.captured(microbatches=2)

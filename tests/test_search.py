@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan, TrainConfig, plan_from_json
 from autopar.report.plan_text import heading
 from autopar.search import planner
 from autopar.search.costs.evaluate import evaluate_program
@@ -30,6 +28,8 @@ from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.known.baselines import BASELINES, baseline_plan
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig, plan_from_json
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES

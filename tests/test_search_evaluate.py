@@ -6,14 +6,14 @@ import pytest
 
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
-from autopar.graph import LocalModel
 from autopar.lower.messages import messages_of
-from autopar.mesh import Mesh, make_mesh
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.placement import local_shape
-from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.random_plan import random_plan
+from autopar.values.graph import LocalModel
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.placement import local_shape
+from autopar.values.plan import TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 

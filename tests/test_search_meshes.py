@@ -8,13 +8,10 @@ from functools import cache
 
 import pytest
 
-from autopar import api
+from autopar.api import planning as api
 from autopar.capture.rebatch import Batches
-from autopar.cluster import Cluster, load_cluster
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.plan import Plan, TrainConfig
 from autopar.report.search_text import search_text
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.states import states_nbytes
@@ -28,6 +25,9 @@ from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.joint.questions import Answer
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.planner import make_plan
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.blocks import block_of
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan, TrainConfig
 from autopar.report.recompute_text import recompute_text
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
@@ -22,6 +20,8 @@ from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.planner import make_plan
+from autopar.values.blocks import block_of
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 
 TIED = ("gpt2", "bert", "t5", "whisper")

@@ -9,19 +9,16 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autopar import api
-from autopar.cluster import Cluster
+from autopar.api import planning as api
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, MeshError
-from autopar.graph import CapturedModel
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import local_stage
-from autopar.plan import ONCE_A_STEP, Plan, TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -32,8 +29,11 @@ from autopar.search.planner import make_plan
 from autopar.search.staged.rounds import rounds
 from autopar.search.staged.stages import balanced, block_starts, choose_cuts, priced, staged
 from autopar.search.timeline.staged_buckets import MARK, in_buckets
-from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import ONCE_A_STEP, Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.ops.shards import joined
-from autopar.placement import chunk_size
+from autopar.values.placement import chunk_size
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

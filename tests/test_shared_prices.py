@@ -11,10 +11,7 @@ import transformers as hf
 from autopar.capture import capture
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -23,6 +20,9 @@ from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.stages import block_starts, price_stage, staged
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import machine
 
 

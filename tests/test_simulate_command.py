@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
-from autopar.cluster import load_cluster
+from autopar.cli.main import main
+from autopar.cli.simulate import simulate_row
 from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_memory import step_memory
 from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.training_config import TrainingConfig
 from autopar.errors import ClusterError
-from autopar.simulate_command import simulate_row
+from autopar.values.cluster import load_cluster
 
 HEADER = "model,cluster,tp,pp,dp,microbatch,global_batch,seq,recompute"
 ROW = "llama-3-8b,8xh100,2,1,4,1,16,4096,full"

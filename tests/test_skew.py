@@ -7,11 +7,11 @@ import pytest
 
 from autopar.calibration.fit_skew import fit_skew
 from autopar.calibration.samples import SkewSample
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import cheapest, cheapest_in_step, skew_seconds
 from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
-from autopar.link import LinkLevel
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.link import LinkLevel
 
 DEVICE = load_cluster("4xcpu").device
 

@@ -6,11 +6,11 @@ import pytest
 
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
 from autopar.passes.split_stages import split_stages
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import Runs, find_runs
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
+from autopar.values.mesh import make_mesh
 from tests.search_cases import captured_of, machine
 
 CASES = [("llama", 1, 0.0), ("vit", 2, 0.4), ("resnet", 3, 0.0), ("llama", 4, 0.5)]

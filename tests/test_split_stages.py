@@ -14,16 +14,16 @@ from torch.distributed import pipelining
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import CapturedModel, requires_grad
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import local_stage, owners, split_stages
 from autopar.passes.wait_late import last_sum, wait_late
-from autopar.plan import Plan, TrainConfig
 from autopar.runtime.schedules import CLASSES
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
-from autopar.serialize import dump, load
-from autopar.staged_plan import (
+from autopar.values.graph import CapturedModel, requires_grad
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import (
     SCHEDULES,
     STAGED_VERSION,
     StagedPlan,

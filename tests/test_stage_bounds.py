@@ -13,10 +13,7 @@ from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipel
 from autopar.cost_models.schedules import Action, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -35,6 +32,9 @@ from autopar.search.meshes import parts
 from autopar.search.planner import plan_program
 from autopar.search.staged.rounds import dealt, interleaved_rounds, least_uneven, rounds
 from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import machine, small_llama
 from tests.strategy_graphs import random_graph
 

@@ -8,19 +8,15 @@ import pytest
 from torch import nn
 
 import tests.pipeline_cases as cases
-from autopar import api
-from autopar.calls import Call
-from autopar.captures import captured_model
-from autopar.cluster import load_cluster
+from autopar.api import planning as api
+from autopar.api.captures import captured_model
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
-from autopar.graph import CapturedModel
 from autopar.lower.messages import sent_by_rank
 from autopar.lower.program import make_program
-from autopar.mesh import Mesh, make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
-from autopar.plan import TrainConfig
 from autopar.report.staged_text import staged_text
 from autopar.search.asked_mesh import asked_mesh
 from autopar.search.costs.pricing import make_pricer
@@ -32,8 +28,12 @@ from autopar.search.staged import stages as staging
 from autopar.search.staged.stages import block_starts
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.staged_buckets import stages_in_buckets
-from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan
+from autopar.values.calls import Call
+from autopar.values.cluster import load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.plan import TrainConfig
+from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.search_cases import machine
 from tests.zoo import zoo

@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 from torch import fx
 
-from autopar.mesh import make_mesh
 from autopar.ops.cross_entropy import cross_entropy, start_count
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_early import start_early
-from autopar.plan import TrainConfig
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_recompute
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import captured_of, machine
 
 

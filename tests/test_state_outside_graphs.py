@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torch.random import manual_seed
 from torch.utils.checkpoint import checkpoint
 
-from autopar.api import plan
-from autopar.calls import call_of
+from autopar.api.captures import captured_model
+from autopar.api.planning import plan
 from autopar.capture import capture
-from autopar.captures import captured_model
 from autopar.errors import CaptureError
 from autopar.oracle import Subject, check_module
 from autopar.passes.promote_casts import promote_casts
+from autopar.values.calls import call_of
 from tests.as_eager import assert_as_eager
 
 WIDTH = 6

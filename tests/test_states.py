@@ -7,15 +7,15 @@ import torch
 
 from autopar.capture import capture
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.plan import TrainConfig
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.costs.states import check_states, states_nbytes
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 FAMILIES = ("gpt2", "llama", "bert", "vit", "t5")

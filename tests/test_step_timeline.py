@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
-from autopar.cluster import load_cluster
+from autopar.cli.main import main
 from autopar.cost_models.efficiency import load_efficiency
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.step_memory import in_flight, step_memory
@@ -14,6 +13,7 @@ from autopar.cost_models.step_time import simulate_step
 from autopar.cost_models.step_timeline import step_pipeline
 from autopar.cost_models.timeline import busy_seconds, simulate
 from autopar.cost_models.training_config import TrainingConfig
+from autopar.values.cluster import load_cluster
 
 CLUSTER = load_cluster("4x8xh100")
 EFFICIENCY = load_efficiency(CLUSTER.device.name)

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.plan import TrainConfig
 from autopar.search.alike_meshes import first_alike
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.exact.limited_bound import GAP
@@ -25,6 +22,9 @@ from autopar.search.joint.questions import Question, Refining, Setup
 from autopar.search.joint.together import MISSES, Together, pairs
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import make_plan
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import TrainConfig
 from tests.search_cases import machine
 
 BATCH = 4096

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import Around, Fewest, stages_of, whole_readers
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -24,6 +22,8 @@ from autopar.search.meshes import parts
 from autopar.search.staged.rounds import least_uneven
 from autopar.search.staged.stages import priced, staged, starts_of
 from autopar.search.staged.whole_blocks import runs_of_stages
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import machine, small_llama
 from tests.zoo_graphs import zoo_graph
 

@@ -15,17 +15,17 @@ from test_buckets_trained import deep
 from test_runtime_train_step import train_distributed, train_whole
 
 import tests.runtime_cases as cases
-from autopar.cluster import Cluster, load_cluster
 from autopar.lower.messages import messages_of
-from autopar.mesh import make_mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
 from autopar.search.timeline import buckets
 from autopar.search.timeline.buckets import bucketed, used_last, with_buckets
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.mesh import make_mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
+from autopar.values.plan import Plan, TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.process_group import ranks
 from tests.search_cases import captured_of, exact_of, machine, program_of

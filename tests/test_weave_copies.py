@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.api.model_plan import model_plan
 from autopar.errors import BatchError
 from autopar.export.folder import export_folder
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
 from autopar.lower.interleaved import running
 from autopar.lower.program import make_program
-from autopar.mesh import make_mesh
-from autopar.model_plan import model_plan
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan, TrainConfig, plan_from_json
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import DistributedModule
 from autopar.runtime.exported import load_exported
 from autopar.search.costs.evaluate import evaluate
@@ -28,6 +24,10 @@ from autopar.search.costs.folding import fold_program
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.woven import best_woven
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig, plan_from_json
 from tests.plans_in_threads import errors_of
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, batch, captured, distributed, some_plan, words

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 import tests.runtime_cases as cases
-from autopar.mesh import make_mesh
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
-from autopar.reference import buffers_of, parameters_of
 from autopar.runtime import PipelinedModule
 from autopar.search.known.random_plan import random_staged_plan
-from autopar.staged_plan import StagedPlan
+from autopar.values.mesh import make_mesh
+from autopar.values.staged_plan import StagedPlan
 
 MICROBATCHES = 4
 

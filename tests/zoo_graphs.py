@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from autopar.capture import capture
-from autopar.graph import CapturedModel
+from autopar.values.graph import CapturedModel
 from tests.shared_graphs import shared_graph
 from tests.zoo import zoo
 

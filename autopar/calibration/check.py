@@ -8,9 +8,9 @@ import numpy as np
 from autopar.calibration.predict import predicted_collective, predicted_work
 from autopar.calibration.reference_steps import predicted_step
 from autopar.calibration.samples import Measurements
-from autopar.cluster import Cluster
 from autopar.errors import MeshError
 from autopar.report.units import nbytes_text
+from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from autopar.calibration.fit_skew import fit_skew
 from autopar.calibration.measure import Effort, measure
 from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import Measurements
-from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ArgumentError, MeshError
-from autopar.link import Line
 from autopar.report.units import nbytes_text, seconds_text
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.link import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from autopar.calibration.check import compared, median_errors
 from autopar.calibration.samples import Measurements
-from autopar.cluster import Cluster, cluster_toml
 from autopar.errors import ClusterError
+from autopar.values.cluster import Cluster, cluster_toml
 
 
 def calibration_toml(cluster: Cluster, measured: Measurements) -> str:

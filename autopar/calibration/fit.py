@@ -11,9 +11,9 @@ from autopar.calibration.fit_skew import fit_skew
 from autopar.calibration.fit_steps import fit_steps
 from autopar.calibration.predict import predicted_collective
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin
-from autopar.cluster import Cluster
-from autopar.link import Line, LinkLevel
 from autopar.report.units import seconds_text
+from autopar.values.cluster import Cluster
+from autopar.values.link import Line, LinkLevel
 
 
 def fit_cluster(measured: Measurements, name: str) -> Cluster:

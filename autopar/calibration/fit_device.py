@@ -19,9 +19,9 @@ from scipy.optimize import least_squares
 
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.samples import Origin, WorkSample
-from autopar.cluster import load_cluster
-from autopar.device import Device
 from autopar.errors import ClusterError
+from autopar.values.cluster import load_cluster
+from autopar.values.device import Device
 
 SOFT = 0.1
 """Log errors beyond this count linearly, below it squared."""

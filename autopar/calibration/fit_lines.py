@@ -18,12 +18,12 @@ import numpy.typing as npt
 from scipy.optimize import linprog
 
 from autopar.calibration.samples import CollectiveSample
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, algorithms, collective_seconds
 from autopar.cost_models.links import axis_links
-from autopar.device import Device
-from autopar.link import Line, LinkLevel
 from autopar.report.units import nbytes_text
+from autopar.values.cluster import Cluster
+from autopar.values.device import Device
+from autopar.values.link import Line, LinkLevel
 
 WORTH = 0.02
 MOST_RANGES = 5

@@ -22,9 +22,9 @@ from scipy.optimize import OptimizeResult, least_squares
 
 from autopar.calibration.reference_steps import predicted_step
 from autopar.calibration.samples import Origin, StepSample
-from autopar.cluster import CALIBRATED
-from autopar.device import Device
 from autopar.report.units import seconds_text
+from autopar.values.cluster import CALIBRATED
+from autopar.values.device import Device
 
 FACTORS = {
     "launch_in_step": "whole", "bytes_in_step": "whole", "flops_in_step": "no update", "optimizer_bytes": "no update",

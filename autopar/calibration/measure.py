@@ -20,10 +20,10 @@ from autopar.calibration.measure_steps import StepRounds
 from autopar.calibration.measure_work import DTYPES, WorkRounds
 from autopar.calibration.samples import Measurements, Origin
 from autopar.calibration.timing import Tell
-from autopar.cluster import preset_devices
 from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.runtime.agreement import agree
 from autopar.runtime.launch import device as own_device
+from autopar.values.cluster import preset_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from autopar.calibration.samples import CollectiveSample
 from autopar.calibration.timing import Rounds, Tell
-from autopar.mesh import Mesh
 from autopar.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ops.groups import Groups, use_groups
 from autopar.runtime.groups import build_groups
+from autopar.values.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 ELEMENT_SIZE = 4

@@ -5,11 +5,11 @@ from functools import lru_cache
 
 from autopar.calibration.measure_collectives import measuring_mesh
 from autopar.calibration.samples import CollectiveSample, WorkSample
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import rates_of
 from autopar.cost_models.links import Links, axis_links
 from autopar.rules.attention import BACKWARD_RATIO
+from autopar.values.cluster import Cluster
 
 
 def predicted_collective(cluster: Cluster, sample: CollectiveSample) -> float:

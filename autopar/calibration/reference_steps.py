@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.cluster import Cluster, load_cluster
-from autopar.device import Device
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
-from autopar.mesh import make_mesh
 from autopar.ops.recompute import again
 from autopar.ops.regather import regathering
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.planner import make_plan
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.device import Device
+from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from autopar.capture.repeats import Repeat, few_layers, find_repeats
 from autopar.capture.shared_memory import check_shared_memory
 from autopar.capture.written import Written
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import CapturedModel, is_same_graph
-from autopar.inputs import flatten_inputs
-from autopar.outputs import Returned
+from autopar.values.graph import CapturedModel, is_same_graph
+from autopar.values.inputs import flatten_inputs
+from autopar.values.outputs import Returned
 
 logger = logging.getLogger(__name__)
 

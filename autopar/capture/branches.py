@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, is_same_graph
+from autopar.values.graph import CapturedModel, is_same_graph
 
 PATHS, QUESTIONS = 32, 64
 """Paths that are traced, and questions on one: five branches beside each other, and no loop that never ends. Twice as

@@ -20,9 +20,9 @@ from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
 from autopar.capture.user_frame import innermost, own_frame
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel
 from autopar.ops.own_gradient import Hooked, Slot
 from autopar.passes.graph_tools import tidy
+from autopar.values.graph import CapturedModel
 
 Hook = Callable[..., Any]
 

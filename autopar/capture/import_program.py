@@ -17,10 +17,10 @@ from autopar.capture.opaque import OPAQUE, Opaques
 from autopar.capture.user_frame import frame_of_stack
 from autopar.capture.written import Written
 from autopar.errors import CaptureError
-from autopar.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.ops.own_gradient import renewed
 from autopar.passes.graph_tools import needs_grad, tidy
 from autopar.passes.normalize.storage import offset_from_operand
+from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
 
 PREFIX = "model."
 _READS_NO_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)

@@ -18,7 +18,7 @@ from autopar.capture.opaque import OPAQUE
 from autopar.capture.real_values import real_run
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
-from autopar.inputs import leaves_of, mapped_tensors
+from autopar.values.inputs import leaves_of, mapped_tensors
 
 _DETACH = torch.ops.aten.detach.default
 _OWN = "detached by the user"

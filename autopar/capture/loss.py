@@ -16,8 +16,8 @@ from autopar.capture.shadows import Shadows
 from autopar.capture.tensor_attributes import TensorAttributes
 from autopar.capture.written import Watch, Written
 from autopar.errors import NoLossError, TurningFlagError
-from autopar.inputs import Rebuild, leaves_of
-from autopar.outputs import FOLLOWING, Returned, flatten_outputs
+from autopar.values.inputs import Rebuild, leaves_of
+from autopar.values.outputs import FOLLOWING, Returned, flatten_outputs
 
 
 class LossModule(nn.Module):

@@ -26,9 +26,9 @@ from autopar.capture.quiet import quiet
 from autopar.capture.symmetric_checks import symmetric_checks
 from autopar.capture.user_frame import files_of, raising_frame, user_frame
 from autopar.errors import AutoparError, CaptureError, TurningFlagError
-from autopar.graph import CapturedModel
-from autopar.guards import BufferGuard
 from autopar.passes.normalize import normalize
+from autopar.values.graph import CapturedModel
+from autopar.values.guards import BufferGuard
 
 
 def traced_once(

@@ -24,8 +24,8 @@ from autopar.capture.real_values import outside_traces
 from autopar.capture.recomputing import gradients_kept, is_recomputing
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
-from autopar.inputs import leaves_of, mapped_tensors
 from autopar.ops.own_gradient import Applied, Slot, filled
+from autopar.values.inputs import leaves_of, mapped_tensors
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, torch.layout)
 FEW = 1 << 20

@@ -29,7 +29,7 @@ from autopar.capture.reached import CONTAINERS, PLAIN, TABLES, Holder, Reached
 from autopar.capture.tracked import Unknown, tracked
 from autopar.capture.user_frame import innermost
 from autopar.errors import CaptureError
-from autopar.inputs import leaves_of, mapped_tensors
+from autopar.values.inputs import leaves_of, mapped_tensors
 
 NOBODYS = -0x6E6F626F6479
 """A number that stands for one that nobody knows, in text and in what a call left behind."""

@@ -30,8 +30,8 @@ from autopar.capture.shadows import Shadows
 from autopar.capture.told import is_identified
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import AutoparError, CaptureError
-from autopar.inputs import mapped_tensors
 from autopar.ops.checked import ERROR, WARNING
+from autopar.values.inputs import mapped_tensors
 
 HANDLERS = {**ANSWERS, **SHAPES}
 

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from autopar.capture.forked import Forked
-from autopar.graph import CapturedModel, target_name
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined
-from autopar.serialize import dump, load
+from autopar.values.graph import CapturedModel, target_name
+from autopar.values.serialize import dump, load
 
 PATIENCE, LEAST_SECONDS = 3.0, 10.0
 """How many times as long as a capture took here one beside is waited for, and how long at least."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.capture.python_state import Snapshot
 from autopar.capture.reached import Reached
 from autopar.capture.real_values import real_run
-from autopar.inputs import leaves_of, mapped_tensors
+from autopar.values.inputs import leaves_of, mapped_tensors
 
 LARGEST = 1 << 27
 """Numbers that are drawn for a comparison: 1 GB. With twice as many a capture would take seconds and gigabytes."""

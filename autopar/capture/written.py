@@ -21,8 +21,8 @@ from autopar.capture.inner_gradients import inner_gradients, is_tracing
 from autopar.capture.opaque import Opaque, active_opaques
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
-from autopar.inputs import mapped_tensors
 from autopar.ops.own_gradient import renewed
+from autopar.values.inputs import mapped_tensors
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__ifloordiv__",
              "__iand__", "__ior__", "__ixor__", "__imod__", "__ilshift__", "__irshift__"}  # fmt: skip

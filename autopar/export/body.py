@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx
 
-from autopar.blocks import relative
 from autopar.export.expressions import Label, Text, call_text, is_light, literal, short_name
 from autopar.export.naming import PREFIX, Names, last_component
-from autopar.graph import operands
 from autopar.rules.registry import rule_of
+from autopar.values.blocks import relative
+from autopar.values.graph import operands
 
 WIDTH = 116
 INLINE = 72

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.graph import operands
+from autopar.values.graph import operands
 
 
 class Text(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 from autopar.errors import ArgumentError
 from autopar.export.source import generate
 from autopar.export.training import training_script
-from autopar.graph import CapturedModel, LocalModel
 from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
+from autopar.values.graph import CapturedModel, LocalModel
 
 
 def export_folder(folder: Path, local: LocalModel, plan_json: str, values: Mapping[str, Tensor]) -> None:

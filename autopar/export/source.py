@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.blocks import title
-from autopar.custom_ops import defining_module
 from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
 from autopar.export.naming import Names, identifier, parameter_names
 from autopar.export.regions import Region, Sections, sections, state_names
-from autopar.graph import LocalModel, operands
 from autopar.ops.own_gradient import is_own
+from autopar.values.blocks import title
+from autopar.values.custom_ops import defining_module
+from autopar.values.graph import LocalModel, operands
 
 INDENT = "    "
 

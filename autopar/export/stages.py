@@ -10,10 +10,10 @@ from torch import Tensor
 from autopar.export.folder import specs, specs_of, write_folder
 from autopar.export.source import generate
 from autopar.export.training import staged_training_script
-from autopar.graph import CapturedModel, dtype_of, requires_grad
 from autopar.passes.split_stages import local_stage
 from autopar.runtime.exported import SPECS
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel, dtype_of, requires_grad
+from autopar.values.staged_plan import StagedPlan
 
 
 def export_stages(

@@ -4,8 +4,8 @@ import torch
 from torch import fx
 
 from autopar.cost_models.memory import FUSED
-from autopar.graph import CapturedModel, LocalModel, operands
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel, LocalModel, operands
+from autopar.values.staged_plan import StagedPlan
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)",

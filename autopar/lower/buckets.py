@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed, sent_by
-from autopar.placement import is_even
-from autopar.plan import ONCE_A_STEP, Plan
-from autopar.redistribution import Message, Step
+from autopar.values.placement import is_even
+from autopar.values.plan import ONCE_A_STEP, Plan
+from autopar.values.redistribution import Message, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,9 +11,9 @@ from autopar.lower.program import Op, Program
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import SINK, Redistributed
 from autopar.lower.target import Target
-from autopar.placement import Layout
-from autopar.plan import Plan
-from autopar.redistribution import Step
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
+from autopar.values.redistribution import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

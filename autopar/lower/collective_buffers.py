@@ -14,8 +14,8 @@ backend reads, and chunks that are put in order before or after. The result is c
 from collections.abc import Iterator
 from math import prod
 
-from autopar.placement import Layout, Shard, chunk_size
-from autopar.redistribution import Step
+from autopar.values.placement import Layout, Shard, chunk_size
+from autopar.values.redistribution import Step
 
 Span = tuple[int, int, int]
 """Bytes, first and last moment."""

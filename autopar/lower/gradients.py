@@ -17,10 +17,10 @@ from autopar.lower.holding import Holding
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed
-from autopar.placement import Layout, Partial, Shard
-from autopar.redistribution import Step
 from autopar.rules.spare import short_name
 from autopar.rules.views import PERMUTING, RESHAPING, expanded_gradient, is_view, permuted_gradient
+from autopar.values.placement import Layout, Partial, Shard
+from autopar.values.redistribution import Step
 
 Wanted = Callable[[Value], bool]
 """Which values a pass gives gradients to."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.lower.calls import Call
 from autopar.lower.recomputation import Value
-from autopar.placement import Layout
+from autopar.values.placement import Layout
 
 
 def in_turn(

@@ -13,8 +13,8 @@ from autopar.lower.program import Op, Program, Tensor
 from autopar.lower.recomputation import Value
 from autopar.passes.graph_tools import copied_name
 from autopar.passes.weave_copies import COPIES, check_copies, segments
-from autopar.plan import Plan
-from autopar.redistribution import COLLECTIVES, Step
+from autopar.values.plan import Plan
+from autopar.values.redistribution import COLLECTIVES, Step
 
 
 def running(plan: Plan, program: Program) -> tuple[Plan, Program]:

@@ -30,7 +30,7 @@ from autopar.lower.in_turn import in_turn
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.recomputation import Value, saved_of
 from autopar.lower.redistributions import SINK, Redistributed, regathered
-from autopar.redistribution import SUMS, Step
+from autopar.values.redistribution import SUMS, Step
 
 
 class Live:

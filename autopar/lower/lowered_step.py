@@ -18,8 +18,8 @@ from autopar.lower.program import Program
 from autopar.lower.recomputation import Recomputation, Value, find_recomputation, root_of
 from autopar.lower.redistributions import Redistributed, redistribute, redistribute_parameters
 from autopar.lower.target import Target
-from autopar.placement import Layout
-from autopar.plan import ONCE_A_STEP, Plan
+from autopar.values.placement import Layout
+from autopar.values.plan import ONCE_A_STEP, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.graph import operands
 from autopar.lower.program import Program
 from autopar.lower.target import Target
 from autopar.passes.lay_out import is_known, results_of
-from autopar.plan import Plan
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING, is_view
+from autopar.values.graph import operands
+from autopar.values.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.lower.redistributions import Redistributed

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from autopar.graph import CapturedModel
 from autopar.lower.events import Event, find_events
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import make_program
 from autopar.lower.split_backward import split_events
 from autopar.lower.target import Target
 from autopar.passes.split_stages import owners
-from autopar.placement import Layout, local_ranges
-from autopar.plan import Plan
-from autopar.staged_plan import PIPELINE, SPLITTING, StagedPlan
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import Layout, local_ranges
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """(collective, axis names) -> (calls, payload bytes) of one step on one rank."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor as TorchTensor
 from torch import fx
 
-from autopar.blocks import block_of
-from autopar.graph import CapturedModel, operands, requires_grad, target_name
 from autopar.rules.elementwise import is_positive
 from autopar.rules.registry import result_index, rule_of
 from autopar.rules.rule import Choice, Rule, choices
 from autopar.rules.spare import handed_on, spare
+from autopar.values.blocks import block_of
+from autopar.values.graph import CapturedModel, operands, requires_grad, target_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

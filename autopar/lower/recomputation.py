@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from autopar.lower.program import Op, Program
 from autopar.lower.redistributions import Redistributed
 from autopar.lower.target import LocalOp, Target
-from autopar.placement import Layout
-from autopar.plan import Plan
-from autopar.redistribution import Step
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
+from autopar.values.redistribution import Step
 
 Value = tuple[str, Layout]
 """A tensor in a layout."""

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from autopar.lower.memory_layouts import find_memory_layouts
 from autopar.lower.program import Program, Tensor
 from autopar.lower.target import LocalOp, Target
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.plan import Plan
-from autopar.redistribution import Message, Step, messages
+from autopar.values.mesh import Mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.plan import Plan
+from autopar.values.redistribution import Message, Step, messages
 
 SINK = -1
 """Position of the reader that stands for the graph's output."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.lower.program import Op, Tensor
-from autopar.mesh import Mesh
 from autopar.ops.attention import attention
-from autopar.placement import Layout, local_shape
-from autopar.plan import TrainConfig
-from autopar.redistribution import Message, Step, messages
 from autopar.rules.rule import Local, is_divisible, layouts, localized, splits
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, local_shape
+from autopar.values.plan import TrainConfig
+from autopar.values.redistribution import Message, Step, messages
 
 Split = tuple[tuple[str, int], ...]
 """Names of factors, each with the number of parts that mesh axes split it into."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ArgumentError, ModelSpecError
 from autopar.models.overrides import apply_override, near
-from autopar.precision import model_in_dtype
+from autopar.values.precision import model_in_dtype
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512

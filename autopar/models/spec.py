@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.capture.user_frame import user_frame
 from autopar.errors import ArgumentError, AutoparError, ModelSpecError
 from autopar.models.overrides import near, parse_literal
-from autopar.precision import PRECISIONS, Precision, in_dtype, model_in_dtype, stored_as
+from autopar.values.precision import PRECISIONS, Precision, in_dtype, model_in_dtype, stored_as
 
 FORMS = "name a model as file.py:function, module:function or hf:config.json"
 

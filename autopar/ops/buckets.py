@@ -25,7 +25,7 @@ from autopar.ops.groups import Axis, Groups, active_groups
 from autopar.ops.recompute import again
 from autopar.ops.shards import joined, widened
 from autopar.ops.traced import gathered_together, reduced_together
-from autopar.placement import chunk_size
+from autopar.values.placement import chunk_size
 
 Finish = Callable[[], None]
 

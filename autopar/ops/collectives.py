@@ -19,7 +19,7 @@ from autopar.ops import regather as regathered
 from autopar.ops.groups import Axis, Groups, active_groups, names_of
 from autopar.ops.shards import joined, widened
 from autopar.ops.traced import local, traceable
-from autopar.placement import chunk_size
+from autopar.values.placement import chunk_size
 
 Local = Callable[[Tensor], Tensor]
 Arrive = Callable[[], Tensor]

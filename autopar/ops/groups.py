@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopar.mesh import Mesh
 from autopar.ops.bound import BOUND
+from autopar.values.mesh import Mesh
 
 Axis = str | tuple[str, ...]
 

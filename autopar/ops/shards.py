@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.groups import Axis, Groups, names_of
-from autopar.placement import chunk_size
+from autopar.values.placement import chunk_size
 
 
 def own_range(size: int, axes: Axis, groups: Groups) -> tuple[int, int]:

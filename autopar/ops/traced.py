@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from autopar.ops.bound import BOUND, KNOWN
 from autopar.ops.groups import Axis, names_of
-from autopar.placement import chunk_size
+from autopar.values.placement import chunk_size
 
 LOCALS: dict[str, Callable[..., Tensor]] = {}
 _NUMBERS: dict[str, tuple[str, ...]] = {

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from autopar.capture.user_frame import innermost
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
 from autopar.oracle.steps import SEED, Arguments, module_loss
 from autopar.oracle.unchanged import unchanged
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
 
 Mark = tuple[int, float, float]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError, FidelityError
-from autopar.graph import CapturedModel
-from autopar.inputs import flatten_inputs
 from autopar.oracle.compare import Difference, Tolerance, compare_steps, first_beyond
 from autopar.oracle.first_difference import first_difference
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.oracle.steps import Again, Arguments, Step, graph_steps, module_steps, other_samples
-from autopar.reference import buffers_of, parameters_of
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import flatten_inputs
 
 TOLERANCES = {
     torch.float64: Tolerance(loss=1e-9, gradient=1e-7),

@@ -16,11 +16,11 @@ from autopar.capture.loss import LossModule
 from autopar.capture.one_process import as_one_process
 from autopar.capture.user_frame import user_frame
 from autopar.errors import AutoparError, CaptureError, TurningFlagError
-from autopar.graph import BufferSpec, CapturedModel, ParameterSpec
-from autopar.guards import holds
-from autopar.inputs import bind_inputs, flatten_inputs
+from autopar.oracle.reference import run_captured
 from autopar.oracle.unchanged import unchanged
-from autopar.reference import run_captured
+from autopar.values.graph import BufferSpec, CapturedModel, ParameterSpec
+from autopar.values.guards import holds
+from autopar.values.inputs import bind_inputs, flatten_inputs
 
 SEED = 20_240_229
 

@@ -13,21 +13,21 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.compute import HOST
 from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
-from autopar.graph import LocalModel
 from autopar.lower.messages import messages_of
-from autopar.plan import Estimate, Plan
-from autopar.redistribution import Message
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections
 from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import LocalModel
+from autopar.values.plan import Estimate, Plan
+from autopar.values.redistribution import Message
 
 WIDTH = 120
 

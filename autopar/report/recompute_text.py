@@ -2,10 +2,10 @@
 
 from autopar.export.body import is_collective
 from autopar.export.expressions import short_name
-from autopar.graph import LocalModel
 from autopar.passes.recompute import is_replayed
-from autopar.plan import Plan
 from autopar.report.units import nbytes_text, seconds_text
+from autopar.values.graph import LocalModel
+from autopar.values.plan import Plan
 
 
 def recompute_text(plan: Plan, local: LocalModel) -> str:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.blocks import relative, title
 from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
 from autopar.export.regions import Region, sections
-from autopar.graph import LocalModel, operands
-from autopar.placement import Shard
-from autopar.redistribution import Message
+from autopar.values.blocks import relative, title
+from autopar.values.graph import LocalModel, operands
+from autopar.values.placement import Shard
+from autopar.values.redistribution import Message
 
 GATHERED = {
     "always": "",

@@ -7,10 +7,10 @@ from itertools import starmap
 
 from torch import fx
 
-from autopar.graph import called_name
 from autopar.report.units import percent_text, seconds_text
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Rule
+from autopar.values.graph import called_name
 
 
 def rules_lines(nodes: Iterable[fx.Node], seconds: Mapping[str, float], step: float) -> list[str]:

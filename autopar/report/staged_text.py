@@ -7,12 +7,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autopar.blocks import blocks_text
-from autopar.graph import CapturedModel, requires_grad
 from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
-from autopar.staged_plan import StagedPlan
+from autopar.values.blocks import blocks_text
+from autopar.values.graph import CapturedModel, requires_grad
+from autopar.values.staged_plan import StagedPlan
 
 
 def staged_text(plan: StagedPlan, stages: Sequence[CapturedModel]) -> str:

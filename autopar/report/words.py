@@ -2,10 +2,10 @@
 
 from torch import fx
 
-from autopar.graph import CapturedModel
-from autopar.mesh import Mesh
 from autopar.report.rows import Words
 from autopar.search.costs.words import SUMMANDS, WHOLE, describe, dim_tags
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
 
 
 def choice_words(captured: CapturedModel, mesh: Mesh) -> Words:

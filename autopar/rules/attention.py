@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import operands, requires_grad
 from autopar.ops.attention import attention
 from autopar.rules.describe import all_float, argument, grads_of, numel, shapes_of, statistics_size
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, replicated_rule
+from autopar.values.graph import operands, requires_grad
 
 # Forward is two matrix products; backward five, as flash kernels compute the weights again.
 BACKWARD_RATIO = 2.5

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops.bags import bags
 from autopar.rules.describe import all_float, dim_name, numel, shapes_of
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule
+from autopar.values.graph import operands
 
 
 def _bags(node: fx.Node) -> Rule:

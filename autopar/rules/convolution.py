@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import all_float, argument, grads_of, numel, result_values, shapes_of
 from autopar.rules.rule import Call, Dims, Factor, Local, Product, Rule, Shapes, replicated_rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 

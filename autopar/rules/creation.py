@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import result_values
 from autopar.rules.rule import Rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.graph import is_random, operands, requires_grad
 from autopar.ops.own_gradient import is_own, renewed
-from autopar.placement import PARTIAL, Shard
 from autopar.rules.describe import dim_name, free_dims, result_values, shapes_of
 from autopar.rules.discover import discover
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.proof import Function
 from autopar.rules.rule import Dims, Factor, Rule, choices, replicated_rule
 from autopar.rules.split_search import Found, split_size
+from autopar.values.graph import is_random, operands, requires_grad
+from autopar.values.placement import PARTIAL, Shard
 
 TORCH = ("aten", "prims", "torchvision")
 """Namespaces of ops whose backward is linear in the gradient that arrives."""

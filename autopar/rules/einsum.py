@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import all_float, dim_name, grads_of, numel, shapes_of
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Dims, Factor, Product, Rule, Shapes
+from autopar.values.graph import operands
 
 
 def letters(equation: str, shapes: Shapes) -> tuple[tuple[str, ...], ...]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, grads_of, numel, result_values, shapes_of
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Rule, replicated_rule
+from autopar.values.graph import operands
 
 aten = torch.ops.aten
 Maker = Callable[[fx.Node], Rule]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops.embedding import embedding
 from autopar.rules.describe import (
     aligned,
@@ -23,6 +22,7 @@ from autopar.rules.describe import (
     shapes_of,
 )
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, Shapes, replicated_rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 

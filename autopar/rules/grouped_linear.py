@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.rules.describe import all_float, dim_name, grads_of, numel, shapes_of
 from autopar.rules.rule import Call, Dims, Factor, Local, Product, Rule, Shapes
+from autopar.values.graph import operands
 
 ORDER_NBYTES = 8
 """Of one row's place in the order of the experts: an int64, kept for backward."""

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import operands, requires_grad
 from autopar.rules.describe import result_values
+from autopar.values.graph import operands, requires_grad
 
 
 def kept_by_autograd(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, dim_name, grads_of, numel, shapes_of
 from autopar.rules.rule import Dims, Factor, Product, Rule, Shapes, replicated_rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 Sizes = Callable[[Shapes, Shapes], tuple[int, int, int, int]]

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands, requires_grad
 from autopar.ops.checked import checked
 from autopar.ops.cross_entropy import count_labels, cross_entropy
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Shard
-from autopar.redistribution import Message
 from autopar.rules.describe import dim_name, numel, statistics_size
 from autopar.rules.rule import Call, Choice, Dims, Factor, Local, Rule
+from autopar.values.graph import operands, requires_grad
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Shard
+from autopar.values.redistribution import Message
 
 Messages = tuple[tuple[Message, ...], tuple[Message, ...]]
 COUNT_NBYTES = 8  # an int64

@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands, requires_grad
 from autopar.ops.batch_norm import batch_norm
-from autopar.placement import REPLICATE, Shard
-from autopar.redistribution import Message
 from autopar.rules.describe import (
     argument,
     dim_name,
@@ -23,6 +20,9 @@ from autopar.rules.describe import (
     statistics_size,
 )
 from autopar.rules.rule import Call, Choice, Dims, Factor, Local, Rule, replicated_rule
+from autopar.values.graph import operands, requires_grad
+from autopar.values.placement import REPLICATE, Shard
+from autopar.values.redistribution import Message
 
 Messages = tuple[tuple[Message, ...], tuple[Message, ...]]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.placement import PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules.rule import Choice
+from autopar.values.placement import PARTIAL, REPLICATE, Placement, Shard
 
 Function = Callable[..., Any]
 Gradients = tuple[Tensor | None, ...]

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops.drawn import ROW_DIMS, drawn
 from autopar.ops.dropout import alpha_dropout, dropout, rrelu
 from autopar.ops.noise import PERMUTATION, noise
 from autopar.ops.random import Shards
-from autopar.placement import Layout
 from autopar.rules.describe import free_dims, numel, result_values, shapes_of
 from autopar.rules.elementwise import elementwise_rule
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Call, Dims, Local, Rule, replicated_rule
+from autopar.values.graph import operands
+from autopar.values.placement import Layout
 
 
 def _dropout(node: fx.Node) -> Rule:

@@ -13,11 +13,11 @@ from functools import partial
 
 from torch import fx
 
-from autopar.graph import operands, requires_grad
 from autopar.ops.regather import once
 from autopar.rules.describe import argument, numel, result_values, shapes_of
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule, Shapes, replicated_rule
+from autopar.values.graph import operands, requires_grad
 
 Maker = Callable[[fx.Node], Rule]
 

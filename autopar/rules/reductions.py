@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from autopar.graph import operands
 from autopar.ops.mean import mean
 from autopar.rules.describe import (
     all_float,
@@ -20,6 +19,7 @@ from autopar.rules.describe import (
     shapes_of,
 )
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
-from autopar.graph import operands, requires_grad, target_name
 from autopar.ops.own_gradient import Applied, Slot
 from autopar.rules.describe import dim_name, grads_of, result_values, shapes_of
 from autopar.rules.discovered import call_of, kept, num_flops
 from autopar.rules.notation import Notation, parse
 from autopar.rules.proof import difference, is_float, run, tensors_of
 from autopar.rules.rule import Dims, Factor, Rule, Shapes, choices
+from autopar.values.graph import operands, requires_grad, target_name
 
 TOLERANCE = 1e-9
 """Of values that are compared, in float64; of others, what their rounding explains."""

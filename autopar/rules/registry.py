@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules import (
     attention,
     bags,
@@ -34,6 +33,7 @@ from autopar.rules import (
 from autopar.rules.describe import free_dims
 from autopar.rules.registered import registered_rule
 from autopar.rules.rule import Rule
+from autopar.values.graph import operands
 
 RULES: dict[Any, Callable[[fx.Node], Rule]] = {
     key: rule

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.mesh import Mesh
-from autopar.placement import (
+from autopar.values.mesh import Mesh
+from autopar.values.placement import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
@@ -33,7 +33,7 @@ from autopar.placement import (
     local_shape,
     without_gradient,
 )
-from autopar.redistribution import Message
+from autopar.values.redistribution import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

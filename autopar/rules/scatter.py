@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.graph import operands
 from autopar.rules.describe import aligned, all_float, argument, dim_name, normalized_dim, numel, shapes_of
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.rule import Dims, Factor, Rule, Shapes, replicated_rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.graph import operands, requires_grad, target_name
 from autopar.rules.rule import Rule
+from autopar.values.graph import operands, requires_grad, target_name
 
 WRITTEN = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "expand", "diagonal"})
 """Views whose gradient is written: a sum, or zeros around a part."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.placement import PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules.example_operands import DOMAINS, NARROW, Domain, elements, other_values, small_shapes, values
 from autopar.rules.proof import Function, Run, equal, holds, is_float, run, tensors_of
 from autopar.rules.rule import Choice, Shapes
+from autopar.values.placement import PARTIAL, REPLICATE, Placement, Shard
 
 ELEMENTS = 3 * 2**24
 """Of operands and results of all runs together, which take about two seconds; a call that needs more runs whole."""

@@ -13,7 +13,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import operands
 from autopar.rules.describe import (
     Factors,
     Shape,
@@ -27,6 +26,7 @@ from autopar.rules.describe import (
     shapes_of,
 )
 from autopar.rules.rule import Call, Dims, Factor, Local, Rule
+from autopar.values.graph import operands
 
 Maker = Callable[[fx.Node], Rule]
 Map = tuple[int | None, ...]

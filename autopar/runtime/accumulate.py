@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.graph import Accumulation, LocalModel
 from autopar.ops.buckets import Finish, use_sink
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.runtime.reductions import Late
+from autopar.values.graph import Accumulation, LocalModel
 
 Run = Callable[[fx.GraphModule, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
 """(graph, values of parameters, inputs of a micro-batch) -> its loss and, if labels are counted, how many count."""

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from autopar.errors import ArgumentError
-from autopar.graph import LocalModel, operands
 from autopar.ops import attention
 from autopar.ops.bound import bound
 from autopar.ops.drawn import drawn
@@ -23,6 +22,7 @@ from autopar.ops.random import Draws
 from autopar.ops.regather import regathering
 from autopar.runtime.backends import backend_of
 from autopar.runtime.pieces import Piece, pieces
+from autopar.values.graph import LocalModel, operands
 
 Run = Callable[..., Any]
 OF_TRACING = (

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from autopar.errors import BatchError
-from autopar.graph import InputSpec
-from autopar.inputs import flatten_inputs
-from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
-from autopar.placement import Layout, local_ranges, local_shape
-from autopar.plan import Plan
+from autopar.values.graph import InputSpec
+from autopar.values.inputs import flatten_inputs
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, local_ranges, local_shape
+from autopar.values.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.runtime.module import DistributedModule

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from autopar.binding import constant_key
 from autopar.errors import ArgumentError
-from autopar.inputs import taken_apart
-from autopar.outputs import flatten_outputs
 from autopar.runtime.agreement import agree
 from autopar.runtime.parameters import MARK
 from autopar.runtime.private_torch import is_made
+from autopar.values.binding import constant_key
+from autopar.values.inputs import taken_apart
+from autopar.values.outputs import flatten_outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
-from autopar.guards import BufferGuard
 from autopar.passes.recompute import wrapped
-from autopar.placement import Layout, local_shape
-from autopar.plan import Plan, load_plan
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
+from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.values.guards import BufferGuard
+from autopar.values.placement import Layout, local_shape
+from autopar.values.plan import Plan, load_plan
 
 SPECS, STATE = "specs.json", "state.pt"
 Initial = Callable[[str, tuple[int, ...], torch.dtype], Tensor]

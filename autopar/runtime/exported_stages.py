@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.graph import LocalModel
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.exported import (
     STATE,
@@ -26,7 +25,8 @@ from autopar.runtime.exported import (
     trace_exported,
 )
 from autopar.runtime.pipeline import Code, PipelinedModule
-from autopar.staged_plan import load_staged_plan
+from autopar.values.graph import LocalModel
+from autopar.values.staged_plan import load_staged_plan
 
 
 def load_exported_stages(

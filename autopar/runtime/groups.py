@@ -16,9 +16,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.mesh import Mesh
 from autopar.ops.groups import Groups
 from autopar.runtime.launch import collective_timeout
+from autopar.values.mesh import Mesh
 
 _Key = tuple[int, Mesh, tuple[str, ...]]
 _made: dict[_Key, dist.ProcessGroup | None] = {}

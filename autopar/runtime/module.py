@@ -16,14 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import ArgumentError
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
-from autopar.inputs import bind_inputs
 from autopar.lower.messages import Sent
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import use_groups
 from autopar.ops.random import use_draws
 from autopar.ops.regather import regathering
-from autopar.outputs import Returned
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.recompute import again_graph
@@ -31,7 +28,6 @@ from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.passes.weave_copies import weave_copies, weave_graph
-from autopar.plan import Estimate, Plan
 from autopar.runtime.accumulate import Accumulator, total_loss
 from autopar.runtime.agreement import agree, shared_number
 from autopar.runtime.data import LocalBatch, arguments_of, local_batch, local_input, split_batch
@@ -46,6 +42,10 @@ from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
+from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.values.inputs import bind_inputs
+from autopar.values.outputs import Returned
+from autopar.values.plan import Estimate, Plan
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler

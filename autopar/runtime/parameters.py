@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.mesh import Mesh
-from autopar.placement import PARTIAL, REPLICATE, Layout, Shard, divides, local_ranges, local_shape
 from autopar.runtime.private_torch import strided_shard
+from autopar.values.mesh import Mesh
+from autopar.values.placement import PARTIAL, REPLICATE, Layout, Shard, divides, local_ranges, local_shape
 
 MARK = "autopar_name"
 """Attribute that tells our parameters from others."""

@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from autopar.errors import ArgumentError
 from autopar.export.regions import Region, sections, state_names
-from autopar.graph import LocalModel, operands
 from autopar.ops import collectives
+from autopar.values.graph import LocalModel, operands
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
-from autopar.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
-from autopar.inputs import bind_inputs
-from autopar.outputs import Returned
 from autopar.passes.split_stages import local_stage, owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
@@ -38,7 +35,10 @@ from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part
 from autopar.runtime.variants import Asked, Captor
-from autopar.staged_plan import PIPELINE, SPLITTING, StagedPlan
+from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
+from autopar.values.inputs import bind_inputs
+from autopar.values.outputs import Returned
+from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

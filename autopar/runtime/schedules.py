@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from autopar.errors import ArgumentError, AutoparError, RankError
-from autopar.graph import CapturedModel, dtype_of, requires_grad, shape_of
-from autopar.placement import local_shape
 from autopar.runtime.private_torch import RELEASE, greet_others
 from autopar.runtime.stage import Stage, sent_dtype
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.values.graph import CapturedModel, dtype_of, requires_grad, shape_of
+from autopar.values.placement import local_shape
+from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.graph import Accumulation, LocalModel
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import detach, regathering
 from autopar.passes.recompute import again_graph
-from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator, Prepared
 from autopar.runtime.data import local_input
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.split_backward import backward_input
 from autopar.runtime.state import State
-from autopar.staged_plan import PIPELINE
+from autopar.values.graph import Accumulation, LocalModel
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import PIPELINE
 
 Written = Callable[[LocalModel, bool], fx.Graph]
 """The graph that is run of a stage, in training or in evaluation."""

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.graph import CapturedModel, LocalModel
 from autopar.ops.random import Draws
-from autopar.outputs import Returned
-from autopar.placement import local_shape
 from autopar.runtime.stage import sent_dtype
 from autopar.runtime.state import State
 from autopar.runtime.variant import Part, ends_of, given_back
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.outputs import Returned
+from autopar.values.placement import local_shape
+from autopar.values.staged_plan import StagedPlan
 
 
 class StagedVariant:

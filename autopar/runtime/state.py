@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import ArgumentError
-from autopar.graph import BufferSpec, LocalModel, ParameterSpec
-from autopar.mesh import Mesh
-from autopar.placement import Layout, Shard
 from autopar.runtime.parameters import (
     MARK,
     check_storage,
@@ -31,6 +28,9 @@ from autopar.runtime.parameters import (
     to_dtensor,
 )
 from autopar.runtime.private_torch import local_tensor, stored_like
+from autopar.values.graph import BufferSpec, LocalModel, ParameterSpec
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, Shard
 
 
 class State:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
-from autopar.graph import CapturedModel, InputSpec
-from autopar.inputs import bind_inputs, taken_apart
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
 from autopar.runtime.data import LocalBatch, arguments_of
@@ -25,6 +23,8 @@ from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
 from autopar.runtime.variants import Captor, Make, Variants
+from autopar.values.graph import CapturedModel, InputSpec
+from autopar.values.inputs import bind_inputs, taken_apart
 
 DECORATED = "_autopar_module"
 """Where a decorated model holds the distributed module that it became."""

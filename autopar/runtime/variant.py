@@ -7,21 +7,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.graph import BufferSpec, InputSpec, LocalModel, ParameterSpec
 from autopar.ops.buckets import use_sink
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
-from autopar.outputs import Returned
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.recompute import again_graph
-from autopar.placement import Layout
-from autopar.plan import Plan
 from autopar.runtime.data import local_input
 from autopar.runtime.parameters import local_part, padded_part, to_dtensor
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
+from autopar.values.graph import BufferSpec, InputSpec, LocalModel, ParameterSpec
+from autopar.values.outputs import Returned
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
 
 DTENSOR, LOCAL, GATHERED = "dtensor", "local", "whole"
 """How a call returns a tensor that ranks share out: as a DTensor, this rank's part of it, or gathered on every rank."""

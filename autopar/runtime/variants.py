@@ -12,26 +12,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.binding import form_of, is_alike
-from autopar.calls import Call
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, InputSpec, LocalModel, requires_grad
-from autopar.guards import holds
-from autopar.inputs import bind_inputs, flatten_inputs
 from autopar.ops.random import Draws
-from autopar.outputs import FOLLOWING, Returned
 from autopar.runtime.agreement import agree, failing_together
 from autopar.runtime.deferred import DeferredCall, Following, autocast_of
 from autopar.runtime.parts import Described
 from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.variant import DTENSOR, GATHERED
+from autopar.values.binding import form_of, is_alike
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel, InputSpec, LocalModel, requires_grad
+from autopar.values.guards import holds
+from autopar.values.inputs import bind_inputs, flatten_inputs
+from autopar.values.outputs import FOLLOWING, Returned
 
 MANY = 8
 """Of so many graphs of one call, each for other values of buffers, there is no end."""
 
 
 class Captor(Protocol):
-    """A model that is captured again (`autopar.again`)."""
+    """A model that is captured again (`autopar.api.again`)."""
 
     @property
     def call(self) -> Call: ...

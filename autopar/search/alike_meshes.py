@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from autopar.cost_models.links import axis_links
-from autopar.mesh import make_mesh
 from autopar.search.meshes import Arrangement
+from autopar.values.mesh import make_mesh
 
 Orders = tuple[tuple[int, ...], ...]
 """Axes of a mesh in the order in which another one has them, for all that are like it."""

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, MeshError
-from autopar.mesh import Mesh, make_mesh, parse_mesh
 from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.pipeline_parts import devices_text, part_of
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh, make_mesh, parse_mesh
 
 
 def asked_mesh(

@@ -13,7 +13,6 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
@@ -27,6 +26,7 @@ from autopar.search.graph.moments import Share
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
+from autopar.values.plan import Plan
 
 GB = 1e9
 TRIAL_GAP = 1e-2

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.cluster import Cluster
-from autopar.graph import CapturedModel, requires_grad, target_name
 from autopar.lower.program import Op, Program, make_program
-from autopar.placement import INVARIANT, REPLICATE, Layout, is_even
-from autopar.plan import Estimate, Plan
-from autopar.redistribution import route
 from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.graph.options import axis_choices
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel, requires_grad, target_name
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, is_even
+from autopar.values.plan import Estimate, Plan
+from autopar.values.redistribution import route
 
 WIDE = 64
 """Most combinations of axes' choices of one op that are all priced; of more, axis by axis."""

@@ -24,12 +24,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.lower.redistributions import redistribute_parameters, splits_parameters
-from autopar.placement import Shard
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_seconds
@@ -42,6 +39,9 @@ from autopar.search.planner import compare, plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import MARK
+from autopar.values.cluster import Cluster
+from autopar.values.placement import Shard
+from autopar.values.plan import Plan
 
 COPIES_GAP = 1e-2
 SHOWN = 1.0, 0.5, 0.2

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autopar.cluster import Cluster
-from autopar.mesh import Mesh, make_mesh
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh, make_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.capture.rebatch import Batches
-from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import make_program
-from autopar.mesh import Mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 
 Answer = Plan | StagedPlan
 Found = tuple[Answer, CapturedModel]

@@ -7,12 +7,12 @@ steps lies what the relaxation promises (`exact.mixture`). A mixture is priced, 
 import math
 from collections.abc import Collection
 
-from autopar.blocks import block_of
 from autopar.lower.program import Program
-from autopar.placement import Layout
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
+from autopar.values.blocks import block_of
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
 
 TRIES = 5
 """How often the number of slow blocks is tried until it is the least that fits."""

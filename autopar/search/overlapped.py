@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.capture.rebatch import Batches
-from autopar.cluster import Cluster
 from autopar.errors import BatchError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import split_stages
 from autopar.search.costs.pricing import make_pricer
@@ -25,7 +23,9 @@ from autopar.search.meshes import divisors
 from autopar.search.pipeline_parts import part_of
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.staged_plan import StagedPlan
 
 OWN = 0.5
 """Part of the time for the first plan's own number of micro-batches, where there are others."""

@@ -1,8 +1,8 @@
 """Which devices has one rank of a pipeline? They take equal parts of the cluster, from its slowest links on."""
 
-from autopar.cluster import Cluster
 from autopar.errors import MeshError
 from autopar.search.meshes import parts
+from autopar.values.cluster import Cluster
 
 
 def part_of(cluster: Cluster, pipeline: int) -> Cluster:

@@ -14,12 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
-from autopar.graph import CapturedModel, called_name
 from autopar.lower.program import Program, make_program
-from autopar.mesh import Mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
@@ -35,6 +31,10 @@ from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel, called_name
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Plan, TrainConfig
 
 GB = 1e9
 SOLVERS = ("auto", "ilp", "double-recursive")

@@ -9,17 +9,17 @@ difference. What was proved of plans one micro-batch at a time stays what is sai
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.passes.weave_copies import COPIES
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import charges_of, evaluate
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import memory_limit
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan
 
 LEAST = 0.01
 """Part of a step that communication of activations takes, below which plans of more micro-batches are not searched."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec, is_random
 from autopar.ops.random import Draws, use_draws
 from autopar.oracle import Step
-from autopar.reference import run_captured
+from autopar.oracle.reference import run_captured
+from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec, is_random
 
 SEED = 1
 """Of the random numbers of a verified step."""

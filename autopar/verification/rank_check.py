@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import CapturedModel, ParameterSpec
 from autopar.lower.messages import Sent, messages_of, sent_by_rank
 from autopar.oracle import Step
 from autopar.oracle.compare import FLOOR, relative_error
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
-from autopar.placement import local_ranges
-from autopar.plan import Plan
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel, ParameterSpec
+from autopar.values.placement import local_ranges
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan
 from autopar.verification.check import PEAK_TOLERANCE, Check
 from autopar.verification.one_process import SEED
 
@@ -118,9 +118,9 @@ def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]
 
 def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
     """Of a plan without stages."""
-    from autopar.cluster import load_cluster
     from autopar.runtime import DistributedModule
     from autopar.search.costs.evaluate import peak_without_optimizer
+    from autopar.values.cluster import load_cluster
 
     local = insert_collectives(captured, plan)
     module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
@@ -131,9 +131,9 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
 
 def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
     """Of a plan with stages, on this rank's."""
-    from autopar.cluster import load_cluster
     from autopar.runtime import PipelinedModule
     from autopar.search.staged.staged_memory import peaks_without_optimizer
+    from autopar.values.cluster import load_cluster
 
     stages = split_stages(captured, plan.cuts)
     module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)

@@ -22,12 +22,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import ArgumentError, MeshError, RankError
-from autopar.graph import CapturedModel
 from autopar.oracle import Step
-from autopar.plan import Plan, plan_from_json
 from autopar.runtime.launch import environment, meeting_place, new_processes
-from autopar.serialize import dump, load
-from autopar.staged_plan import StagedPlan, is_staged, staged_plan_from_json
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan, plan_from_json
+from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import StagedPlan, is_staged, staged_plan_from_json
 from autopar.verification.check import Check, merge
 from autopar.verification.one_process import draws, reference_steps
 from autopar.verification.rank_check import DEVICES, check_rank

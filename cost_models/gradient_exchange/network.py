@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
+from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ its norms left out. Earlier micro-batches run between the first one's forward an
 one that sends.
 """
 
-from autopar.cluster import Cluster
 from autopar.cost_models.efficiency import Efficiency
 from autopar.cost_models.gradient_exchange.model import ExchangeModel, Gradient
 from autopar.cost_models.layer_work import PassWork, embedding_work, head_work, layer_work
@@ -15,6 +14,7 @@ from autopar.cost_models.step_work import step_work, tensor_work
 from autopar.cost_models.training_config import TrainingConfig, grad_nbytes
 from autopar.cost_models.transformer import TransformerShape, attention_params, embedding_params, expert_params
 from autopar.errors import ArgumentError
+from autopar.values.cluster import Cluster
 
 
 def transformer_gradients(

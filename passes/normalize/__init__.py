@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import tidy, verify
 from autopar.passes.lay_out import lay_out
 from autopar.passes.normalize.attention import normalize_attention
@@ -27,6 +26,7 @@ from autopar.passes.normalize.storage import resolve_storage
 from autopar.passes.normalize.views import normalize_views
 from autopar.passes.normalize.weighted_losses import part_weighted_losses
 from autopar.passes.normalize.where import simplify_where
+from autopar.values.graph import CapturedModel
 
 Pass = Callable[[CapturedModel], CapturedModel]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.ops.attention import attention
 from autopar.passes.graph_tools import aten, calls, insert, rewrite
 from autopar.passes.normalize.random import UNNUMBERED
+from autopar.values.graph import CapturedModel, dtype_of, shape_of
 
 SDPA = aten.scaled_dot_product_attention.default
 

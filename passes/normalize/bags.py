@@ -5,9 +5,9 @@ Of `embedding_bag`'s four results a model reads the first.
 
 from typing import Any
 
-from autopar.graph import CapturedModel, shape_of
 from autopar.ops.bags import MODES, bags
 from autopar.passes.graph_tools import aten, calls, insert, results, substitute
+from autopar.values.graph import CapturedModel, shape_of
 
 ARGUMENTS = (
     *("table", "ids", "offsets", "scale_grad_by_freq", "mode", "sparse", "weights", "include_last_offset"),

@@ -3,9 +3,9 @@
 import operator
 from typing import Any
 
-from autopar.graph import CapturedModel
 from autopar.ops.batch_norm import batch_norm
 from autopar.passes.graph_tools import aten, calls, insert, results, substitute
+from autopar.values.graph import CapturedModel
 
 
 def normalize_batch_norm(captured: CapturedModel) -> CapturedModel:

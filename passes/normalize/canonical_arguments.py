@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel, operands
 from autopar.passes.graph_tools import is_aten
+from autopar.values.graph import CapturedModel, operands
 
 DIM_ARGUMENTS = {"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"}
 # Where a result lives follows from its operands; creation calls become constants or take the device they run on.

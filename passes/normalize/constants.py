@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel, shape_of
 from autopar.ops.batch_norm import batch_norm
 from autopar.passes.graph_tools import aten, insert, is_aten, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
 from autopar.passes.normalize.storage import READS_STORAGE
+from autopar.values.graph import CapturedModel, shape_of
 
 ALONG = (aten.cumsum.default, aten.cumprod.default, aten.diff.default)
 """Calls that do the same along one dim whatever the others hold."""

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.ops.cross_entropy import cross_entropy
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.linear import leading_dims
+from autopar.values.graph import CapturedModel, dtype_of, shape_of
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 

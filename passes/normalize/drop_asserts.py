@@ -2,8 +2,8 @@
 
 import torch
 
-from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import calls
+from autopar.values.graph import CapturedModel
 
 aten = torch.ops.aten
 

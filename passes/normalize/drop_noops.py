@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import substitute
 from autopar.passes.normalize.storage import READS_STORAGE
+from autopar.values.graph import CapturedModel
 
 aten = torch.ops.aten
 

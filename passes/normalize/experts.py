@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel, operands, shape_of, target_name
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.passes.graph_tools import aten, calls, insert, results, substitute
 from autopar.passes.normalize.linear import leading_dims
+from autopar.values.graph import CapturedModel, operands, shape_of, target_name
 
 PRODUCTS = frozenset({"transformers.grouped_mm_fallback.default", "aten._grouped_mm.default"})
 ON_ROWS = frozenset(

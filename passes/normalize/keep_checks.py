@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel
 from autopar.ops.checked import ERROR, WARNING, checked
 from autopar.passes.graph_tools import ASSERTIONS, aten, calls, insert, output_node, outputs
+from autopar.values.graph import CapturedModel
 
 SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.view.default, aten.reshape.default}
 ALL = {aten.all.default, aten._is_all_true.default}

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
+from autopar.values.graph import CapturedModel, shape_of
 
 
 def fold_linear(captured: CapturedModel) -> CapturedModel:

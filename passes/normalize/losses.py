@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel
 from autopar.passes.graph_tools import aten, insert, substitute
+from autopar.values.graph import CapturedModel
 
 NONE, MEAN = 0, 1
 REDUCTIONS = {MEAN: aten.mean.default, 2: aten.sum.default}

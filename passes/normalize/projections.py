@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, shape_of
 from autopar.ops.grouped_linear import grouped_linear
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.slices import bounds, take
+from autopar.values.graph import CapturedModel, shape_of
 
 
 def split_projections(captured: CapturedModel) -> CapturedModel:

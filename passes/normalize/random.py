@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, dtype_of, is_random, shape_of
 from autopar.ops.drawn import drawn
 from autopar.ops.dropout import ALPHA, alpha_dropout, dropout, rrelu
 from autopar.ops.noise import PERMUTATION, noise
 from autopar.passes.graph_tools import aten, calls, insert, is_aten, needs_grad, results, rewrite, substitute
+from autopar.values.graph import CapturedModel, dtype_of, is_random, shape_of
 
 UNNUMBERED = -1
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel, dtype_of, operands, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.elementwise import is_elementwise
+from autopar.values.graph import CapturedModel, dtype_of, operands, shape_of
 
 ATTENTION = aten.scaled_dot_product_attention.default
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, results, substitute
+from autopar.values.graph import CapturedModel, dtype_of, shape_of
 
 SPLITS = (
     aten.split.Tensor,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
+from autopar.values.graph import CapturedModel, shape_of
 
 STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 READS_STORAGE = (aten.view.dtype, aten.view_as_complex.default)

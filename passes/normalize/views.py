@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import CapturedModel, shape_of
 from autopar.passes.graph_tools import aten, insert, results, substitute
+from autopar.values.graph import CapturedModel, shape_of
 
 REGROUPS = {
     aten.view.default,

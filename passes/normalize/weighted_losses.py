@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, dtype_of, requires_grad, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.cross_entropy import unflatten
 from autopar.passes.normalize.losses import MEAN, NONE
+from autopar.values.graph import CapturedModel, dtype_of, requires_grad, shape_of
 
 LIKELIHOODS = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 DEFAULTS = (None, MEAN, -100, 0.0)

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.graph import CapturedModel, dtype_of, shape_of
 from autopar.passes.graph_tools import aten, calls, insert, substitute
 from autopar.passes.normalize.drop_noops import returns_operand
+from autopar.values.graph import CapturedModel, dtype_of, shape_of
 
 
 def simplify_where(captured: CapturedModel) -> CapturedModel:

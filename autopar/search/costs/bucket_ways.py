@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from autopar.lower.redistributions import Redistributed, sent_by
-from autopar.mesh import Mesh
-from autopar.placement import Layout
-from autopar.plan import Plan, Way
-from autopar.redistribution import Step, flattened_step, is_possible, levels_of, single_step
 from autopar.search.costs.pricing import Pricer
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan, Way
+from autopar.values.redistribution import Step, flattened_step, is_possible, levels_of, single_step
 
 Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
 """What each step of a way does: forward, backward, over which axes, which of them inside."""

@@ -5,20 +5,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cluster import Cluster
-from autopar.graph import CapturedModel
 from autopar.lower.events import find_events
 from autopar.lower.holding import MEMORY_KINDS
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import Program, make_program
 from autopar.lower.target import Target
-from autopar.plan import Estimate, Plan
-from autopar.redistribution import Step
 from autopar.search.costs.event_prices import EventPrices
 from autopar.search.costs.interleaved_seconds import interleaved_seconds
 from autopar.search.costs.overlapped_seconds import overlapped_seconds
 from autopar.search.costs.pricing import Pricer, make_pricer
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Estimate, Plan
+from autopar.values.redistribution import Step
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 

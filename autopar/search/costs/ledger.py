@@ -9,16 +9,16 @@ from functools import cache, partial
 
 import numpy as np
 
-from autopar.graph import target_name
 from autopar.lower.calls import Call
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program
-from autopar.placement import Layout
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.folding import pattern
 from autopar.search.costs.pricing import Pricer
+from autopar.values.graph import target_name
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.placement import Layout, Shard, is_even, local_shape
-from autopar.redistribution import COLLECTIVES, SUMS, Step
 from autopar.search.costs.pricing import Pricer, total
+from autopar.values.placement import Layout, Shard, is_even, local_shape
+from autopar.values.redistribution import COLLECTIVES, SUMS, Step
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

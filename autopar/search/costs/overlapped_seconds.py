@@ -18,8 +18,8 @@ import numpy as np
 
 from autopar.lower.buckets import bucket_messages
 from autopar.lower.lowered_step import LoweredStep
-from autopar.placement import INVARIANT, Layout
 from autopar.search.costs.pricing import Pricer, Timed
+from autopar.values.placement import INVARIANT, Layout
 
 
 def overlapped_seconds(step: LoweredStep, pricer: Pricer) -> float:

@@ -13,18 +13,18 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest_in_step, least, shared, skew_seconds
 from autopar.cost_models.compute import HOST, Rates, rates_of
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.memory import optimizer_step_seconds
 from autopar.lower.program import Op, Tensor
 from autopar.lower.target import LocalOp, OnAnyMesh, Target
-from autopar.mesh import Mesh
-from autopar.placement import Layout
-from autopar.plan import TrainConfig
-from autopar.redistribution import Message, Step, levels_of, messages
 from autopar.search.costs.op_work import backward_seconds, forward_seconds
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout
+from autopar.values.plan import TrainConfig
+from autopar.values.redistribution import Message, Step, levels_of, messages
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 """(collective, seconds, mesh axes)."""

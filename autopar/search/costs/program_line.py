@@ -14,11 +14,11 @@ from torch import fx
 
 from autopar.capture.rebatch import Between, Deferred, Line, NotLinearError
 from autopar.errors import BatchError
-from autopar.graph import Accumulation, CapturedModel, operands
 from autopar.lower.program import Op, OpMaker, Program, Tensor, make_program
 from autopar.ops.cross_entropy import count_labels
 from autopar.passes.accumulate_gradients import Parts, count_call, parts_of
 from autopar.rules.elementwise import LOOKED_BACK, is_positive
+from autopar.values.graph import Accumulation, CapturedModel, operands
 
 COUNT = count_labels.__name__
 """Name of the call that counts labels, in graphs that have no other of this name."""

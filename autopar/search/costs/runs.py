@@ -6,13 +6,13 @@ A task of no seconds (a view, a slice) hands on what it waits for.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.graph import target_name
 from autopar.lower.events import Event, Fact, find_events
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.program import Program
 from autopar.lower.split_backward import split_events
 from autopar.search.costs.event_prices import EventPrices
 from autopar.search.costs.pricing import Pricer
+from autopar.values.graph import target_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

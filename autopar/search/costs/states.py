@@ -6,11 +6,11 @@ an even share of it.
 
 import math
 
-from autopar.cluster import Cluster
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
-from autopar.plan import TrainConfig
+from autopar.values.cluster import Cluster
+from autopar.values.plan import TrainConfig
 
 GIGA = 1e9
 

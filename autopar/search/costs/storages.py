@@ -8,8 +8,8 @@ divides.
 import itertools
 from functools import lru_cache
 
-from autopar.mesh import Mesh
-from autopar.placement import INVARIANT, REPLICATE, Layout, Placement, Shard, chunk_size, divides, is_even
+from autopar.values.mesh import Mesh
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Placement, Shard, chunk_size, divides, is_even
 
 
 def is_storable(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:

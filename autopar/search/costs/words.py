@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.graph import CapturedModel, operands
 from autopar.rules.registry import resolve, rule_of
 from autopar.rules.rule import Rule
+from autopar.values.graph import CapturedModel, operands
 
 Tags = Mapping[str, tuple[str, ...]]
 """Node name -> the name of each dim of its (first) result, "" where none is known."""

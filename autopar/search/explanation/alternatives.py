@@ -14,8 +14,6 @@ from torch import fx
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Op, Program, Tensor
-from autopar.placement import Layout, Placement, Shard
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import describe
 from autopar.search.costs.pricing import Pricer
@@ -30,6 +28,8 @@ from autopar.search.graph.extract import extract
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
+from autopar.values.placement import Layout, Placement, Shard
+from autopar.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

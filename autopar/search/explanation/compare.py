@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.blocks import block_of, kind_of
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Op, Program, make_program
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan
 from autopar.rules.rule import layouts
 from autopar.search.costs.ledger import describe
 from autopar.search.costs.words import dim_tags
 from autopar.search.explanation.alternatives import stored_as, words_of
-from autopar.staged_plan import StagedPlan
+from autopar.values.blocks import block_of, kind_of
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

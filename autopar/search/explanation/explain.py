@@ -16,11 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.plan import Plan
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import Ledger, ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -34,6 +31,9 @@ from autopar.search.planner import make_plan
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import MARK
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
 
 GB = 1e9
 FACTOR = 2.0

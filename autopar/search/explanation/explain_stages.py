@@ -18,18 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopar.blocks import blocks_text
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import make_pipeline
 from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel, requires_grad
 from autopar.lower.program import make_program
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan
 from autopar.search.costs.ledger import Item, Ledger, ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError
@@ -44,7 +40,11 @@ from autopar.search.meshes import Arrangement
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import StagePrice, in_flight, price_stage, priced, stage_work
 from autopar.search.timeline.staged_buckets import MARK, in_buckets
-from autopar.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_ranks
+from autopar.values.blocks import blocks_text
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel, requires_grad
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

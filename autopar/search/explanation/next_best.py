@@ -18,10 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Space
 from autopar.search.graph.moments import Share
@@ -33,7 +31,9 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.staged.stages import starts_of
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
-from autopar.staged_plan import StagedPlan, check_microbatches
+from autopar.values.cluster import Cluster
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan, check_microbatches
 
 DECISIONS = 6
 """How many of the dearest decisions are forbidden, one at a time."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
+from autopar.values.plan import Plan
 
 NOISE = 1e-6
 """Part of an op's seconds below which a difference is none."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autopar.cluster import Cluster
+from autopar.values.cluster import Cluster
 
 
 def faster_link(cluster: Cluster, depth: int, factor: float) -> Cluster:

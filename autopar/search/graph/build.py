@@ -16,8 +16,6 @@ import numpy as np
 
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
-from autopar.placement import INVARIANT, REPLICATE, Layout
-from autopar.redistribution import Step
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.paid import Everywhere, PaidFor, Times
 from autopar.search.costs.pricing import Pricer
@@ -43,6 +41,8 @@ from autopar.search.graph.strategy_graph import (
     NodeMemory,
     StrategyGraph,
 )
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.redistribution import Step
 
 
 def build(

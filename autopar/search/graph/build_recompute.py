@@ -21,10 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.blocks import block_of
 from autopar.lower.program import Op, Program, Tensor
-from autopar.placement import Layout
-from autopar.redistribution import Step
 from autopar.search.costs.pricing import total
 from autopar.search.graph.build import Builder
 from autopar.search.graph.clusters import Cluster
@@ -33,6 +30,9 @@ from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints
+from autopar.values.blocks import block_of
+from autopar.values.placement import Layout
+from autopar.values.redistribution import Step
 
 FORWARD, KEPT, AGAIN, BACKWARD, SAVED = range(5)
 """Layers F, K, R, B; what a producer gives that saves it is in forward, and kept for no more."""

@@ -2,12 +2,12 @@
 
 import itertools
 
-from autopar.cluster import Cluster
-from autopar.placement import REPLICATE, Layout
-from autopar.plan import Plan, TrainConfig
-from autopar.redistribution import Step, route
 from autopar.search.graph.problem import ArcSteps, Problem
 from autopar.search.graph.strategy_graph import Solution
+from autopar.values.cluster import Cluster
+from autopar.values.placement import REPLICATE, Layout
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.redistribution import Step, route
 
 Path = tuple[Layout, ...]
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.placement import INVARIANT, REPLICATE, Layout, Placement
-from autopar.redistribution import Step, steps_from
 from autopar.search.costs.many_steps import Steps, make_steps, step_seconds
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import orders
 from autopar.search.graph.strategy_graph import Floats, Ints
 from autopar.search.graph.ways_kernel import shorten
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Placement
+from autopar.values.redistribution import Step, steps_from
 
 Placements = tuple[frozenset[Placement], ...]
 """What may stand on each mesh axis."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopar.lower.program import Op, Tensor
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement
 from autopar.search.costs.pricing import Pricer, total
 from autopar.search.graph.clusters import Cluster
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement
 
 Allowed = Callable[[Op, int, str], bool]
 """(op, mesh axis, name of choice) -> whether it is in the space."""

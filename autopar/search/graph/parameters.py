@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.lower.program import Program, Tensor
-from autopar.placement import Layout
-from autopar.redistribution import Step
 from autopar.search.costs.storages import storages
 from autopar.search.graph.lattice import Distances, Lattices, cheapest_ways
 from autopar.search.graph.moments import Moments
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.strategy_graph import Floats, Ints
+from autopar.values.placement import Layout
+from autopar.values.redistribution import Step
 
 Mask = NDArray[np.bool_]
 

@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.lower.program import Program
-from autopar.placement import Layout
-from autopar.redistribution import Step
 from autopar.search.costs.pricing import Pricer
 from autopar.search.graph.clusters import Cluster
 from autopar.search.graph.options import Option
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.strategy_graph import Group, Ints, Node, StrategyGraph
+from autopar.values.placement import Layout
+from autopar.values.redistribution import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.capture.rebatch import Line
-from autopar.graph import CapturedModel
 from autopar.search.joint.helpers import Helpers, Told
-from autopar.serialize import dump
+from autopar.values.graph import CapturedModel
+from autopar.values.serialize import dump
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.in_buckets import ROUGH
 from autopar.search.joint.candidates import Candidate
 from autopar.search.planner import plan_program
+from autopar.values.plan import Plan
 
 GAP, BETTER = 0.3, 0.05
 """How far from the best of its mesh a plan may be, and how much, as a part, another has to be below the best so far."""

@@ -11,15 +11,12 @@ from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest, least
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import Pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program
-from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.ilp import CutoffError
@@ -31,7 +28,10 @@ from autopar.search.joint.mixed_stages import mix_stages
 from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.stages import PricedStages, choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
 from autopar.search.timeline.staged_buckets import Finish
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import Estimate, Plan
+from autopar.values.staged_plan import StagedPlan
 
 ATTEMPTS = 4
 """How often a whole plan is made smaller until its stages fit."""

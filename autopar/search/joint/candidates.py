@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 from autopar.search.meshes import Arrangement, arrangements
+from autopar.values.cluster import Cluster
 
 INTERLEAVED = "interleaved-1f1b"
 SEARCHED = ("gpipe", "1f1b", INTERLEAVED)

@@ -1,11 +1,11 @@
 """What a helper of the joint search runs: `python -m autopar.search.joint.helper` answers as `Joint` does."""
 
 from autopar.capture.rebatch import Line
-from autopar.graph import CapturedModel
 from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Setup
-from autopar.serialize import load
+from autopar.values.graph import CapturedModel
+from autopar.values.serialize import load
 
 Ends = tuple[bytes, bytes, tuple[int, int]]
 Request = tuple[Setup | None, Ends | None, dict[int, bytes], Question]

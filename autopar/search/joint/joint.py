@@ -25,7 +25,6 @@ from typing import Any
 
 from autopar.capture.rebatch import Line
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
@@ -56,6 +55,7 @@ from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.joint.together import Together
 from autopar.search.meshes import Arrangement, divisors
+from autopar.values.graph import CapturedModel
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""

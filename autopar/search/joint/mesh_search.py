@@ -15,13 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.capture.rebatch import Batches
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program
-from autopar.mesh import Mesh
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.states import check_states
 from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates, num_devices
@@ -33,7 +29,11 @@ from autopar.search.meshes import divisors, parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
 from autopar.search.staged.stages import block_starts, written_text
-from autopar.staged_plan import check_microbatches
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import check_microbatches
 
 NEAR = 8
 """How many alternatives a plan names."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.mixing import blocks_of, mixed
+from autopar.values.plan import Plan
 
 TRIES = 4
 """How often ranks that hold too much are given more slow blocks."""

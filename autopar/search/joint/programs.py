@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from autopar.capture.rebatch import Line, NotLinearError
 from autopar.errors import BatchError, InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
+from autopar.values.graph import CapturedModel
 
 
 @dataclass(slots=True, kw_only=True)

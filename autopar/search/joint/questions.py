@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass, field
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.plan import Plan, TrainConfig
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import Way
 from autopar.search.meshes import Arrangement
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 
 Answer = Plan | StagedPlan
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 from autopar.lower.program import Program
 from autopar.lower.target import OnAnyMesh
-from autopar.plan import TrainConfig
 from autopar.search.alike_meshes import loose_orders
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.limited_bound import least_within
@@ -15,6 +14,7 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.moments import Share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
+from autopar.values.plan import TrainConfig
 
 RECENT = 8
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.graph.moments import Share
@@ -18,6 +17,7 @@ from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Answer, Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program
+from autopar.values.plan import Plan
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""

@@ -7,8 +7,8 @@ little. A fused kernel has no such ops; a router's softmax stands between no two
 
 from collections.abc import Callable
 
-from autopar.graph import target_name
 from autopar.lower.program import Program
+from autopar.values.graph import target_name
 
 
 def attention_core(program: Program) -> frozenset[str]:

@@ -18,15 +18,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.blocks import block_of
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.lower.redistributions import redistribute
-from autopar.mesh import Mesh
-from autopar.placement import Layout, Placement, Shard
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.storages import storages
@@ -40,6 +34,12 @@ from autopar.search.graph.options import Allowed, Restriction
 from autopar.search.known.attention_core import attention_core
 from autopar.search.known.named_configuration import KINDS, NamedConfiguration, parse_configuration
 from autopar.search.known.sample_factors import SampleFactors, check_samples, sample_factors, splits_samples
+from autopar.values.blocks import block_of
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, Placement, Shard
+from autopar.values.plan import Plan, TrainConfig
 
 BASELINES = tuple(KINDS)
 

@@ -19,12 +19,12 @@ that kind, recompute apart, which is none unless asked for. Keys and values are 
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from autopar.cluster import Cluster
 from autopar.cost_models.training_config import ALIASES, TRUTH
 from autopar.errors import ArgumentError, BatchError, MeshError
-from autopar.mesh import Mesh, make_mesh
 from autopar.search.pipeline_parts import devices_text, part_of
-from autopar.staged_plan import SCHEDULES, check_microbatches, stage_ranks
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh, make_mesh
+from autopar.values.staged_plan import SCHEDULES, check_microbatches, stage_ranks
 
 KINDS = {
     "ddp": ("dp",),

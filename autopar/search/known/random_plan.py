@@ -5,18 +5,18 @@ import random
 from dataclasses import replace
 
 from autopar.errors import ArgumentError
-from autopar.graph import CapturedModel, LocalModel, requires_grad
 from autopar.lower.program import Op, Program, Tensor, make_program
-from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import local_stage, split_stages
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
-from autopar.plan import Plan, TrainConfig
-from autopar.redistribution import Step
 from autopar.rules.rule import is_splittable, layouts
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.storages import input_layouts, orders, storages
-from autopar.staged_plan import StagedPlan
+from autopar.values.graph import CapturedModel, LocalModel, requires_grad
+from autopar.values.mesh import Mesh
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.redistribution import Step
+from autopar.values.staged_plan import StagedPlan
 
 TRIES = 30
 GATHERED = ("use", "microbatch")

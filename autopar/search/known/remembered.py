@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from autopar.lower.program import Program
-from autopar.plan import Estimate, Plan
 from autopar.search.costs.pricing import Pricer
+from autopar.values.plan import Estimate, Plan
 
 LAST = 8
 """How many are remembered of a program, each with what was made of it."""

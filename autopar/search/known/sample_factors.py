@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
-from autopar.graph import target_name
 from autopar.lower.program import Op, Program
 from autopar.search.costs.pricing import Pricer
+from autopar.values.graph import target_name
 
 FEW = 4
 """How many times the batch an input may have along a dim of samples (pairs, triplets)."""

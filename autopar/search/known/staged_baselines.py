@@ -7,18 +7,18 @@ holds more than its limit, again for less memory of the whole model.
 
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, InfeasibleError
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, make_program
-from autopar.mesh import Mesh
-from autopar.plan import Plan, TrainConfig
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan, make_baseline, memory_limit
 from autopar.search.known.named_configuration import NamedConfiguration, parse_configuration
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import choose_cuts, priced, staged
-from autopar.staged_plan import StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan
 
 TRIES = 4
 """How often the whole model is planned with less memory until its stages fit."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_even
 from autopar.search.graph.options import Option
 from autopar.search.recursion.candidates import Candidates, Joint
 from autopar.search.recursion.homes import Home, Homes
 from autopar.search.recursion.neighbours import Neighbours, Travel
+from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_even
 
 Axes = tuple[int, ...]
 """Axes that are decided together: a cluster does the same on all of them."""

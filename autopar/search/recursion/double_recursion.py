@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
-from autopar.mesh import Mesh
 from autopar.search.costs.pricing import Pricer
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.candidates import Candidates
@@ -26,6 +24,8 @@ from autopar.search.recursion.homes import Homes, Priced
 from autopar.search.recursion.ledger import Key, Ledger, make_ledger
 from autopar.search.recursion.neighbours import Neighbours, find_neighbours
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
+from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh
 
 PRICE_ROUNDS = 6
 """How many prices of memory are tried from the first on under which the answer fits."""

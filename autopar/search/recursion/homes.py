@@ -10,12 +10,12 @@ bytes     shard, its cast to what is computed on and optimizer state always, the
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.placement import INVARIANT, REPLICATE, Layout, Placement, Shard
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import is_storable
 from autopar.search.recursion.ledger import Key
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import Ways
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Placement, Shard
 
 Axes = tuple[int, ...]
 

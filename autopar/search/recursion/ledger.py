@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.placement import REPLICATE, Layout
 from autopar.search.graph.moments import Moments
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.neighbours import Neighbours, Travel
+from autopar.values.placement import REPLICATE, Layout
 
 Key = tuple[str, int]
 """(kind, number of the cluster or tensor). Kinds: kept, forward, backward of clusters; saved, stored, gradient,

@@ -10,10 +10,10 @@ from functools import cached_property
 
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
-from autopar.placement import INVARIANT, REPLICATE, Layout
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.graph.clusters import Cluster, make_clusters
+from autopar.values.placement import INVARIANT, REPLICATE, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

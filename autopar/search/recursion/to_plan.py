@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 
 from autopar.lower.program import Program
-from autopar.placement import REPLICATE, Layout
-from autopar.plan import Plan
-from autopar.redistribution import route
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints
 from autopar.search.recursion.decide import Decider
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import SEARCHED_AXES, Path
+from autopar.values.placement import REPLICATE, Layout
+from autopar.values.plan import Plan
+from autopar.values.redistribution import route
 
 ORIGIN = "double-recursive"
 

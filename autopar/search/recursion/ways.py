@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar.lower.program import Tensor
-from autopar.placement import REPLICATE, Layout, Placement, Shard, chunk_size, local_shape
-from autopar.redistribution import COLLECTIVES, SUMS, TABLE, Step, flattened_step, is_possible, single_step
 from autopar.search.costs.pricing import Pricer, total
+from autopar.values.placement import REPLICATE, Layout, Placement, Shard, chunk_size, local_shape
+from autopar.values.redistribution import COLLECTIVES, SUMS, TABLE, Step, flattened_step, is_possible, single_step
 
 Path = tuple[Step, ...]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.graph import CapturedModel, requires_grad, target_name
-from autopar.placement import Layout
-from autopar.plan import Plan
+from autopar.values.graph import CapturedModel, requires_grad, target_name
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
 
 
 def stage_key(plan: Plan, stage: CapturedModel, sent: Mapping[str, Layout]) -> Hashable:

@@ -21,19 +21,19 @@ from functools import reduce
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.cost_models.schedules import Action, PipelineOrder, make_order
-from autopar.graph import CapturedModel
 from autopar.lower.holding import LEAVES, MEMORY_KINDS, Holding
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
-from autopar.placement import local_shape
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.staged.split_passes import split_passes
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import local_shape
+from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 STAGED_KINDS = (*MEMORY_KINDS, "received", "sent")
 _AT_WORK = np.array([kind != "gradients" for kind in STAGED_KINDS], dtype=np.float64)

@@ -18,28 +18,28 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.blocks import block_of
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import Form, cheapest, least
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import COMPUTE, Pipeline, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import PipelineOrder, make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import InfeasibleError
-from autopar.graph import CapturedModel, operands, requires_grad
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import owners, possible_cuts, split_stages
-from autopar.placement import Layout, local_shape
-from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import find_runs
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.rounds import dealt
 from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.values.blocks import block_of
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel, operands, requires_grad
+from autopar.values.placement import Layout, local_shape
+from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,19 +27,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.blocks import block_of
-from autopar.cluster import Cluster
 from autopar.cost_models.gradient_exchange.merged_gradients import Floats, merge_with_starts
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program, Tensor, make_program
 from autopar.lower.redistributions import Redistributed, redistribute, sent_by
-from autopar.placement import is_even
-from autopar.plan import ONCE_A_STEP, Plan, Way
-from autopar.redistribution import Message
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
 from autopar.search.costs.evaluate import evaluate_program, peak_nbytes
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import memory_limit
+from autopar.values.blocks import block_of
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import is_even
+from autopar.values.plan import ONCE_A_STEP, Plan, Way
+from autopar.values.redistribution import Message
 
 Buckets = tuple[tuple[str, ...], ...]
 HALVINGS, SLACK = 4, 5e-3

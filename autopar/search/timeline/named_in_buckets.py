@@ -8,14 +8,14 @@ the second (fsdp, megatron and ulysses of four models; a link of 5 Gbit/s, 1 and
 
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import baseline_plan, memory_limit
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import marked
+from autopar.values.cluster import Cluster
+from autopar.values.plan import Plan
 
 
 def named_in_buckets(

@@ -24,25 +24,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.pipeline import COMPUTE, Passage, Pipeline, Segment, StageWork, Woven, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import Timeline, busy_seconds, simulate
 from autopar.cost_models.trace import chrome_trace, write_trace
-from autopar.graph import CapturedModel
 from autopar.lower.interleaved import running
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
-from autopar.placement import Layout
-from autopar.plan import Plan
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import sent_seconds, shared_seconds
 from autopar.search.timeline.weave import Names, Overlap, beside, chain, weave
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.placement import Layout
+from autopar.values.plan import Plan
+from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autopar.cluster import Cluster
-from autopar.graph import CapturedModel
 from autopar.lower.program import Program
 from autopar.passes.split_stages import split_stages
-from autopar.plan import ONCE_A_STEP, Estimate, Plan
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import memory_limit
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import PricedStages, priced
 from autopar.search.timeline.buckets import choose_buckets, used_last, with_buckets
-from autopar.staged_plan import SPLITTING, StagedPlan
+from autopar.values.cluster import Cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 SMALLER, FILLED = 2, 0.9
 """How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.custom_ops import defining_module
 from autopar.errors import CaptureError
-from autopar.graph import CapturedModel
+from autopar.values.custom_ops import defining_module
+from autopar.values.graph import CapturedModel
 
 
 @dataclass(frozen=True, slots=True)

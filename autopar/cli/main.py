@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from autopar.calibrate_command import calibrate
+from autopar.cli.calibrate import calibrate
+from autopar.cli.explain import compared, explained, reloaded
+from autopar.cli.simulate import simulate
 from autopar.errors import ArgumentError, AutoparError
-from autopar.explain_command import compared, explained, reloaded
-from autopar.simulate_command import simulate
 
 app = typer.Typer(
     name="autopar",
@@ -94,7 +94,7 @@ def plan(
     """Decide how to train MODEL on a cluster, and say how good that is."""
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
-        from autopar.plan_command import planned, with_values
+        from autopar.cli.plan import planned, with_values
         from autopar.search.timeline.weave import Overlap
 
         beside = Overlap() if overlap else None
@@ -138,9 +138,9 @@ def plan(
         if as_json:
             answer.update(json.loads(made.to_json()))
     if not as_json:
+        from autopar.api.staged_model_plan import StagedModelPlan
         from autopar.report.plan_text import print_plan
         from autopar.report.staged_text import staged_text
-        from autopar.staged_model_plan import StagedModelPlan
 
         if isinstance(made, StagedModelPlan):
             console.print(staged_text(made, made.parts), highlight=False, markup=False)
@@ -171,7 +171,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
-    from autopar.plan_command import planned
+    from autopar.cli.plan import planned
     from autopar.verification import num_ranks
 
     console = _console(as_json)
@@ -238,7 +238,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run plans on processes of this machine and compare loss, gradients and bytes sent with one process."""
-    from autopar.verify_command import Request, run
+    from autopar.cli.verify import Request, run
 
     console = _console(as_json)
     request = Request(
@@ -372,7 +372,3 @@ def _fail(message: str, kind: str, as_json: bool) -> None:
     else:
         print(f"autopar: {message}", file=sys.stderr)
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import BatchError
-from autopar.graph import InputSpec
+from autopar.values.graph import InputSpec
 
 Rebuild = Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 

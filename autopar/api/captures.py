@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.calls import Call
 from autopar.capture import alike_layers, capture
 from autopar.capture.repeats import Repeat
 from autopar.capture.shared_memory import check_shared_memory
-from autopar.graph import CapturedModel
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,15 +21,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autopar.again import captor_of
-from autopar.api import check_choice, plan, values_of
-from autopar.calls import Call, call_of
-from autopar.cluster import Cluster, load_cluster, resized
+from autopar.api.again import captor_of
+from autopar.api.model_plan import ModelPlan, plan_from_text
+from autopar.api.planning import check_choice, plan, values_of
+from autopar.api.staged_model_plan import StagedModelPlan, staged_plan_from_text
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
-from autopar.model_plan import ModelPlan, plan_from_text
-from autopar.staged_model_plan import StagedModelPlan, staged_plan_from_text
-from autopar.staged_plan import is_staged
+from autopar.values.calls import Call, call_of
+from autopar.values.cluster import Cluster, load_cluster, resized
+from autopar.values.staged_plan import is_staged
 
 Model = TypeVar("Model")
 
@@ -322,7 +322,7 @@ def _plan_on_first_rank(model: nn.Module, call: Call, settings: Settings) -> byt
     """Rank 0's plan and captured graph (or its error) as bytes; empty on other ranks."""
     import torch.distributed as dist
 
-    from autopar.serialize import dump
+    from autopar.values.serialize import dump
 
     if dist.get_rank() != 0:
         return b""
@@ -344,7 +344,7 @@ def _received(made: bytes, rank: int) -> ModelPlan | StagedModelPlan:
     """
     import torch.distributed as dist
 
-    from autopar.serialize import load
+    from autopar.values.serialize import load
 
     boxes: list[Any] = [made]
     try:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from autopar.guards import BufferGuard
+from autopar.values.guards import BufferGuard
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

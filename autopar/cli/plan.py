@@ -3,14 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from autopar.api import check_choice
-from autopar.api import plan as make_plan
-from autopar.checked import check_spec
-from autopar.cluster import load_cluster
+from autopar.api.checked import check_spec
+from autopar.api.planning import check_choice
+from autopar.api.planning import plan as make_plan
 from autopar.models import load_model
-from autopar.precision import PRECISIONS
 from autopar.search.asked_mesh import asked_mesh
 from autopar.search.joint.helpers import started
+from autopar.values.cluster import load_cluster
+from autopar.values.precision import PRECISIONS
 
 
 def planned(source: dict[str, Any], *, device: str, check: bool, **arguments: Any) -> Any:

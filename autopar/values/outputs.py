@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.inputs import taken_apart
+from autopar.values.inputs import taken_apart
 
 FOLLOWING = "following"
 """The keyword of a call's inputs that are for what follows on the model's output."""

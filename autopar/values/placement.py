@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Self
 
-from autopar.mesh import Mesh
+from autopar.values.mesh import Mesh
 
 _made: dict[tuple[type, tuple[int, ...]], Any] = {}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.mesh import Mesh
-from autopar.placement import Layout, parse_layout
-from autopar.redistribution import Step, in_levels, route, step_between
-from autopar.version import TORCH_RANGE, in_range
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.placement import Layout, parse_layout
+from autopar.values.redistribution import Step, in_levels, route, step_between
+from autopar.values.version import TORCH_RANGE, in_range
 
 VERSION = 3
 

@@ -13,11 +13,11 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.cost_models.named_shapes import named_shape
 from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, shape_from_config
 from autopar.errors import ArgumentError, AutoparError
+from autopar.values.cluster import Cluster, load_cluster
 
 SIZES = ("layers", "hidden", "heads", "vocab")
 SHAPE_FIELDS = (*SIZES, "kv_heads", "head_dim", "ffn", "gated")

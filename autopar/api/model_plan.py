@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autopar.calls import Call, call_from_json
-from autopar.cluster import Cluster, load_cluster
 from autopar.errors import PlanMismatchError
-from autopar.graph import CapturedModel, LocalModel
-from autopar.plan import Plan, plan_from_json
-from autopar.staged_plan import is_staged
+from autopar.values.calls import Call, call_from_json
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.plan import Plan, plan_from_json
+from autopar.values.staged_plan import is_staged
 
 if TYPE_CHECKING:
+    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.search.explanation.compare import Difference
     from autopar.search.explanation.explain import Explanation
     from autopar.search.timeline.plan_timeline import PlanTimeline
     from autopar.search.timeline.weave import Overlap
-    from autopar.staged_model_plan import StagedModelPlan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,7 +63,7 @@ class ModelPlan(Plan):
         Raises:
             PlanMismatchError: if the plan is for another model.
         """
-        from autopar.api import bind
+        from autopar.api.planning import bind
 
         return bind(self, model, loss_fn=loss_fn, inputs=inputs)
 
@@ -194,7 +194,7 @@ def load_plan(path: str | Path) -> "ModelPlan | StagedModelPlan":
     except (OSError, UnicodeDecodeError) as error:
         raise PlanMismatchError(f"plan {path} cannot be read ({error}); give the path of a plan.json") from error
     if is_staged(text):
-        from autopar.staged_model_plan import staged_plan_from_text
+        from autopar.api.staged_model_plan import staged_plan_from_text
 
         return staged_plan_from_text(text)
     return plan_from_text(text)

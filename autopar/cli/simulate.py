@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from autopar.cli.simulate_rows import read_csv, read_row
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.gradient_exchange.network import network_of
 from autopar.cost_models.gradient_exchange.recommend import Choice, recommend
@@ -22,7 +23,6 @@ from autopar.cost_models.timeline import simulate as run_timeline
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.errors import ArgumentError, AutoparError
 from autopar.report.exchange_table import exchange_table
-from autopar.simulate_rows import read_csv, read_row
 
 RESULTS = ("step_seconds", "mfu", "tokens_per_second", "bubble_seconds", "exposed_data_seconds", "allocated_gb", "fits")
 

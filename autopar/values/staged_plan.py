@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.mesh import Mesh
-from autopar.plan import Estimate, Plan, TrainConfig, check_model, plan_from_json
-from autopar.version import TORCH_RANGE, in_range
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Estimate, Plan, TrainConfig, check_model, plan_from_json
+from autopar.values.version import TORCH_RANGE, in_range
 
 STAGED_VERSION = "stages-2"
 """Schema of a saved plan with stages; plans without have a number."""

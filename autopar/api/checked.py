@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopar.calls import Call
-from autopar.captures import as_it_is_now, captured_model
+from autopar.api.captures import as_it_is_now, captured_model
 from autopar.errors import ArgumentError, ModelSpecError, TurningFlagError
-from autopar.graph import CapturedModel
 from autopar.models import load_model
 from autopar.oracle import Subject, check_module, not_checkable
 from autopar.oracle.steps import module_loss
 from autopar.oracle.unchanged import unchanged
-from autopar.precision import precision_of
 from autopar.rules.registry import rule_of
+from autopar.values.calls import Call
+from autopar.values.graph import CapturedModel
+from autopar.values.precision import precision_of
 
 FLOPS = 4e11
 """Most floating-point operations of a compared call's forward pass: some seconds on two cores. With twice as many a

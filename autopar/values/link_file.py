@@ -20,8 +20,8 @@ from importlib import resources
 from typing import Any
 
 from autopar.errors import ClusterError
-from autopar.link import Line, LinkLevel
-from autopar.toml_tables import Sources, check_keys, figure_line, figures, figures_toml, quote, text
+from autopar.values.link import Line, LinkLevel
+from autopar.values.toml_tables import Sources, check_keys, figure_line, figures, figures_toml, quote, text
 
 _FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link", "skew")
 _PLAIN = {"launch": 0.0, "devices_per_link": 1, "skew": 0.0}

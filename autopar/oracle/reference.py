@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autopar.graph import CapturedModel
+from autopar.values.graph import CapturedModel
 
 
 def run_captured(

@@ -19,11 +19,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autopar.device import Device
 from autopar.errors import ClusterError, MeshError
-from autopar.link import LinkLevel
-from autopar.link_file import level_toml, preset_networks, read_level
-from autopar.toml_tables import check_keys, figure_line, figures, quote, text
+from autopar.values.device import Device
+from autopar.values.link import LinkLevel
+from autopar.values.link_file import level_toml, preset_networks, read_level
+from autopar.values.toml_tables import check_keys, figure_line, figures, quote, text
 
 CALIBRATED = {
     "attention": 1.0, "attention_per_head": 0.0, "attention_per_key": 0.0, "launch_in_step": 1.0, "bytes_in_step": 1.0,

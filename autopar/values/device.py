@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.errors import ArgumentError, ClusterError
-from autopar.link import require_positive
+from autopar.values.link import require_positive
 
 DTYPE_NAMES = {
     "bfloat16": "bf16",

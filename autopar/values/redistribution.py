@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.mesh import Mesh
-from autopar.placement import (
+from autopar.values.mesh import Mesh
+from autopar.values.placement import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

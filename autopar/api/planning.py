@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from autopar.calls import Call, call_of
-from autopar.captures import Captures, captured_model
-from autopar.checked import Compared, check_call
-from autopar.cluster import Cluster, load_cluster
+from autopar.api.captures import Captures, captured_model
+from autopar.api.checked import Compared, check_call
+from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, CaptureError, InfeasibleError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.mesh import Mesh
-from autopar.model_plan import ModelPlan, model_plan
 from autopar.models.overrides import near
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, precision_of
-from autopar.staged_plan import StagedPlan
+from autopar.values.calls import Call, call_of
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS, precision_of
+from autopar.values.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
+    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.lower.program import Program
     from autopar.search.timeline.weave import Overlap
-    from autopar.staged_model_plan import StagedModelPlan
 
 RELATIVE_GAP = 0.01
 RANKED = 5
@@ -224,7 +224,7 @@ def plan(
     else:
         captured, call = captures.microbatch(microbatches)
         found = bucketed(planned(captured), make_program(captured))
-    from autopar.staged_model_plan import staged_model_plan
+    from autopar.api.staged_model_plan import staged_model_plan
 
     if weave and baseline is None and isinstance(found, Plan):
         from autopar.search.woven import best_woven
@@ -304,7 +304,7 @@ def distribute(
         RankError: on every rank, if ranks disagree.
         FidelityError: if the captured graph does not compute what the module does.
     """
-    from autopar.again import captor_of
+    from autopar.api.again import captor_of
     from autopar.passes.insert_collectives import insert_collectives
     from autopar.runtime import DistributedModule, init
     from autopar.runtime.agreement import failing_together
@@ -316,7 +316,7 @@ def distribute(
             if torch.distributed.get_rank() == 0:
                 check_call(model, call_of(example_inputs), loss_fn or getattr(plan, "loss_fn", None))
     if isinstance(plan, StagedPlan):
-        from autopar.staged_model_plan import distribute_stages
+        from autopar.api.staged_model_plan import distribute_stages
 
         return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn, outputs=outputs)
     with failing_together():
@@ -374,7 +374,7 @@ def captured_for(
 
 def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters and buffers by placeholder, in the dtypes that are stored."""
-    from autopar.reference import buffers_of, parameters_of
+    from autopar.oracle.reference import buffers_of, parameters_of
 
     specs = [(p.placeholder, p.storage) for p in captured.parameters]
     specs += [(b.placeholder, b.dtype) for b in captured.buffers]

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.binding import as_planned
-from autopar.calls import Call
+from autopar.api.captures import as_it_is_now, computed_model
+from autopar.api.model_plan import ModelPlan
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.capture.loss import accepted_inputs
-from autopar.captures import as_it_is_now, computed_model
-from autopar.cluster import Cluster, load_cluster, resized
 from autopar.errors import ClusterError, PlanMismatchError
-from autopar.graph import BufferSpec, CapturedModel, LocalModel, ParameterSpec
-from autopar.model_plan import ModelPlan
-from autopar.outputs import Returned
-from autopar.plan import Plan
-from autopar.precision import PRECISIONS, with_storage
 from autopar.runtime.parts import Described, described
-from autopar.staged_model_plan import StagedModelPlan
+from autopar.values.binding import as_planned
+from autopar.values.calls import Call
+from autopar.values.cluster import Cluster, load_cluster, resized
+from autopar.values.graph import BufferSpec, CapturedModel, LocalModel, ParameterSpec
+from autopar.values.outputs import Returned
+from autopar.values.plan import Plan
+from autopar.values.precision import PRECISIONS, with_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

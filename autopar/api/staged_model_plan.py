@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autopar.api import captured_for, values_of
-from autopar.calls import Call, call_from_json, call_of
-from autopar.cluster import Cluster, load_cluster
+from autopar.api.model_plan import ModelPlan, model_plan
+from autopar.api.planning import captured_for, values_of
 from autopar.errors import MeshError, PlanMismatchError
-from autopar.graph import CapturedModel
-from autopar.model_plan import ModelPlan, model_plan
 from autopar.passes.split_stages import split_stages
-from autopar.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.calls import Call, call_from_json, call_of
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
 
 if TYPE_CHECKING:
-    from autopar.model_plan import ModelPlan
+    from autopar.api.model_plan import ModelPlan
     from autopar.search.explanation.compare import Difference
     from autopar.search.explanation.explain_stages import StagedExplanation
     from autopar.search.timeline.plan_timeline import PlanTimeline
@@ -213,7 +213,7 @@ def distribute_stages(
         MeshError, PlanMismatchError, RankError: as `distribute`.
         ArgumentError: if the torch at hand lacks the schedule.
     """
-    from autopar.again import captor_of
+    from autopar.api.again import captor_of
     from autopar.runtime import PipelinedModule, init
     from autopar.runtime.agreement import failing_together
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ArgumentError, BatchError
-from autopar.inputs import flatten_inputs
-from autopar.precision import in_dtype
+from autopar.values.inputs import flatten_inputs
+from autopar.values.precision import in_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.calls import Call
 from autopar.errors import ArgumentError
+from autopar.values.calls import Call
 
 _EMPTY = inspect.Parameter.empty
 

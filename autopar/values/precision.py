@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ArgumentError
-from autopar.graph import CapturedModel
+from autopar.values.graph import CapturedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cluster import Cluster, load_cluster
 from autopar.errors import ClusterError, PlanMismatchError
+from autopar.values.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:  # the command line is there before torch is
-    from autopar.model_plan import ModelPlan
+    from autopar.api.model_plan import ModelPlan
+    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.search.explanation.compare import Difference
     from autopar.search.explanation.explain import Explanation
     from autopar.search.explanation.explain_stages import StagedExplanation
-    from autopar.staged_model_plan import StagedModelPlan
 
 
 def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan | StagedModelPlan":
@@ -25,9 +25,9 @@ def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan |
     Raises:
         PlanMismatchError: if the plan does not say, or the model is another now.
     """
-    from autopar.calls import Call
-    from autopar.model_plan import load_plan
+    from autopar.api.model_plan import load_plan
     from autopar.models import load_model
+    from autopar.values.calls import Call
 
     saved = load_plan(path)
     if saved.source is None:
@@ -69,7 +69,7 @@ def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "Differe
     Raises:
         PlanMismatchError: if they are for different models, or one does not say for which.
     """
-    from autopar.model_plan import load_plan
+    from autopar.api.model_plan import load_plan
 
     tell(f"capturing the model of {first}")
     left = reloaded(first, {}, "meta")

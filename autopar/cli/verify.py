@@ -10,26 +10,26 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autopar.api import bind, check_choice, search_plan, values_of
-from autopar.calls import Call
-from autopar.captures import captured_model
-from autopar.checked import run_before
-from autopar.cluster import Cluster, load_cluster
+from autopar.api.captures import captured_model
+from autopar.api.checked import run_before
+from autopar.api.model_plan import ModelPlan, load_plan
+from autopar.api.planning import bind, check_choice, search_plan, values_of
+from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
-from autopar.graph import CapturedModel
-from autopar.inputs import bind_inputs
-from autopar.mesh import Mesh, parse_mesh
-from autopar.model_plan import ModelPlan, load_plan
 from autopar.models import load_model
 from autopar.oracle import Step, Subject, Tolerance, check_module
 from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.passes.split_stages import split_stages
-from autopar.plan import Plan, TrainConfig
-from autopar.precision import PRECISIONS, computed_copy
 from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
-from autopar.staged_model_plan import StagedModelPlan
-from autopar.staged_plan import StagedPlan, parse_pipeline
+from autopar.values.calls import Call
+from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.graph import CapturedModel
+from autopar.values.inputs import bind_inputs
+from autopar.values.mesh import Mesh, parse_mesh
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.precision import PRECISIONS, computed_copy
+from autopar.values.staged_plan import StagedPlan, parse_pipeline
 from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, num_ranks, verify_plans
 
 STEPS = 3

@@ -1,0 +1,6 @@
+"""`python -m autopar.cli`, which torchrun starts."""
+
+from autopar.cli.main import main
+
+if __name__ == "__main__":
+    main()
