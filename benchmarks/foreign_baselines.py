@@ -135,7 +135,7 @@ def _baseline(
     except Exception as error:
         return f"crashed: {type(error).__name__}: {str(error)[:200]}"
     try:
-        loss, gradient, parameter = errors_of(reference, plan, exact=False)
+        loss, gradient, parameter = errors_of(reference, plan)
     except Exception as error:
         return f"wrong: {type(error).__name__}: {str(error)[:200]}"
     if loss <= limits[0] and gradient <= limits[1]:

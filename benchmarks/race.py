@@ -41,8 +41,8 @@ from autopar.api.model_plan import ModelPlan
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
 from autopar.errors import AutoparError
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.values.cluster import Cluster, cluster_toml
 from autopar.values.serialize import dump
 from benchmarks.race_hosts import ADDRESSES, Hosts, HostsError
@@ -133,7 +133,7 @@ def entries_of(model: str, cluster: Cluster, num_next: int, keep: Path | None = 
     for label, plan in plans.items():
         if keep is not None:
             (keep / f"{model} {label}.json").write_text(plan.to_json())
-        local = insert_collectives(chosen.captured, plan)
+        local = emit(chosen.captured, plan)
         entries.append(
             Entry(
                 label=label,

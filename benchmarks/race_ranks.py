@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.calibration.measure import Effort, measure
-from autopar.passes.insert_collectives import insert_collectives
+from autopar.lower.emit import emit
 from autopar.runtime import DistributedModule, init
 from autopar.runtime.data import local_samples
 from autopar.values.plan import plan_from_json
@@ -151,7 +151,7 @@ def contender(job: Race, text: str) -> Contender:
         captured = load(job.captured)
         state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         values = {s.placeholder: state[s.names[0]].detach() for s in (*captured.parameters, *captured.buffers)}
-        local = insert_collectives(captured, plan_from_json(text))
+        local = emit(captured, plan_from_json(text))
         module = DistributedModule(local, values, sync=False, seed=0).train()
         own = {s.placeholder: local_samples(module, s, batch[s.path]).clone() for s in captured.inputs}
         return Contender(list(module.parameters()), lambda: module.step(own, is_local=True))

@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 import typer
 
 import autopar
+from autopar.lower.emit import emit
 from autopar.lower.program import Program, make_program
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import make_pricer
@@ -65,7 +65,7 @@ def _run(process: int, model: str, cluster: str, rounds: int, folder: str, barri
         plan = replace(kept, recompute=recompute)
         said.append(evaluate_program(plan, program, pricer).step_seconds)
         values = parameters_of(kept.captured, module) | buffers_of(kept.captured, module)
-        local = insert_collectives(kept.captured, plan)
+        local = emit(kept.captured, plan)
         own = DistributedModule(local, {name: value.detach().clone() for name, value in values.items()})
         steps.append(_step(own, {i.placeholder: batch[str(i.path)] for i in kept.captured.inputs}))
     seen: list[list[float]] = [[], []]

@@ -22,8 +22,8 @@ from autopar.api.again import Again
 from autopar.capture import capture
 from autopar.capture.loss import find_loss
 from autopar.errors import AutoparError
+from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
@@ -89,7 +89,7 @@ def on_a_rank(name: str, text: str, draws: bool) -> tuple[float, str]:
     else:
         plan = plan_from_json(text)
         captor = Again(model=own, plans=[plan], planned=[captured], precision=config_of(name).precision, call=given)
-        module = DistributedModule(insert_collectives(captured, plan), values, captor=captor)
+        module = DistributedModule(emit(captured, plan), values, captor=captor)
     worst = 0.0
     try:
         for step in range(2):

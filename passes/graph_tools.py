@@ -122,12 +122,6 @@ def copied_name(name: str, copy: int) -> str:
     return f"{name}_{copy}th" if copy else name
 
 
-def is_own(node: fx.Node) -> bool:
-    """Is a node of a local graph the call that it was captured as, and no redistribution of what that makes?"""
-    origin = node.meta.get("origin")
-    return origin is not None and node.name == copied_name(origin.name, node.meta.get("copy", 0))
-
-
 def is_aten(target: Any) -> bool:
     """Is a call's target an operator of torch with a schema, not a Python function?"""
     return isinstance(target, _OVERLOAD)

@@ -15,20 +15,17 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError
 from autopar.passes.graph_tools import verify
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lay_out import lay_out_received
 from autopar.values.graph import (
     BufferSpec,
     CapturedModel,
     InputSpec,
-    LocalModel,
     ParameterSpec,
     is_random,
     operands,
     requires_grad,
 )
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan, check_cuts
+from autopar.values.staged_plan import check_cuts
 
 
 def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[CapturedModel, ...]:
@@ -89,30 +86,6 @@ def cuts_by_state(captured: CapturedModel, stages_of: Mapping[str, Sequence[int]
             current = min(later)
             cuts[current] = node.name
     return cuts
-
-
-def local_stage(stages: Sequence[CapturedModel], plan: StagedPlan, number: int) -> LocalModel:
-    """The graph that the ranks of a stage run: what it sends is in the layout in which the next stage takes it.
-
-    Raises:
-        PlanMismatchError: if a stage's plan is not for it or does not say how it takes what it receives.
-    """
-    return inserted(stages, plan.stages, number)
-
-
-def inserted(
-    stages: Sequence[CapturedModel], plans: Sequence[Plan], number: int, *, gathers: bool = False
-) -> LocalModel:
-    """`local_stage` for the plans of stages; gathers: as for `insert_collectives`."""
-    stage = stages[number]
-    if number + 1 == len(stages):
-        return insert_collectives(stage, plans[number], gathers=gathers)
-    wanted = plans[number + 1].layouts
-    if missing := [name for name in stage.sends if name not in wanted]:
-        raise PlanMismatchError(
-            f"the plan of stage {number + 1} has no layout for {', '.join(missing[:3])}, which it receives; plan again"
-        )
-    return insert_collectives(stage, plans[number], {name: wanted[name] for name in stage.sends}, gathers=gathers)
 
 
 def owners(stages: Sequence[CapturedModel]) -> dict[str, tuple[int, ...]]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
+from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule
 from autopar.search.costs.storages import is_storable
 from autopar.search.known.random_plan import random_plan, random_recompute
@@ -137,7 +137,7 @@ def distributed(plan: Plan, dropout: float = 0.0, **keywords: Any) -> Distribute
     model = words(dropout, plan.microbatches)
     graph = captured(dropout, plan.microbatches)
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
-    return DistributedModule(insert_collectives(graph, plan), values, **keywords)
+    return DistributedModule(emit(graph, plan), values, **keywords)
 
 
 def whole_state(module: DistributedModule) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from autopar.lower.emit import emit_stage
 from autopar.lower.messages import sent_by_rank
 from autopar.ops import collectives
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
 from autopar.passes.recompute import again_graph
-from autopar.passes.split_stages import local_stage
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import Layout, local_ranges
 from autopar.values.staged_plan import PIPELINE, StagedPlan
@@ -26,7 +26,7 @@ def staged_error_of(reference: Reference, stages: Sequence[CapturedModel], plan:
 
     What a stage sends stays on its thread: the same place of the next stage's mesh receives it.
     """
-    locals_ = [local_stage(stages, plan, number) for number in range(plan.num_stages)]
+    locals_ = [emit_stage(stages, plan.stages, number) for number in range(plan.num_stages)]
     graphs = [fx.GraphModule(nn.Module(), again_graph(local.graph)) for local in locals_]
     layouts: dict[str, Layout] = {}
     for stage in plan.stages:

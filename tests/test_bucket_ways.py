@@ -15,9 +15,9 @@ from test_runtime_train_step import exported, train_distributed, train_whole
 
 import tests.runtime_cases as cases
 from autopar.api.model_plan import model_plan
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
 from autopar.oracle.reference import buffers_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import make_pricer
@@ -100,7 +100,7 @@ def test_a_slow_network_is_crossed_in_levels_and_starts_that_are_dear_are_few() 
     assert sent["all_reduce", ("data",)][1] == pytest.approx(nbytes / 2, rel=0.01)
     usual = with_buckets(ddp(two_hosts(1e-6)), captured, two_hosts(1e-6), flatten=False)
     assert not usual.ways
-    before, after = (crossing_nbytes(insert_collectives(captured, p)) for p in (usual, plan))
+    before, after = (crossing_nbytes(emit(captured, p)) for p in (usual, plan))
     assert after < 0.7 * before
 
 

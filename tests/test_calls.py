@@ -15,8 +15,8 @@ from autopar.api.again import Again
 from autopar.api.model_plan import plan_from_text
 from autopar.capture import capture
 from autopar.errors import ArgumentError, CaptureError, RankError
+from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
@@ -98,7 +98,7 @@ def distributed(captured: CapturedModel, plan: Plan, **keywords: Any) -> Distrib
     own = model()
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
     captor = Again(model=own, plans=[plan], planned=[captured], precision="fp64", call=Call(kwargs=batch(0)))
-    return DistributedModule(insert_collectives(captured, plan), values, captor=captor, **keywords)
+    return DistributedModule(emit(captured, plan), values, captor=captor, **keywords)
 
 
 def same(found: Any, wanted: Any) -> None:

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.errors import ArgumentError
 from autopar.export.folder import export_folder
+from autopar.lower.emit import emit
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.runtime import DistributedModule, count_messages, load_exported, partition
 from autopar.runtime.compiled import Compiler
@@ -109,7 +109,7 @@ def tiny_by_inductor() -> int:
     plan = make_baseline("fsdp", graph, load_cluster("2xcpu"), make_mesh((2,)), TrainConfig(precision="fp64"))
     plan = replace(plan, buckets=(tuple(spec.placeholder for spec in graph.parameters),))
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
-    eager, compiled = (DistributedModule(insert_collectives(graph, plan), values, seed=5) for _ in range(2))
+    eager, compiled = (DistributedModule(emit(graph, plan), values, seed=5) for _ in range(2))
     return equal(eager, compiled, "inductor", False, [data])
 
 
@@ -135,7 +135,7 @@ def tiny_in_levels() -> int:
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}
     total = 0
     for buckets in ((), (tuple(names),)):
-        local = insert_collectives(graph, replace(plan, buckets=buckets))
+        local = emit(graph, replace(plan, buckets=buckets))
         eager, compiled = (DistributedModule(local, values, seed=5) for _ in range(2))
         total += equal(eager, compiled, "aot_eager", False, [data])
     return total
@@ -155,7 +155,7 @@ def exported_code(folder: str) -> int:
 
 def test_exported_code_compiles(tmp_path: Path) -> None:
     model, plan = words(), recomputed(some_plan((2,), 4), 0.5)
-    local = insert_collectives(captured(), plan)
+    local = emit(captured(), plan)
     values = {**parameters_of(captured(), model), **buffers_of(captured(), model)}
     export_folder(tmp_path, local, plan.to_json(), values)
     assert ranks(2).run(exported_code, str(tmp_path)) == [1, 1]
@@ -178,7 +178,7 @@ def test_equal_blocks_draw_their_own_dropout_masks() -> None:
     graph = exact_of("gpt2", dropout=0.1)
     plan = whole_plan(graph)
     eager, gradients = one_rank(graph, plan, model, kwargs, None)
-    compiler = Compiler(insert_collectives(graph, plan), "aot_eager", by_block=True, exact_random=True)
+    compiler = Compiler(emit(graph, plan), "aot_eager", by_block=True, exact_random=True)
     loss, found = one_rank(graph, plan, model, kwargs, compiler)
     assert compiler.num_compiled == KINDS
     torch.testing.assert_close(loss, eager)
@@ -189,7 +189,7 @@ def one_rank(
     graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any], compiler: Compiler | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients on a mesh of one rank."""
-    module = fx.GraphModule(nn.Module(), again_graph(insert_collectives(graph, plan).graph))
+    module = fx.GraphModule(nn.Module(), again_graph(emit(graph, plan).graph))
     groups, draws = Groups(mesh=plan.mesh, rank=0, groups={}), Draws(seed=1, step=0, exact=True)
     arguments = arguments_of(graph, module, model, kwargs)
     with use_groups(groups), use_draws(draws):
@@ -224,7 +224,7 @@ def test_what_is_kept_is_what_eager_keeps(share: float) -> None:
 
 
 def kept_by_compiled(graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any]) -> int:
-    local = insert_collectives(graph, plan)
+    local = emit(graph, plan)
     module = fx.GraphModule(nn.Module(), again_graph(local.graph))
     kept: list[int] = []
 
@@ -254,6 +254,6 @@ def kept_by_compiled(graph: CapturedModel, plan: Plan, model: nn.Module, kwargs:
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    local = insert_collectives(captured(), whole_plan(captured()))
+    local = emit(captured(), whole_plan(captured()))
     with pytest.raises(ArgumentError, match="no compile backend 'nvfuser'"):
         Compiler(local, "nvfuser", by_block=False, exact_random=False)

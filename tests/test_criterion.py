@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from autopar.api.again import Again
 from autopar.capture import capture, capture_call
 from autopar.errors import ArgumentError
+from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule, count_messages
 from autopar.runtime.peak_memory import watch
 from autopar.search.following import following_plan
@@ -76,7 +76,7 @@ def distributed(seed: int, criterion: Callable[..., Any]) -> DistributedModule:
         call=Call(args=(x, y), bare=True),
         loss_fn=loss_fn,
     )
-    return DistributedModule(insert_collectives(captured, plan), values, captor=captor, bare=True)
+    return DistributedModule(emit(captured, plan), values, captor=captor, bare=True)
 
 
 def check_gradients(module: nn.Module, eager: nn.Module) -> None:

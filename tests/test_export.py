@@ -21,11 +21,11 @@ from autopar.export.folder import export_folder
 from autopar.export.regions import sections
 from autopar.export.source import generate
 from autopar.export.training import index_limits
+from autopar.lower.emit import emit
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime.exported import load_exported
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
@@ -103,7 +103,7 @@ def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) ->
         plan = replace(random_plan(captured, make_mesh((2, 2)), random.Random(family)), mesh=mesh)
     if kind == "recompute":
         plan = random_recompute(plan, captured, random.Random(family), share=0.7)
-    local = insert_collectives(captured, plan)
+    local = emit(captured, plan)
     source = generate(local)
     assert kind != "random" or "all_gather(" in source
     assert ("again(" in source) == (kind == "recompute")
@@ -122,7 +122,7 @@ def called_names(source: str) -> list[str]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_code_holds_the_collectives_that_the_graph_holds(seed: int) -> None:
     captured = captured_of("gpt2")
-    local = insert_collectives(captured, random_plan(captured, make_mesh((2, 2)), random.Random(seed)))
+    local = emit(captured, random_plan(captured, make_mesh((2, 2)), random.Random(seed)))
     found = called_names(generate(local))
     # A random plan gives every layer a function of its own, so each call stands in the code once.
     assert all(len(group) == 1 for group in sections(local).classes)
@@ -133,7 +133,7 @@ def test_the_code_holds_the_collectives_that_the_graph_holds(seed: int) -> None:
 
 def test_one_function_a_kind_of_block_called_once_a_layer() -> None:
     captured = captured_of("llama")
-    source = generate(insert_collectives(captured, uniform_plan(captured, make_mesh((2, 2)))))
+    source = generate(emit(captured, uniform_plan(captured, make_mesh((2, 2)))))
     functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     assert functions == ["model_layers", "forward"]
     assert "for i in range(2):" in source
@@ -147,7 +147,7 @@ def test_one_function_a_kind_of_block_called_once_a_layer() -> None:
 @pytest.mark.parametrize("family", FAMILIES[::2])
 def test_exported_code_is_readable_and_needs_torch_and_the_runtime_alone(family: str) -> None:
     captured = captured_of(family)
-    source = generate(insert_collectives(captured, uniform_plan(captured, make_mesh((4,)))))
+    source = generate(emit(captured, uniform_plan(captured, make_mesh((4,)))))
     tree = ast.parse(source)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -159,7 +159,7 @@ def test_exported_code_is_readable_and_needs_torch_and_the_runtime_alone(family:
 
 def test_limits_of_integers_come_from_their_readers() -> None:
     captured = captured_of("gpt2")
-    local = insert_collectives(captured, uniform_plan(captured, make_mesh((1,))))
+    local = emit(captured, uniform_plan(captured, make_mesh((1,))))
     assert index_limits(local.captured) == {"input_ids": 101, "labels": 101}
 
 
@@ -169,7 +169,7 @@ def export_of(
     model, kwargs = zoo(family, dropout=0.1)
     captured = with_dropout(family)
     plan = random_plan(captured, make_mesh(shape), random.Random(seed))
-    local = insert_collectives(captured, plan)
+    local = emit(captured, plan)
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
     own = model_plan(plan, captured=captured, call=Call(kwargs=kwargs))
     export_folder(folder, local, own.to_json(), values)
@@ -258,7 +258,7 @@ def test_a_plan_that_exchanges_heads_for_sequence_shows_all_to_all() -> None:
     """Ulysses: every layer's attention is entered and left by all-to-all, in the graph and in the code."""
     captured = captured_of("bert")
     plan = make_baseline("ulysses", captured, load_cluster("4xcpu"), make_mesh((2, 2)), TrainConfig())
-    local = insert_collectives(captured, plan)
+    local = emit(captured, plan)
     exchanges = [node for node in local.graph.nodes if getattr(node.target, "__name__", "") == "all_to_all"]
     assert len(exchanges) == 2 * 4, "q, k, v in and the result out, for each of two layers"
     assert all(node.kwargs["axis"] == "model" for node in exchanges)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from autopar.lower.emit import emit
 from autopar.lower.program import make_program
 from autopar.lower.redistributions import redistribute
 from autopar.ops import collectives
 from autopar.ops.groups import Groups, use_groups
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING
@@ -90,7 +90,7 @@ def test_views_copy_under_a_plan_where_they_do_when_a_rank_runs(family: str, mon
     program, seen, mesh = make_program(whole), 0, make_mesh((2,))
     for seed in range(12):
         plan = random_plan(whole, mesh, random.Random(f"{family} {seed}"))
-        local = insert_collectives(whole, plan).graph
+        local = emit(whole, plan).graph
         own = {n: v[tuple(slice(0, s) for s in local_shape(tuple(v.shape), plan.layouts[n], mesh))].contiguous()
                for n, v in values.items()}  # fmt: skip
         copied: set[str] = set()

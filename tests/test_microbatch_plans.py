@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import pytest
 
+from autopar.lower.emit import emit
 from autopar.lower.program import Program, make_program
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
@@ -41,7 +41,7 @@ def test_collectives_cost_what_the_step_sends(family: str, count: int) -> None:
     for seed, shape in enumerate([(4,), (2, 2)]):
         plan = random_plan(captured, make_mesh(shape), random.Random(seed))
         seconds = evaluate(plan, captured, machine()).seconds
-        sent = _sent_seconds(insert_collectives(captured, plan), plan.mesh)
+        sent = _sent_seconds(emit(captured, plan), plan.mesh)
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             assert seconds[kind] == pytest.approx(sent.get(kind, 0.0), rel=1e-6, abs=1e-15), kind
 
@@ -67,7 +67,7 @@ def test_the_search_prices_what_is_evaluated(family: str, squeeze: float | None)
     if squeeze is not None:
         assert estimate.peak_nbytes <= peak * squeeze * 1.02
     assert plan.microbatches == 4
-    insert_collectives(program.captured, plan)
+    emit(program.captured, plan)
 
 
 def test_lifetimes_of_a_step_cost_once_and_of_a_use_every_time() -> None:
@@ -124,7 +124,7 @@ def test_planning_for_micro_batches(solver: str) -> None:
     plan = make_plan(captured, machine(), make_mesh((2, 2)), TrainConfig(), solver=solver, with_baselines=False)
     assert plan.microbatches == 4
     assert plan.estimate.bound <= plan.estimate.step_seconds
-    insert_collectives(captured, plan)
+    emit(captured, plan)
     # as many samples in one batch: no plan of a part may take longer four times than the whole with less to send
     whole = make_plan(
         captured_of("gpt2", 1, rows=16), machine(), make_mesh((2, 2)), TrainConfig(), with_baselines=False
@@ -144,4 +144,4 @@ def test_recompute_and_micro_batches_are_priced_together() -> None:
     estimate = evaluate_program(plan, program, pricer)
     assert estimate.step_seconds == pytest.approx(solution.seconds, rel=1e-6)
     assert estimate.peak_nbytes <= limit * 1.02
-    insert_collectives(program.captured, plan)
+    emit(program.captured, plan)

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture import capture
 from autopar.errors import PlanMismatchError
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of, sent_by_rank
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule, count_messages
 from autopar.runtime.data import local_samples
@@ -78,7 +78,7 @@ def some_plan(name: str, captured: CapturedModel) -> Plan:
 def step_errors(plan: Plan, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
     """On a rank: the loss, the worst relative error of a gradient, and whether bytes are as predicted."""
     captured = load(graph)
-    module = DistributedModule(insert_collectives(captured, plan), values, exact_random=True)
+    module = DistributedModule(emit(captured, plan), values, exact_random=True)
     with count_messages(module) as sent:
         own = {s.placeholder: local_samples(module, s, inputs[s.placeholder]) for s in captured.inputs}
         loss = module.step(own, is_local=True)
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_one_process_and_narrow_bytes_are_sent(name: str,
 def training(plan: Plan, graph: bytes, values: Any, batches: list[Any]) -> dict[str, Tensor]:
     """On a rank: whole parameters after AdamW's steps."""
     captured = load(graph)
-    module = DistributedModule(insert_collectives(captured, plan), values)
+    module = DistributedModule(emit(captured, plan), values)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for batch in batches:
         module.step(batch)
@@ -159,7 +159,7 @@ class Sum(nn.Module):
 def summed(plan: Plan, graph: bytes, x: Tensor) -> Tensor:
     captured = load(graph)
     (spec,), (given,) = captured.parameters, captured.inputs
-    module = DistributedModule(insert_collectives(captured, plan), {spec.placeholder: torch.ones(4)})
+    module = DistributedModule(emit(captured, plan), {spec.placeholder: torch.ones(4)})
     module.step({given.placeholder: x})
     gradient = module.get_parameter("weight").grad
     assert gradient is not None
@@ -231,7 +231,7 @@ def from_folder(folder: str, graph: bytes, values: Any, inputs: Any) -> tuple[fl
     captured = load(graph)
     named = {p.names[0]: values[p.placeholder] for p in captured.parameters}
     own = load_exported(folder, code.forward, lambda name, shape, dtype: named[name].to(dtype))
-    module = DistributedModule(insert_collectives(captured, load_plan(Path(folder) / "plan.json")), values)
+    module = DistributedModule(emit(captured, load_plan(Path(folder) / "plan.json")), values)
     loss, expected = own.step(inputs), module.step(inputs)
     for parameter in captured.parameters:
         got, want = own.get_parameter(parameter.names[0]), module.get_parameter(parameter.names[0])
@@ -245,7 +245,7 @@ def test_an_exported_folder_trains_wide(tmp_path: Path) -> None:
 
     captured, values, inputs = case("llama", 2)
     plan = some_plan("step", captured)
-    export_folder(tmp_path, insert_collectives(captured, plan), plan.to_json(), values)
+    export_folder(tmp_path, emit(captured, plan), plan.to_json(), values)
     for loss, expected in ranks(2).run(from_folder, str(tmp_path), dump(captured), values, inputs):
         assert loss == pytest.approx(expected, rel=1e-6)
 

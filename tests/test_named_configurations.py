@@ -10,11 +10,11 @@ import transformers as hf
 
 from autopar.api.captures import captured_model
 from autopar.errors import ArgumentError, AutoparError, BatchError, InfeasibleError, MeshError
+from autopar.lower.emit import emit
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program, make_program
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.promote_casts import promote_casts
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.attention_core import attention_core
@@ -87,7 +87,7 @@ def test_a_configuration_computes_what_one_process_computes(family: str, text: s
     assert isinstance(count, int)
     captured = promote_casts(captured_model(model, Call(kwargs=kwargs), "fp64", microbatches=count)[0])
     made = make_baseline(text, captured, cluster, mesh, TrainConfig(precision="fp64"))
-    loss_error, gradient_error, parameter = errors_of(reference_of(family), made, captured, exact=family != "bert")
+    loss_error, gradient_error, parameter = errors_of(reference_of(family), made, captured)
     assert loss_error <= 1e-10
     assert gradient_error <= 1e-8, parameter
 
@@ -221,4 +221,4 @@ def test_every_key_is_one_of_simulate() -> None:
 def test_a_plan_of_a_configuration_is_legal_on_larger_meshes() -> None:
     captured = captured_of("llama")
     made: Plan = make_baseline("megatron:tp=2,sp=on,zero=1", captured, machine(8), make_mesh((4, 2)), TrainConfig())
-    insert_collectives(captured, made)
+    emit(captured, made)

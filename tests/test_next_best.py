@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.model_plan import ModelPlan
 from autopar.api.staged_model_plan import StagedModelPlan
-from autopar.passes.insert_collectives import insert_collectives
+from autopar.lower.emit import emit
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.explanation.next_best import _decisions
@@ -71,7 +71,7 @@ def test_the_next_best_plans_differ_run_and_cost_more() -> None:
     seen = [decided(plan)]
     for other in others:
         assert isinstance(other, ModelPlan) and plan.captured is not None
-        insert_collectives(plan.captured, other)
+        emit(plan.captured, other)
         found = evaluate(other, plan.captured, machine(4, 1e9))
         assert (found.seconds, found.memory) == (other.estimate.seconds, other.estimate.memory)
         assert other.call == plan.call and other.estimate.solver["instead"]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from torch import fx
 
+from autopar.lower.emit import emit
 from autopar.ops import collectives
 from autopar.ops.buckets import all_reduce_told
 from autopar.ops.cross_entropy import start_count
 from autopar.passes.fuse_collectives import fused_groups
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.start_early import start_early
 from autopar.passes.wait_late import wait_late
 from autopar.search.costs.evaluate import evaluate_program
@@ -28,7 +28,7 @@ from tests.search_cases import captured_of, machine, program_of
 def told(plan: Plan, family: str, pricer: Pricer) -> float:
     """Seconds of the count of labels and of the loss's last sum that the graph which runs hides: all but what it takes
     to begin them."""
-    local = insert_collectives(captured_of(family), plan)
+    local = emit(captured_of(family), plan)
     graph = start_early(wait_late(local.graph))
     early = [8 for node in graph.nodes if node.target is start_count]
     late = [4 for node in graph.nodes if node.target is all_reduce_told]
@@ -44,7 +44,7 @@ def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
     specs = {spec.placeholder: spec for spec in captured.parameters}
     wait = pricer.cluster.levels[0].skew / 2  # of two ranks
     due: dict[int, list[tuple[float, float, bool]]] = {}
-    for group in fused_groups(insert_collectives(captured, plan).graph, captured.parameters, plan):
+    for group in fused_groups(emit(captured, plan).graph, captured.parameters, plan):
         names = [source.name for node in group for source in node.all_input_nodes if source.op == "placeholder"]
         if len(names) < len(group) or not specs[names[0]].trainable:
             continue
@@ -120,7 +120,5 @@ def test_lone_reductions_are_fused_and_lone_gathers_are_not() -> None:
     for name, count in (("ddp", len(captured.parameters)), ("fsdp", 0)):
         plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
         plan = replace(plan, buckets=tuple((spec.placeholder,) for spec in captured.parameters))
-        groups: list[tuple[fx.Node, ...]] = fused_groups(
-            insert_collectives(captured, plan).graph, captured.parameters, plan
-        )
+        groups: list[tuple[fx.Node, ...]] = fused_groups(emit(captured, plan).graph, captured.parameters, plan)
         assert [len(group) for group in groups] == [1] * count

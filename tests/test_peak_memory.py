@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.lower.collective_buffers import buffer_nbytes, keeps_padding
+from autopar.lower.emit import emit
 from autopar.ops.collectives import in_parts
 from autopar.ops.groups import use_groups
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.collective_call import collective_call
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.groups import build_groups
@@ -155,7 +155,7 @@ def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, T
 def measured(plan: Plan, graph: bytes, values: dict[str, Tensor], inputs: dict[str, Tensor]) -> int:
     """Peak of this rank in steps with AdamW's state there; the least of some: Gloo's threads hold buffers a while."""
     captured = load(graph)
-    module = DistributedModule(insert_collectives(captured, plan), values)
+    module = DistributedModule(emit(captured, plan), values)
     own = {s.placeholder: local_samples(module, s, inputs[s.placeholder]).clone() for s in captured.inputs}
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
     peaks = []

@@ -11,8 +11,8 @@ from torch import nn
 import autopar
 from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.capture import capture
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.report.rows import plan_sections
 from autopar.report.units import nbytes_text, percent_text, seconds_text
 from autopar.report.words import choice_words
@@ -62,7 +62,7 @@ def test_every_parameter_and_message_has_its_line(family: str) -> None:
     captured = captured_of(family)
     plan = random_plan(captured, make_mesh((2, 2)), random.Random(family))
     plan = replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, "microbatch"))
-    local = insert_collectives(captured, plan)
+    local = emit(captured, plan)
     found = plan_sections(local, choice_words(captured, plan.mesh))
     counted: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for section in found:

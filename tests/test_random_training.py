@@ -17,9 +17,9 @@ import tests.runtime_cases as cases
 from autopar.api.model_plan import model_plan
 from autopar.capture import capture
 from autopar.export.folder import export_folder
+from autopar.lower.emit import emit
 from autopar.oracle.reference import parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule, load, load_exported, save
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
@@ -107,7 +107,7 @@ def module_of(plan: Plan | StagedPlan) -> DistributedModule | PipelinedModule:
     values = parameters_of(captured, deep())
     if isinstance(plan, StagedPlan):
         return PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values)
-    return DistributedModule(insert_collectives(captured, plan), values)
+    return DistributedModule(emit(captured, plan), values)
 
 
 def train(module: DistributedModule | PipelinedModule, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -210,7 +210,7 @@ def written(folder: str) -> list[list[float]]:
     modules[1].compile(backend="aot_eager")
     modules[2].compile(backend="aot_eager", by_block=True)
     own = Path(folder) / f"rank{os.environ['RANK']}"
-    local, named = insert_collectives(graph_of(1), plan), dict(deep().named_parameters())
+    local, named = emit(graph_of(1), plan), dict(deep().named_parameters())
     export_folder(own, local, model_plan(plan).to_json(), parameters_of(local.captured, deep()))
     spec = importlib.util.spec_from_file_location("deep_exported", own / "model.py")
     assert spec is not None and spec.loader is not None

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.lower.emit import emit
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
@@ -18,7 +19,6 @@ from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.graph import CapturedModel
@@ -45,7 +45,7 @@ def test_random_recompute_sets_equal_one_process(family: str, dropout: float) ->
         plan = random_recompute(plan, captured, rng, share=rng.choice((0.3, 0.8, 1.0)))
         assert plan.recompute and plan.remade
         plan = plan_from_json(plan.to_json())
-        loss_error, gradient_error, parameter = errors_of(reference, plan, exact=not dropout)
+        loss_error, gradient_error, parameter = errors_of(reference, plan)
         assert loss_error <= 1e-10, f"plan {number} on {plan.mesh}: loss off by {loss_error}"
         assert gradient_error <= 1e-8, f"plan {number} on {plan.mesh}: gradient of {parameter} off by {gradient_error}"
 
@@ -97,7 +97,7 @@ def whole_plan(captured: CapturedModel) -> Plan:
 
 def measured_nbytes(captured: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any]) -> int:
     """Bytes of activations that live between the passes, the loss aside."""
-    graph = fx.GraphModule(nn.Module(), again_graph(insert_collectives(captured, plan).graph))
+    graph = fx.GraphModule(nn.Module(), again_graph(emit(captured, plan).graph))
     inputs = {spec.placeholder: kwargs[spec.path] for spec in captured.inputs}
     values = {**parameters_of(captured, model), **buffers_of(captured, model), **captured.constants, **inputs}
     arguments = [values[n.name] for n in graph.graph.nodes if n.op == "placeholder"]

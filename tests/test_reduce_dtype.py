@@ -13,8 +13,8 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import ArgumentError
 from autopar.export.folder import export_folder
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule, count_messages
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
@@ -93,7 +93,7 @@ def test_stages_sum_wide() -> None:
 
 def compiled_errors(plan: Plan, graph: bytes, values: Any, inputs: Any) -> float:
     """On a rank: the worst relative difference between gradients of the eager and the compiled module."""
-    local = insert_collectives(load(graph), plan)
+    local = emit(load(graph), plan)
     eager, compiled = DistributedModule(local, values), DistributedModule(local, values)
     compiled.compile(backend="aot_eager")
     for module in (eager, compiled):
@@ -113,7 +113,7 @@ def test_compiled_and_exported_code_sums_wide(tmp_path: Path) -> None:
     _, plan = wide_plan("bucketed", captured)
     plan = replace(plan, fingerprint=captured.fingerprint)
     assert max(ranks(2).run(compiled_errors, plan, dump(captured), values, inputs)) < 1e-4
-    export_folder(tmp_path, insert_collectives(captured, plan), plan.to_json(), values)
+    export_folder(tmp_path, emit(captured, plan), plan.to_json(), values)
     assert "bits=64" in (tmp_path / "model.py").read_text()
     for loss, expected in ranks(2).run(from_folder, str(tmp_path), dump(captured), values, inputs):
         assert loss == pytest.approx(expected, rel=1e-6)

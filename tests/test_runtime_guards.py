@@ -7,8 +7,8 @@ import torch
 
 from autopar.capture import capture
 from autopar.errors import DataCheckError, PlanMismatchError
+from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule
 from autopar.search.known.random_plan import random_plan
 from autopar.values.mesh import make_mesh
@@ -20,7 +20,7 @@ def distributed(model: Asking, inputs: dict[str, torch.Tensor]) -> DistributedMo
     captured = capture(model, (), inputs)
     plan = random_plan(captured, make_mesh((2,)), random.Random(0))
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    return DistributedModule(insert_collectives(captured, plan), values, bare=True)
+    return DistributedModule(emit(captured, plan), values, bare=True)
 
 
 def case(name: str) -> tuple[Asking, dict[str, torch.Tensor]]:

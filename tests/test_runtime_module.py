@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
 from autopar.values.graph import LocalModel
 from autopar.values.placement import parse_layout
@@ -217,7 +217,7 @@ def from_meta(plan: Plan) -> dict[str, Tensor]:
     twin.head.weight = twin.embedding.weight
     from autopar.oracle.reference import buffers_of, parameters_of
 
-    local: LocalModel = insert_collectives(graph, plan)
+    local: LocalModel = emit(graph, plan)
     module = DistributedModule(local, {**parameters_of(graph, twin), **buffers_of(graph, twin)})
     with pytest.raises(ArgumentError, match="reset_parameters"):
         module(**cases.batch(1))

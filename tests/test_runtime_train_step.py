@@ -174,12 +174,12 @@ def exported(folder: str) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("plan", ["step", "use", "recomputed", "random1"])
 def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> None:
     from autopar.export.folder import export_folder
+    from autopar.lower.emit import emit
     from autopar.oracle.reference import buffers_of
-    from autopar.passes.insert_collectives import insert_collectives
 
     made: Plan = PLANS[plan]((2,), 2)
     captured = cases.captured(microbatches=2)
-    local = insert_collectives(captured, made)
+    local = emit(captured, made)
     export_folder(tmp_path, local, made.to_json(), buffers_of(captured, cases.words(microbatches=2)))
     assert "module.train_step(batch)" in (tmp_path / "train.py").read_text()
     assert f"({2 * cases.BATCH}, {cases.LENGTH})" in (tmp_path / "train.py").read_text()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.lower.emit import emit
 from autopar.lower.program import make_program
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.report.plan_text import heading
 from autopar.search import planner
 from autopar.search.costs.evaluate import evaluate_program
@@ -55,7 +55,7 @@ def test_the_objective_is_the_evaluated_cost_and_memory_is_counted_alike(family:
     assert plan.estimate.step_seconds == pytest.approx(solution.seconds, rel=2e-2 if family in TIED else 1e-9)
     used = usage(problem.graph, solution.choice, solution.arcs).max()
     assert plan.estimate.peak_nbytes / 1.02 <= used <= 1.2 * plan.estimate.peak_nbytes
-    insert_collectives(captured_of(family), plan)
+    emit(captured_of(family), plan)
 
 
 class _Unread(nn.Module):

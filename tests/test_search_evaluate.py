@@ -6,8 +6,8 @@ import pytest
 
 from autopar.cost_models.collectives import collective_seconds
 from autopar.cost_models.links import axis_links
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.random_plan import random_plan
 from autopar.values.graph import LocalModel
@@ -36,7 +36,7 @@ def test_collectives_cost_what_the_local_graph_sends(family: str, shape: tuple[i
     for seed in range(3):
         plan = random_plan(captured, mesh, random.Random(seed))
         seconds = evaluate(plan, captured, machine()).seconds
-        sent = _sent_seconds(insert_collectives(captured, plan), mesh)
+        sent = _sent_seconds(emit(captured, plan), mesh)
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             assert seconds[kind] == pytest.approx(sent.get(kind, 0.0), rel=1e-6, abs=1e-15), kind
 

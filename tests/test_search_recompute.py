@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import InfeasibleError
+from autopar.lower.emit import emit
 from autopar.lower.program import Program
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.report.recompute_text import recompute_text
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
@@ -60,7 +60,7 @@ def test_less_memory_never_costs_less_and_prices_are_those_of_the_plan(family: s
         assert counted <= part * peak and plan.estimate.peak_nbytes <= 1.02 * counted
         assert solution.seconds >= last * (1 - 1e-4)
         last, recomputed = solution.seconds, max(recomputed, len(plan.recompute))
-        insert_collectives(captured_of(family), plan)
+        emit(captured_of(family), plan)
     assert recomputed, "memory never bound"
 
 
@@ -120,10 +120,10 @@ def test_the_planner_recomputes_where_the_limit_binds_and_says_what() -> None:
     config = TrainConfig(memory_nbytes=limit)
     plan = make_plan(captured, machine(), pricer.mesh, config, with_baselines=False)
     assert plan.recompute and plan.estimate.peak_nbytes <= limit
-    text = recompute_text(plan, insert_collectives(captured, plan))
+    text = recompute_text(plan, emit(captured, plan))
     assert "run again in backward, model.layers ×2: " in text and "a device less than" in text
     trade = plan.estimate.solver["recompute"]
     assert trade["seconds"] > 0 and trade["nbytes"] > 0
     whole = make_plan(captured, machine(), pricer.mesh, TrainConfig(), with_baselines=False)
-    assert not whole.recompute and not recompute_text(whole, insert_collectives(captured, whole))
+    assert not whole.recompute and not recompute_text(whole, emit(captured, whole))
     assert whole.estimate.step_seconds < plan.estimate.step_seconds

@@ -15,10 +15,10 @@ from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipel
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, MeshError
+from autopar.lower.emit import emit_stage
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.split_stages import local_stage
 from autopar.report.staged_text import staged_text
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
@@ -115,7 +115,7 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     assert made.estimate.step_seconds >= least
     made.check(graph(family))
     for number in range(2):
-        local_stage(stages, made, number)
+        emit_stage(stages, made.stages, number)
     assert "1f1b" in staged_text(made, stages)
 
 

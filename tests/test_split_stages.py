@@ -14,8 +14,9 @@ from torch.distributed import pipelining
 
 from autopar.capture import capture
 from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.lower.emit import emit_stage
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.passes.split_stages import local_stage, owners, split_stages
+from autopar.passes.split_stages import owners, split_stages
 from autopar.passes.wait_late import last_sum, wait_late
 from autopar.runtime.schedules import CLASSES
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
@@ -254,7 +255,7 @@ def test_a_stage_that_nothing_is_left_for_has_a_graph_to_run() -> None:
     cut = next(name for name in calls(captured)[1:] if not calls(split_stages(captured, (name,))[0]))
     plan = random_staged_plan(captured, make_mesh((1,)), "gpipe", 2, (cut,), random.Random(0))
     stages = split_stages(captured, plan.cuts)
-    first, last = (local_stage(stages, plan, number) for number in range(2))
+    first, last = (emit_stage(stages, plan.stages, number) for number in range(2))
     assert not stages[0].sends and not calls(first.captured)
     assert last_sum(wait_late(first.graph)) is None
     assert calls(last.captured) == calls(captured)

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from torch import fx
 
+from autopar.lower.emit import emit
 from autopar.ops.cross_entropy import cross_entropy, start_count
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_early import start_early
 from autopar.search.known.baselines import make_baseline
@@ -23,7 +23,7 @@ from tests.search_cases import captured_of, machine
 def written(family: str, baseline: str) -> fx.Graph:
     captured = captured_of(family)
     plan = make_baseline(baseline, captured, machine(2), make_mesh((2,)), TrainConfig())
-    return insert_collectives(captured, plan).graph
+    return emit(captured, plan).graph
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -49,5 +49,5 @@ def test_labels_are_counted_before_anything_else_is_computed(family: str) -> Non
 def test_what_is_counted_again_in_backward_stays() -> None:
     captured, rng = captured_of("llama"), random.Random(0)
     plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
-    again = again_graph(insert_collectives(captured, random_recompute(plan, captured, rng, share=1.0)).graph)
+    again = again_graph(emit(captured, random_recompute(plan, captured, rng, share=1.0)).graph)
     assert start_early(again) is again

@@ -13,10 +13,10 @@ from torch import Tensor
 from autopar.api.model_plan import model_plan
 from autopar.errors import BatchError
 from autopar.export.folder import export_folder
+from autopar.lower.emit import emit
 from autopar.lower.interleaved import running
 from autopar.lower.program import make_program
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.runtime import DistributedModule
 from autopar.runtime.exported import load_exported
 from autopar.search.costs.evaluate import evaluate
@@ -63,7 +63,7 @@ def test_what_is_no_pair_is_refused() -> None:
     captured = microbatch("vit", 2)
     plan = random_plan(captured, make_mesh((2,)), random.Random(0))
     with pytest.raises(BatchError, match="woven of pairs"):
-        insert_collectives(captured, replace(plan, copies=3))
+        emit(captured, replace(plan, copies=3))
 
 
 def test_the_search_weaves_where_that_is_faster_and_fits() -> None:
@@ -108,7 +108,7 @@ def _at_once(folder: str, count: int) -> list[list[float]]:
     micro-batch at a time, two at once, and so exported."""
     import importlib.util
 
-    local = insert_collectives(captured(0.2, count), replace(some_plan((2,), 1, 0.2, count), copies=2))
+    local = emit(captured(0.2, count), replace(some_plan((2,), 1, 0.2, count), copies=2))
     named = {name: value.detach() for name, value in words(0.2).named_parameters()}
     modules = [distributed(replace(local.plan, copies=n), 0.2, seed=5) for n in (1, 2)]
     own = Path(folder) / f"own{os.environ['RANK']}"

@@ -17,6 +17,7 @@ from autopar.api.model_plan import ModelPlan
 from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.capture.loss import accepted_inputs
 from autopar.errors import ClusterError, PlanMismatchError
+from autopar.lower.emit import emit, emit_stage
 from autopar.runtime.parts import Described, described
 from autopar.values.binding import as_planned
 from autopar.values.calls import Call
@@ -106,9 +107,7 @@ class Again:
 
     def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel:
         """The graph that every rank runs; gathers: what it returns ends whole on every rank."""
-        from autopar.passes.insert_collectives import insert_collectives
-
-        return insert_collectives(captured, self._following(captured, 0), gathers=gathers)
+        return emit(captured, self._following(captured, 0), gathers=gathers)
 
     def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]:
         """The graphs of the stages that a call runs on, each with its number.
@@ -116,7 +115,7 @@ class Again:
         Raises:
             PlanMismatchError: if stages cannot run it in turn.
         """
-        from autopar.passes.split_stages import cuts_by_state, inserted, split_stages
+        from autopar.passes.split_stages import cuts_by_state, split_stages
 
         owners: dict[str, list[int]] = {}
         for number, stage in enumerate(self.planned):
@@ -135,7 +134,7 @@ class Again:
                     "does not have in training; plan without pipeline stages"
                 )
         plans = [self._following(part, number) for number, part in zip(numbers, parts, strict=True)]
-        return tuple((number, inserted(parts, plans, place, gathers=gathers)) for place, number in enumerate(numbers))
+        return tuple((number, emit_stage(parts, plans, place, gathers=gathers)) for place, number in enumerate(numbers))
 
     def _following(self, captured: CapturedModel, number: int) -> Plan:
         from autopar.search.following import following_plan

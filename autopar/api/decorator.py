@@ -290,7 +290,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     """
     import torch.distributed as dist
 
-    from autopar.passes.insert_collectives import insert_collectives
+    from autopar.lower.emit import emit
     from autopar.runtime import DistributedModule, PipelinedModule, init
     from autopar.runtime.agreement import agree, failing_together
 
@@ -313,7 +313,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     if isinstance(planned, StagedModelPlan):
         module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare, captor=captor)
     else:
-        module = DistributedModule(insert_collectives(planned.graph, planned), values, bare=bare, captor=captor)
+        module = DistributedModule(emit(planned.graph, planned), values, bare=bare, captor=captor)
     _become(model, module)
     return module
 

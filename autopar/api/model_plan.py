@@ -53,9 +53,9 @@ class ModelPlan(Plan):
         Raises:
             PlanMismatchError: if the plan was loaded and is not bound to a model.
         """
-        from autopar.passes.insert_collectives import insert_collectives
+        from autopar.lower.emit import emit
 
-        return insert_collectives(self.graph, self)
+        return emit(self.graph, self)
 
     def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
         """The same plan with the graph of `model`, captured at the shapes that it was planned for.

@@ -305,7 +305,7 @@ def distribute(
         FidelityError: if the captured graph does not compute what the module does.
     """
     from autopar.api.again import captor_of
-    from autopar.passes.insert_collectives import insert_collectives
+    from autopar.lower.emit import emit
     from autopar.runtime import DistributedModule, init
     from autopar.runtime.agreement import failing_together
     from autopar.runtime.groups import check_world
@@ -323,7 +323,7 @@ def distribute(
         check_world(plan.mesh, 1, torch.distributed.get_world_size())
         bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)
         assert bound.captured is not None
-        local = insert_collectives(bound.captured, plan)
+        local = emit(bound.captured, plan)
         captor = captor_of(bound, model)
     return DistributedModule(
         local, values_of(bound.captured, model), bare=captor.call.bare, captor=captor, outputs=outputs

@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.export.folder import specs, specs_of, write_folder
 from autopar.export.source import generate
 from autopar.export.training import staged_training_script
-from autopar.passes.split_stages import local_stage
+from autopar.lower.emit import emit_stage
 from autopar.runtime.exported import SPECS
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad
 from autopar.values.staged_plan import StagedPlan
@@ -34,7 +34,7 @@ def export_stages(
     Raises:
         ArgumentError: if the folder cannot be written.
     """
-    locals_ = [local_stage(stages, plan, number) for number in range(plan.num_stages)]
+    locals_ = [emit_stage(stages, plan.stages, number) for number in range(plan.num_stages)]
     body: dict[str, Any] = specs_of(captured)
     body["constants"] = []
     body["loss_dtype"] = str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch.")

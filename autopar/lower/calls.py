@@ -1,6 +1,6 @@
 """In which order does a rank run a plan's ops and redistributions? The calls of the local graph, none of them made.
 
-The same order as `passes.insert_collectives`: an operand travels just before the first op that wants it so. Backward
+An operand travels just before the first op that wants it so. Backward
 runs them in exactly the reverse order, as autograd does.
 """
 

@@ -74,14 +74,20 @@ class LoweredStep:
 
 
 def lower(
-    plan: Plan, program: Program, target: Target, sent: Mapping[str, Layout] = MappingProxyType({})
+    plan: Plan,
+    program: Program,
+    target: Target,
+    sent: Mapping[str, Layout] = MappingProxyType({}),
+    *,
+    gathers: bool = False,
 ) -> LoweredStep:
     """The step of a plan.
 
     sent: of a pipeline's stage, layouts in which the next stage takes what this one sends.
+    gathers: what a call returns ends whole on every rank.
     """
     plan, program = running(plan, program)
-    redistributed = redistribute(program, plan, target, sent)
+    redistributed = redistribute(program, plan, target, sent, gathers=gathers)
     return _in_order(plan, program, target, redistributed, find_recomputation(plan, program, target, redistributed))
 
 

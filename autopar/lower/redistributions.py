@@ -1,17 +1,21 @@
 """Which redistribution steps does a plan insert, and which of them have a backward pass?
 
-The same order as `passes.insert_collectives`: consumers in graph order, a layout is made once and shared by all.
+Consumers in graph order; a layout of a tensor is made once and shared by all. Every operand is brought from its
+producer's layout to the one that its consumer's choice wants, step by step along the plan's route. The loss ends
+Invariant: whole, and with the whole gradient, on every rank; so does what a call returns, but on axes that split it.
+What a pipeline's stage sends ends in the layout in which the next stage takes it, so that each rank sends to its
+counterpart.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from autopar.lower.memory_layouts import find_memory_layouts
 from autopar.lower.program import Program, Tensor
 from autopar.lower.target import LocalOp, Target
 from autopar.values.mesh import Mesh
-from autopar.values.placement import INVARIANT, REPLICATE, Layout
+from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan
 from autopar.values.redistribution import Message, Step, messages
 
@@ -71,22 +75,48 @@ def regathered(path: list[Step]) -> list[Step]:
     return out
 
 
-def wanted_by_output(program: Program, mesh: Mesh, sent: Mapping[str, Layout]) -> Iterator[tuple[str, Layout]]:
-    """What the graph's output asks of the tensors that it returns; `sent`: what a stage sends on, and how."""
+def wanted_by_output(
+    program: Program,
+    mesh: Mesh,
+    sent: Mapping[str, Layout],
+    redistributed: Mapping[str, Redistributed],
+    *,
+    gathers: bool = False,
+) -> Iterator[tuple[str, Layout]]:
+    """What the graph's output asks of the tensors that it returns, in order.
+
+    sent: what a stage sends on, and how.
+    gathers: what a call returns ends whole on every rank.
+    """
     for name in program.ends if program.loss else ():
         yield name, Layout((INVARIANT,) * mesh.num_axes)
     yield from sent.items()
+    for name in program.captured.outputs:
+        yield name, _returned(redistributed[name], gathers=gathers)
     for name in program.mutated:
         yield name, Layout((REPLICATE,) * mesh.num_axes)
 
 
+def _returned(one: Redistributed, *, gathers: bool) -> Layout:
+    """How a caller has a value: split as it was made, else whole, with the whole gradient on every rank."""
+    whole = INVARIANT if one.tensor.requires_grad else REPLICATE
+    kept = () if gathers else one.source.sharded_dims()
+    axes = tuple(p if isinstance(p, Shard) and p.dim in kept else whole for p in one.source.axes)
+    return replace(one.source, axes=axes) if kept else Layout(axes)
+
+
 def redistribute(
-    program: Program, plan: Plan, target: Target, sent: Mapping[str, Layout] = MappingProxyType({})
+    program: Program,
+    plan: Plan,
+    target: Target,
+    sent: Mapping[str, Layout] = MappingProxyType({}),
+    *,
+    gathers: bool = False,
 ) -> dict[str, Redistributed]:
-    """The way of every tensor under `plan`; `sent`: layouts in which the next stage takes what this one sends."""
+    """The way of every tensor under `plan`; `sent`, `gathers`: as of `wanted_by_output`."""
     prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
     out = {name: _redistributed(tensor, program, plan, prices) for name, tensor in program.tensors.items()}
-    for name, layout in wanted_by_output(program, plan.mesh, sent):
+    for name, layout in [*wanted_by_output(program, plan.mesh, sent, out, gathers=gathers)]:
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
     memory_layouts = find_memory_layouts(program, plan, target, out)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
-from autopar.passes.split_stages import local_stage, owners
+from autopar.lower.emit import emit_stage
+from autopar.passes.split_stages import owners
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
 from autopar.runtime.data import LocalBatch, arguments_of, split_batch
@@ -50,10 +51,12 @@ class Code:
     loss_dtype: torch.dtype
 
 
-def captured_code(captured: CapturedModel, stages: Sequence[CapturedModel], plan: StagedPlan) -> Code:
+def captured_code(
+    captured: CapturedModel, stages: Sequence[CapturedModel], plan: StagedPlan, *, exact_random: bool
+) -> Code:
     """The graphs of a captured model's stages."""
     return Code(
-        local=lambda number: local_stage(stages, plan, number),
+        local=lambda number: emit_stage(stages, plan.stages, number, exact_random=exact_random),
         written=written,
         loss_dtype=dtype_of(captured.nodes[captured.loss]),
     )
@@ -90,7 +93,7 @@ class PipelinedModule(Trainable):
     ) -> None:
         super().__init__()
         init()
-        code = code or captured_code(captured, stages, plan)
+        code = code or captured_code(captured, stages, plan, exact_random=exact_random)
         self._loss_dtype, self._code, self._parts = code.loss_dtype, code, stages
         self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
         device = own_device()

@@ -172,7 +172,7 @@ class CapturedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """The graph that every rank runs: a captured graph rewritten by `passes.insert_collectives`.
+    """The graph that every rank runs: a captured graph under a plan (`lower.emit`).
 
     Placeholders have the captured graph's names and order, and local shapes (`meta["val"]`). The output's
     `meta["ends"]` is how many of its values are the captured graph's `ends`. Every other node also carries

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.lower.emit import emit
 from autopar.lower.messages import Sent, messages_of, sent_by_rank
 from autopar.oracle import Step
 from autopar.oracle.compare import FLOOR, relative_error
-from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.split_stages import split_stages
 from autopar.values.graph import CapturedModel, ParameterSpec
 from autopar.values.placement import local_ranges
@@ -122,7 +122,7 @@ def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> P
     from autopar.search.costs.evaluate import peak_without_optimizer
     from autopar.values.cluster import load_cluster
 
-    local = insert_collectives(captured, plan)
+    local = emit(captured, plan, exact_random=True)
     module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
     peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
     on_host = module.device.type == "cpu"

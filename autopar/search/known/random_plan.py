@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 
 from autopar.errors import ArgumentError
+from autopar.lower.emit import emit, emit_stage
 from autopar.lower.program import Op, Program, Tensor, make_program
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.split_stages import local_stage, split_stages
+from autopar.passes.split_stages import split_stages
 from autopar.rules.rule import is_splittable, layouts
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.storages import input_layouts, orders, storages
@@ -142,7 +142,7 @@ def random_staged_plan(
     if not recompute:
         return whole
     again = [
-        _recomputed(plans[s], local_stage(stages, whole, s), make_program(stages[s]), rng, recompute)
+        _recomputed(plans[s], emit_stage(stages, whole.stages, s), make_program(stages[s]), rng, recompute)
         for s in range(len(stages))
     ]
     return replace(whole, stages=tuple(again))
@@ -170,7 +170,7 @@ def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, s
 def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan:
     """The plan with a random one of all ways over several axes for every parameter that is used in one layout."""
     walked: dict[str, list[Step]] = {}
-    for node in insert_collectives(captured, plan).graph.nodes:
+    for node in emit(captured, plan).graph.nodes:
         if "step" in node.meta and node.meta["origin"].op == "placeholder":
             walked.setdefault(node.meta["origin"].name, []).append(node.meta["step"])
     ways = {}
@@ -185,7 +185,7 @@ def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan
 
 def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:
     """The plan with each op recomputed, and each layout that an op's result travels through remade, in that share."""
-    return _recomputed(plan, insert_collectives(captured, plan), make_program(captured), rng, share)
+    return _recomputed(plan, emit(captured, plan), make_program(captured), rng, share)
 
 
 def _recomputed(plan: Plan, local: LocalModel, program: Program, rng: random.Random, share: float) -> Plan:
