@@ -22,6 +22,7 @@ from autopar.ops.regather import regathering
 from autopar.oracle.compare import FLOOR
 from autopar.oracle.reference import run_captured
 from autopar.passes.fuse_collectives import fuse_collectives
+from autopar.passes.prefetch import prefetch
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
@@ -102,7 +103,8 @@ def errors_of(
     written = written if copies == 1 else weave_graph(written, local.captured)
     accumulation = running.captured.accumulation
     inputs = [spec.placeholder for spec in running.captured.inputs]
-    final = start_early(fuse_collectives(written, local.captured.parameters, plan))
+    fused = fuse_collectives(written, local.captured.parameters, plan)
+    final = start_early(prefetch(fused) if plan.prefetch else fused)
     graph = fx.GraphModule(nn.Module(), final if copies == 1 else start_and_wait(final, set(inputs)))
     # Made once: fx writes names onto a graph's nodes while it compiles it, which threads would see of one another.
     accumulator = None if accumulation is None else Accumulator(running, written, accumulation)

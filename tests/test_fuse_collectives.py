@@ -22,7 +22,7 @@ from autopar.search.known.random_plan import random_buckets, random_plan, random
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig, plan_from_json
 from tests.plans_in_threads import errors_of, one_process
-from tests.ranks_in_threads import Member, run_in_threads
+from tests.ranks_in_threads import Done, Member, run_in_threads
 from tests.search_cases import captured_of, exact_of, machine
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph
@@ -100,8 +100,9 @@ def test_buckets_are_saved_with_the_plan() -> None:
     assert plan.buckets and plan_from_json(plan.to_json()).buckets == plan.buckets
 
 
-def gather(out: torch.Tensor, own: torch.Tensor, group: Member) -> None:
+def gather(out: torch.Tensor, own: torch.Tensor, group: Member, async_op: bool) -> Done:
     out.copy_(torch.cat(group.group.exchange(group.index, own)))
+    return Done()
 
 
 def test_what_is_gathered_together_is_whole_and_holds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
 from autopar.lower.holding import Holding, bytes_at
 from autopar.lower.in_turn import in_turn
 from autopar.lower.lowered_step import LoweredStep
+from autopar.lower.prefetch import begun_backward, begun_forward
 from autopar.lower.recomputation import Value, saved_of
 from autopar.lower.redistributions import SINK, Redistributed, regathered
 from autopar.values.redistribution import SUMS, Step
@@ -53,6 +54,7 @@ class Live:
         self.several = step.is_one_of_several
         self.ends, self.held = dict[Value, int](), dict[Value, str]()  # what a stage's results are: `sent` or `end`
         self.alone: dict[int, list[Value]] = {}  # gathered again, by moment
+        self.begun = begun_forward(step)
         self.holdings: list[Holding] = []
         self._values()
         self._parameters()
@@ -332,7 +334,7 @@ class Live:
             return
         role = "once" if self.step.is_once_a_step(name) else ""
         rows, row = self._buffers(group)
-        self._add("working", name, rows + row, forward, forward, role)
+        self._add("working", name, rows + row, self.begun.get(group, forward), forward, role)
         if step.backward == "reduce_scatter" and any(v in self.redistributed[n].in_backward for n, v in group.values):
             width = self.target.widening(self.redistributed[name].tensor)
             self._add("working", name, width * rows, backward, backward, role)
@@ -357,6 +359,10 @@ class Live:
         made: dict[int, float] = defaultdict(float)
         for holding in self.holdings if taken else ():
             made[holding.first] += holding.nbytes if holding.kind == "working" else 0.0
+        for group, before in begun_backward(self.step, self.again).items():
+            begins, nbytes = self.again[before], float(sum(self._buffers(group)))
+            made[begins] += nbytes
+            yield Holding("working", group.values[0][0], nbytes, begins, self.again[group] - 1)
         for (moment, name), nbytes in taken.items():
             yield Holding("working", name, max(nbytes - made[moment], 0.0), moment, moment)
 

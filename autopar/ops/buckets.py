@@ -9,6 +9,7 @@ receives them there, so that backward goes on while they travel. An all-reduce i
 reduce-scatter reads must not outlive the next one, which finishes it.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.ops import collectives
-from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, padded, send
+from autopar.ops.collectives import begin, begin_level_sums, cut, in_parts, padded
 from autopar.ops.groups import Axis, Groups, active_groups
-from autopar.ops.recompute import again
+from autopar.ops.recompute import Slot, again, slot_of
 from autopar.ops.shards import joined, widened
 from autopar.ops.traced import gathered_together, reduced_together
 from autopar.values.placement import chunk_size
@@ -109,14 +110,66 @@ def all_gather_bucket(
     regather: bool = False,
     names: tuple[str, ...] = (),
     bits: int | None = None,
+    begun: "Prefetched | None" = None,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of each value along its dim, narrowed to its size, in one message; so is what backward scatters.
 
-    With `regather` backward gathers the bucket again, once, when it first needs one of the results.
+    With `regather` backward gathers the bucket again, once, when it first needs one of the results. begun: the message,
+    on its way.
     """
     keywords: dict[str, Any] = {"dims": dims, "sizes": sizes, "axis": axis, "backward": backward, "names": names}
-    keywords["bits"] = bits
-    return tuple(again(_gathered, *values, **keywords)) if regather else _gathered(*values, **keywords)
+    keywords |= {"bits": bits, "begun": begun}
+    if not regather:
+        return _gathered(*values, **keywords)
+    out = tuple(again(_gathered, *values, **keywords))
+    if begun is not None:
+        begun.results = [weakref.ref(slot) for value in out if (slot := slot_of(value)) is not None]
+    return out
+
+
+class Prefetched:
+    """The message of a bucket, begun before it is read; gathered again it begins when the bucket after it is there.
+
+    before: the bucket that was gathered before. results: what backward may ask for.
+    """
+
+    def __init__(self, values: Sequence[Tensor], axis: Axis, before: "Prefetched | None") -> None:
+        self.values, self.axis, self.groups, self.before = values, axis, active_groups(), before
+        self.results: list[weakref.ref[Slot]] = []
+        self.is_again = False
+        self.arrive: Callable[[], Tensor] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Send it, if it is not on its way."""
+        if self.arrive is None:
+            self.arrive = _begin_rows([value.detach() for value in self.values], self.axis, self.groups)
+
+    def rows(self) -> Tensor:
+        """What came, once it is there."""
+        self.begin()
+        assert self.arrive is not None
+        arrive, self.arrive = self.arrive, None
+        return arrive()
+
+    def go_on(self) -> None:
+        """Once it is there: in backward the next begins."""
+        other = self.before if self.is_again else None
+        while other is not None and not other.is_awaited:
+            other = other.before
+        if other is not None:
+            other.begin()
+        self.is_again = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether backward has still to gather it."""
+        return any((slot := result()) is not None and slot.tensor is None for result in self.results)
+
+
+def prefetched(*values: Tensor, axis: Axis, before: Prefetched | None = None) -> Prefetched:
+    """Begin the gather of a bucket of these values."""
+    return Prefetched(values, axis, before)
 
 
 def _gathered(
@@ -127,13 +180,18 @@ def _gathered(
     backward: str,
     names: tuple[str, ...],
     bits: int | None,
+    begun: Prefetched | None,
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return gathered_together(values, dims, sizes, axis, backward, bits)
     groups = active_groups()
 
     def ahead(parts: Sequence[Tensor]) -> list[Tensor]:
-        return _gather(parts, dims, sizes, axis, groups)
+        if begun is None:
+            return _apart(_begin_rows(parts, axis, groups)(), parts, dims, sizes)
+        out = _apart(begun.rows(), parts, dims, sizes)
+        begun.go_on()
+        return out
 
     def scattered(places: list[int], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Finish]:
         return _scatter_sums([widened(g, bits) for g in gradients], [dims[i] for i in places], axis, groups)
@@ -188,14 +246,28 @@ def all_reduce_told(x: Tensor, *, axis: Axis) -> Tensor:
     return result
 
 
-def _gather(
-    parts: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None], axis: Axis, groups: Groups
-) -> list[Tensor]:
-    n = groups.size(axis)
+def _begin_rows(parts: Sequence[Tensor], axis: Axis, groups: Groups) -> Callable[[], Tensor]:
+    """Begin to gather parts, flat, one after the other; what waits for the rows of all ranks."""
     row = torch.cat([part.reshape(-1) for part in parts])
-    rows = row.new_empty((n, row.numel()))
+    rows = row.new_empty((groups.size(axis), row.numel()))
     nbytes = rows.numel() * rows.element_size()
-    send("all_gather", axis, nbytes, groups, lambda group: collectives.run_all_gather(rows.view(-1), row, group=group))
+    finish = begin(
+        "all_gather",
+        axis,
+        nbytes,
+        groups,
+        lambda group: collectives.run_all_gather(rows.view(-1), row, group=group, async_op=True),
+    )
+
+    def arrive() -> Tensor:
+        finish()
+        return rows
+
+    return arrive
+
+
+def _apart(rows: Tensor, parts: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int | None]) -> list[Tensor]:
+    n = len(rows)
     out = []
     for column, part, dim, size in zip(rows.split_with_sizes(_lengths(parts), 1), parts, dims, sizes, strict=True):
         if dim:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from autopar.ops.regather import View, attach, pack, surroundings, unpack
+from autopar.ops.regather import ATTRIBUTE, View, attach, pack, surroundings, unpack
 
 AGAIN = "autopar_again"
 """What annotates the calls that `again` makes in traced code, for the partitioner to read."""
@@ -46,6 +46,12 @@ class Slot:
 
     def fill(self, tensor: Tensor) -> None:
         self.tensor, self.call = tensor.detach(), None
+
+
+def slot_of(tensor: Tensor) -> Slot | None:
+    """The slot of a tensor that a call made which is run again."""
+    source = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
+    return source if isinstance(source, Slot) else None
 
 
 class Call:

@@ -16,6 +16,7 @@ from autopar.ops.buckets import Finish, use_sink
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
 from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
+from autopar.passes.prefetch import prefetch
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.runtime.reductions import Late
 from autopar.values.graph import Accumulation, LocalModel
@@ -176,6 +177,7 @@ class Accumulator:
         body = hoisted.body
         if fuse_body:
             body = fuse_collectives(body, local.captured.parameters, local.plan)
+            body = prefetch(body) if local.plan.prefetch and eager else body
             if local.captured.copies > 1 and eager:
                 body = start_and_wait(body, {spec.placeholder for spec in local.captured.inputs})
         self.prologue = fx.GraphModule(nn.Module(), prologue)

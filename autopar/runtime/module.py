@@ -23,6 +23,7 @@ from autopar.ops.random import use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
+from autopar.passes.prefetch import prefetch
 from autopar.passes.recompute import again_graph
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.passes.start_early import start_early
@@ -321,7 +322,7 @@ class DistributedModule(Trainable):
             if self._kind != BY_BLOCK:
                 graph = fuse_collectives(graph, self.local.captured.parameters, self.plan)
             if self._kind == EAGER:
-                graph = start_early(wait_late(graph))
+                graph = start_early(wait_late(prefetch(graph) if self.plan.prefetch else graph))
                 if self.plan.copies > 1:
                     graph = start_and_wait(graph, {spec.placeholder for spec in self.running.captured.inputs})
                 graph = call_natively(graph)

@@ -13,6 +13,7 @@ from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.passes.call_natively import call_natively
 from autopar.passes.fuse_collectives import fuse_collectives
+from autopar.passes.prefetch import prefetch
 from autopar.passes.recompute import again_graph
 from autopar.runtime.data import local_input
 from autopar.runtime.parameters import local_part, padded_part, to_dtensor
@@ -50,6 +51,7 @@ class Part:
         self.owner, self.state, self.local, self.sink = owner, state, local, sink
         captured, plan = local.captured, local.plan
         graph = fuse_collectives(again_graph(local.graph), captured.parameters, plan)
+        graph = prefetch(graph) if plan.prefetch else graph
         self.graph = fx.GraphModule(nn.Module(), call_natively(graph))
         self.placeholders = tuple(node.name for node in self.graph.graph.nodes if node.op == "placeholder")
         self.stored = {name: spec.placeholder for spec in state.specs.values() for name in spec.names}

@@ -78,7 +78,7 @@ class Estimate:
 
     seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
     hidden: seconds for which collectives run beside compute: those of one micro-batch beside another's (`Plan.copies`),
-        or reductions in buckets beside backward (`search.costs.overlapped_seconds`).
+        or what buckets send beside it (`search.costs.overlapped_seconds`).
     saved: seconds that buckets save, and the ways that they take.
     saved_by_ways: those of them that other ways than those of parameters alone save.
     memory: bytes by kind at the peak moment; their sum is the predicted peak.
@@ -141,6 +141,7 @@ class Plan:
     remade: layouts of tensors that backward redistributes again instead of keeping them.
     buckets: parameters that are gathered, and whose gradients are reduced, in one message where they are alike
         (`passes.fuse_collectives`); none: each alone.
+    prefetch: gathers of buckets begin when the bucket before is there (`passes.prefetch`).
     ways: of parameters that travel another way than `routes` say, because a bucket's message is not one parameter's:
         collectives over several axes one after the other, as one, or in levels; or one that all of a bucket can take.
     """
@@ -159,6 +160,7 @@ class Plan:
     microbatches: int = 1
     copies: int = 1
     buckets: tuple[tuple[str, ...], ...] = ()
+    prefetch: bool = False
     ways: Mapping[str, Way] = field(default_factory=dict)
     origin: str = "ilp"
     estimate: Estimate = field(default_factory=Estimate)
@@ -206,6 +208,7 @@ class Plan:
             "recompute": sorted(self.recompute),
             "remade": {name: [tables.index(str(v)) for v in layouts] for name, layouts in self.remade.items()},
             "buckets": self.buckets,
+            "prefetch": self.prefetch,
             "ways": {
                 name: {"path": [tables.index(str(layout)) for layout in way.path], "inside": way.inside}
                 for name, way in self.ways.items()
@@ -285,6 +288,7 @@ def plan_from_json(text: str) -> Plan:
         recompute=frozenset(body["recompute"]),
         remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
         buckets=tuple(tuple(names) for names in body.get("buckets", ())),
+        prefetch=bool(body.get("prefetch", False)),
         ways={
             name: Way(path=tuple(parse_layout(table[i]) for i in way["path"]), inside=tuple(way["inside"]))
             for name, way in body.get("ways", {}).items()

@@ -41,7 +41,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     if step.program.copies > 1:
         alone = lower(replace(step.plan, ways={}, buckets=()), step.program, pricer.target)
         hidden = sum(seconds.values()) + saved - interleaved_seconds(alone, pricer)
-    elif step.plan.buckets and step.plan.microbatches == 1:
+    elif step.plan.buckets and (step.plan.microbatches == 1 or step.plan.prefetch):
         hidden = overlapped_seconds(step, pricer)
     return replace(
         plan.estimate,

@@ -158,13 +158,13 @@ def _random_boundary(layout: Layout, stage: CapturedModel, name: str, mesh: Mesh
 
 
 def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float = 0.8) -> Plan:
-    """The plan with that share of the parameters in a random number of buckets."""
+    """The plan with that share of the parameters in a random number of buckets, gathered early or not."""
     names = [p.placeholder for p in captured.parameters if rng.random() < share]
     buckets: dict[int, list[str]] = {}
     count = rng.randint(1, max(1, len(names) // 2))
     for name in names:
         buckets.setdefault(rng.randrange(count), []).append(name)
-    return replace(plan, buckets=tuple(tuple(found) for found in buckets.values()))
+    return replace(plan, buckets=tuple(tuple(found) for found in buckets.values()), prefetch=rng.random() < 0.5)
 
 
 def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan:
