@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from autopar.api.model_plan import ModelPlan, load_plan
     from autopar.api.planning import distribute, plan
     from autopar.api.staged_model_plan import StagedModelPlan
-    from autopar.rules.registered import check_rule, register_rule
+    from autopar.rules.check_registered import check_rule
+    from autopar.rules.registered import register_rule
     from autopar.runtime.data import LocalBatch
     from autopar.search.timeline.weave import Overlap
 
@@ -25,7 +26,7 @@ _HOMES = {
     "Overlap": "autopar.search.timeline.weave",
     "StagedModelPlan": "autopar.api.staged_model_plan",
     "auto_parallel": "autopar.api.decorator",
-    "check_rule": "autopar.rules.registered",
+    "check_rule": "autopar.rules.check_registered",
     "distribute": "autopar.api.planning",
     "load_plan": "autopar.api.model_plan",
     "plan": "autopar.api.planning",

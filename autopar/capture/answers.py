@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from autopar.capture.checks import find_check, find_comparison, is_formatted, violated_of
 from autopar.capture.fake_twin import has_constant
+from autopar.capture.knowledge import Knowledge
 from autopar.capture.numbers import MANY, Number, as_numbers
 from autopar.capture.python_state import NOBODYS
 from autopar.capture.real_values import ASSERTIONS, real_values
@@ -18,28 +19,25 @@ from autopar.capture.user_frame import asker, model_frame, place_of
 from autopar.errors import CaptureError
 from autopar.ops.checked import ERROR
 
-if TYPE_CHECKING:
-    from autopar.capture.questions import Questions
-
-Handler = Callable[["Questions", Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Knowledge, Any, tuple[Any, ...], dict[str, Any]], Any]
 ASK = object()
 """What a handler returns that has no answer: the call is made."""
 
 
-def _refusal(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
+def _refusal(questions: Knowledge, tensor: Tensor, what: str, instead: str) -> CaptureError:
     place, text = place_of(asker())
     if missing := questions.known.lacking(tensor):
         instead = f"buffer {missing}, from which they follow, has no value on the meta device; build it on the CPU"
     return CaptureError(f"{place}: forward {what}{text}, so one graph cannot stand for the model; {instead}")
 
 
-def _refused(questions: "Questions", tensor: Tensor, what: str, instead: str) -> CaptureError:
+def _refused(questions: Knowledge, tensor: Tensor, what: str, instead: str) -> CaptureError:
     error = _refusal(questions, tensor, what, instead)
     questions.refused = questions.refused or error
     return error
 
 
-def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _truth(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     (tensor,) = args
     value = questions.value(tensor)
     if value is not None:
@@ -56,11 +54,11 @@ def _truth(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
 _BRANCHES = "branches on the values of a tensor", "use torch.where or a mask, or move the decision out of forward"
 
 
-def _branches(questions: "Questions", tensor: Tensor) -> CaptureError:
+def _branches(questions: Knowledge, tensor: Tensor) -> CaptureError:
     return _refused(questions, tensor, *_BRANCHES)
 
 
-def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
+def _checked(questions: Knowledge, tensor: Tensor, tested: Tensor) -> bool:
     """The answer that a check wants of `tested`."""
     assert questions.stop is not None
     check = find_check(asker(), questions.stop)
@@ -80,7 +78,7 @@ def _checked(questions: "Questions", tensor: Tensor, tested: Tensor) -> bool:
     return check.wanted
 
 
-def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _number(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """item, float, int. In place of a number that is computed with, a `Number` will do."""
     tensor = args[0]
     if is_known(questions, tensor):
@@ -107,13 +105,13 @@ def _number(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     raise number_refused(questions, tensor)
 
 
-def is_known(questions: "Questions", tensor: Tensor) -> bool:
+def is_known(questions: Knowledge, tensor: Tensor) -> bool:
     """Whether a number is answered by a value: not by that of a buffer which the step changes."""
     found = questions.known.value(tensor)
     return found is not None and not found[1] & questions.changing
 
 
-def number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
+def number_refused(questions: Knowledge, tensor: Tensor) -> CaptureError:
     return _refused(
         questions,
         tensor,
@@ -122,7 +120,7 @@ def number_refused(questions: "Questions", tensor: Tensor) -> CaptureError:
     )
 
 
-def _numbers(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _numbers(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """tolist, numpy and what is like them."""
     value = questions.value(args[0])
     if value is not None:
@@ -136,7 +134,7 @@ def _numbers(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     raise number_refused(questions, args[0])
 
 
-def _words(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _words(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """What is printed of a tensor: its value where it is known, and its shape where it is not."""
     value = questions.value(args[0])
     if value is not None:
@@ -152,7 +150,7 @@ def _words(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
 
 
-def _alike(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _alike(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """torch.equal and torch.allclose."""
     left, right = args[0], args[1] if len(args) > 1 else kwargs["other"]
     values = [questions.value(left), questions.value(right)]
@@ -168,7 +166,7 @@ def _alike(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return _checked(questions, left, torch.isclose(left, right, *args[2:], **kwargs).all())
 
 
-def _contains(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _contains(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, element = args
     values = [questions.value(a) if isinstance(a, Tensor) else a for a in (tensor, element)]
     if all(value is not None for value in values):
@@ -177,7 +175,7 @@ def _contains(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return _checked(questions, tensor, (tensor == element).any())
 
 
-def _assertion(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _assertion(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """torch._assert or _assert_async of a tensor: a check wherever it is called."""
     condition = args[0] if args else kwargs.get("condition", kwargs.get("input"))
     message = args[1] if len(args) > 1 else kwargs.get("message", kwargs.get("assert_msg", ""))
@@ -192,7 +190,7 @@ def _assertion(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any
     return None
 
 
-def _gaussian_nll(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _gaussian_nll(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """F.gaussian_nll_loss, which tests its variance in Python, and then clamps it without a gradient of its own."""
     if len(args) != 3 or not isinstance(args[2], Tensor) or args[2].shape != args[0].shape:
         return ASK

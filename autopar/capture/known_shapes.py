@@ -1,23 +1,21 @@
 """Shapes, sizes and indices that follow from known values: such calls are made with numbers and integer indices."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.capture.answers import ASK, Handler, both
+from autopar.capture.knowledge import Knowledge
 from autopar.capture.real_values import real_values
 from autopar.capture.sliced_one_hot import one_hot
 from autopar.capture.user_frame import asker, place_of
 from autopar.ops.checked import ERROR
 
-if TYPE_CHECKING:
-    from autopar.capture.questions import Questions
 
-
-def _shaped(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _shaped(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """A call whose result has a shape that follows from values: where all are known, it is a constant."""
     if func in (torch.where, Tensor.where) and len(args) + len(kwargs) > 1:
         is_byte = len(args) == 3 and func is torch.where and args[0].dtype == torch.uint8
@@ -33,7 +31,7 @@ def _shaped(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(map(questions.constant, found)) if isinstance(found, tuple) else questions.constant(found)
 
 
-def _indexed(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _indexed(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """x[index] and x[index] = y: known masks as integer indices, known numbers as numbers."""
     index = args[1]
     parts = index if type(index) is tuple else (index,)
@@ -49,7 +47,7 @@ def _indexed(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _index(questions: "Questions", part: Any) -> Sequence[Any]:
+def _index(questions: Knowledge, part: Any) -> Sequence[Any]:
     if type(part) is slice:
         ends = [_as_number(questions, end) for end in (part.start, part.stop, part.step)]
         is_same = all(one is other for one, other in zip(ends, (part.start, part.stop, part.step), strict=True))
@@ -66,7 +64,7 @@ def _index(questions: "Questions", part: Any) -> Sequence[Any]:
     return [_as_number(questions, part)]
 
 
-def _as_number(questions: "Questions", part: Any) -> Any:
+def _as_number(questions: Knowledge, part: Any) -> Any:
     """A known tensor of one whole number as that number; anything else as it is."""
     if not isinstance(part, Tensor) or part.dim() or part.is_floating_point() or part.dtype == torch.bool:
         return part
@@ -77,7 +75,7 @@ def _as_number(questions: "Questions", part: Any) -> Any:
         return value.item()
 
 
-def _masked(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _masked(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """masked_select by a known mask."""
     if kwargs or len(args) != 2 or (mask := questions.value(args[1])) is None:
         return ASK
@@ -87,7 +85,7 @@ def _masked(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].expand(shape)[tuple(questions.constant(place) for place in places)]
 
 
-def _counted(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _counted(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """bincount: of unknown values as many counts as `minlength` says, with a check that there are no more."""
     given = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
     values, weights, size = given["input"], given.get("weights"), given.get("minlength", 0)
@@ -103,12 +101,12 @@ def _counted(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return torch.zeros(size, dtype=weights.dtype).index_add(0, values.long().clamp(max=size - 1), weights.detach())
 
 
-def _one_hot(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _one_hot(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     made = one_hot(questions, func, args, kwargs)
     return ASK if made is None else made
 
 
-def _repeated(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _repeated(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """repeat_interleave by known numbers."""
     given = dict(zip(("self", "repeats", "dim"), args, strict=False)) | kwargs
     source = given.get("self", given.get("input"))
@@ -124,7 +122,7 @@ def _repeated(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
     return flat.index_select(along, questions.constant(places))
 
 
-def _sized(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _sized(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """A call that takes sizes, dims or bounds: known tensors among them as numbers."""
 
     def number(part: Any) -> Any:
@@ -149,7 +147,7 @@ def _same(found: Any, given: Any) -> bool:
     )
 
 
-def _shape_only(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _shape_only(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """A call that reads no more of its operand than its shape and dtype: noted as one without it."""
     if not args:
         return ASK
@@ -161,7 +159,7 @@ def _shape_only(questions: "Questions", func: Any, args: Any, kwargs: Any) -> An
     return result
 
 
-def _as_other(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def _as_other(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """x.to(other), x.expand_as(other) and the like: noted with what they read of the other."""
     if kwargs or len(args) != 2 or not isinstance(args[1], Tensor):
         return ASK

@@ -7,10 +7,8 @@ is left depends on the data, and is refused with the line that asks.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 import torch
@@ -18,19 +16,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.answers import ANSWERS, ASK, is_known, number_refused
-from autopar.capture.branches import Branches
-from autopar.capture.checks import Check
 from autopar.capture.fake_twin import has_constant
+from autopar.capture.knowledge import Knowledge
 from autopar.capture.known_shapes import SHAPES
-from autopar.capture.known_values import KnownValues
 from autopar.capture.number_arguments import with_numbers
 from autopar.capture.numbers import Number, as_number, as_tensors, has_numbers
-from autopar.capture.real_values import is_wrapped, real_values
-from autopar.capture.shadows import Shadows
+from autopar.capture.real_values import is_wrapped
 from autopar.capture.told import is_identified
 from autopar.capture.user_frame import asker, place_of
-from autopar.errors import AutoparError, CaptureError
-from autopar.ops.checked import ERROR, WARNING
+from autopar.errors import CaptureError
 from autopar.values.inputs import mapped_tensors
 
 HANDLERS = {**ANSWERS, **SHAPES}
@@ -70,25 +64,8 @@ def has_unknown_size(result: Any) -> bool:
     return isinstance(first, Tensor) and not all(type(n) is int for n in first.shape)
 
 
-class Questions(TorchFunctionMode):
-    """Answers questions about values inside `asked`, for one trace of a model.
-
-    buffers: the model's own, by name. guards: of those whose values answers depend on, where the first was asked for.
-    refused: the first question that had no answer, whatever the model made of the error. unsized: where the first
-    tensor was made of whose size only the data knows. shadows, branches: what all traces of the model found. changing:
-    buffers that the step changes, of whose values no numbers are made.
-    """
-
-    def __init__(
-        self, buffers: Mapping[str, Tensor], shadows: Shadows, branches: Branches, changing: AbstractSet[str]
-    ) -> None:
-        super().__init__()
-        self.known = KnownValues(buffers)
-        self.shadows, self.branches, self.changing = shadows, branches, changing
-        self.guards: dict[str, str] = {}
-        self.refused: AutoparError | None = None
-        self.unsized = ""
-        self.stop: CodeType | None = None
+class Questions(Knowledge, TorchFunctionMode):
+    """Answers questions about values inside `asked`, for one trace of a model."""
 
     @contextmanager
     def asked(self, model: nn.Module) -> Iterator[None]:
@@ -128,15 +105,6 @@ class Questions(TorchFunctionMode):
             self.known.note(func, args, kwargs, result)
         return result
 
-    def value(self, tensor: Any) -> Tensor | None:
-        """What a tensor holds, which an answer will depend on."""
-        found = self.known.value(tensor) if isinstance(tensor, Tensor) else None
-        if found is None:
-            return None
-        value, sources = found
-        self.guard(sources)
-        return value
-
     def number(self, value: Tensor | Number, kind: type) -> Any:
         """`float` or `int` of a tensor or number."""
         tensor = value.tensor if type(value) is Number else value
@@ -146,23 +114,3 @@ class Questions(TorchFunctionMode):
         if is_identified(asker()):
             raise number_refused(self, tensor)
         return as_number(tensor, kind)
-
-    def guard(self, sources: Iterable[str]) -> None:
-        """Note that an answer depends on buffers."""
-        for name in sources:
-            if name not in self.guards:
-                self.guards[name], _ = place_of(asker())
-
-    def constant(self, value: Tensor) -> Tensor:
-        """A value of our own as one of the trace."""
-        with real_values():
-            kept = value.clone()  # the trace holds the other, which a write in place must not reach
-        made = value.clone()
-        self.known.set(made, kept, frozenset())
-        return made
-
-    def keep(self, holds: Tensor, check: Check) -> None:
-        """Leave a condition in the trace."""
-        kind = ERROR if check.raises else WARNING
-        place, _ = place_of(check.frame)
-        torch.ops.aten._assert_async.msg(holds.detach().reshape(()), f"{kind}{place}: {check.message}")

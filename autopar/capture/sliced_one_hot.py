@@ -3,22 +3,20 @@
 `F.one_hot(i, max(i.max() + 1, n))[..., :n]` has n classes whatever the data are, and drops what is beyond.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from autopar.capture.knowledge import Knowledge
 from autopar.capture.number_functions import least
 from autopar.capture.numbers import Number
 from autopar.capture.user_frame import asker, place_of
 from autopar.errors import CaptureError
 from autopar.ops.checked import ERROR
 
-if TYPE_CHECKING:
-    from autopar.capture.questions import Questions
 
-
-def one_hot(questions: "Questions", func: Any, args: Any, kwargs: Any) -> Any:
+def one_hot(questions: Knowledge, func: Any, args: Any, kwargs: Any) -> Any:
     """F.one_hot; None where the number of classes is known, or nothing is known of it."""
     given = {**dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
     indices, classes = given["tensor"], given.get("num_classes", -1)

@@ -5,8 +5,8 @@ whole graph as a permutation left it, the result is contiguous too, and joining 
 a copy. Strides are those of whole tensors: a rank's part of a contiguous tensor is contiguous.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from autopar.passes.lay_out import is_known, results_of
 from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING, is_view
 from autopar.values.graph import operands
+from autopar.values.placement import Layout
 from autopar.values.plan import Plan
-
-if TYPE_CHECKING:
-    from autopar.lower.redistributions import Redistributed
 
 
 class MemoryLayouts(NamedTuple):
@@ -32,16 +30,16 @@ class MemoryLayouts(NamedTuple):
 
 
 def find_memory_layouts(
-    program: Program, plan: Plan, target: Target, redistributed: Mapping[str, "Redistributed"]
+    program: Program, plan: Plan, target: Target, is_laid_anew: Callable[[str, Layout], bool]
 ) -> MemoryLayouts:
-    """What a plan's collectives change of how tensors lie."""
+    """What a plan's collectives change of how tensors lie; is_laid_anew: whether one made a tensor contiguous."""
     memory_layouts: dict[str, Tensor] = {}
     copies = set[str]()
     for op in program.ops:
         if not any(name in program.strided or name in memory_layouts for name in op.operands):
             continue
         layouts = zip(op.operands, target.op(op, plan.choices[op.name]).operands, strict=True)
-        anew = {name for name, layout in layouts if redistributed[name].is_laid_anew(layout)}
+        anew = {name for name, layout in layouts if is_laid_anew(name, layout)}
         own = {name: value for name, value in memory_layouts.items() if name in op.operands and name not in anew}
         own |= {name: torch.empty_like(program.strided[name], memory_format=torch.contiguous_format)
                 for name in anew if name in program.strided}  # fmt: skip

@@ -119,7 +119,7 @@ def redistribute(
     for name, layout in [*wanted_by_output(program, plan.mesh, sent, out, gathers=gathers)]:
         wanted = _added(out[name], plan, layout) if name in program.ends[1:] and program.copies > 1 else layout
         _travel(out[name], plan, SINK, 0, wanted, name in program.ends)
-    memory_layouts = find_memory_layouts(program, plan, target, out)
+    memory_layouts = find_memory_layouts(program, plan, target, lambda name, layout: out[name].is_laid_anew(layout))
     for name in memory_layouts.copies:
         out[name].is_copy = True
     for name, value in (program.strided | memory_layouts.strides).items():

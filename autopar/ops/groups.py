@@ -2,6 +2,10 @@
 
 Rewritten graphs name axes (`axis="data"` or several at once, `axis=("data", "model")`); which processes those are is
 known only at run time. Group members are in rank order, so a flattened group numbers its members row-major.
+
+A tracer reads attributes of a module, but no ContextVar: `bound` says beforehand what `active_groups` and
+`random.active_draws` answer in traced code. Groups get a number, a constant of the compiled graph; draws are a tensor
+among its inputs.
 """
 
 from collections.abc import Iterator
@@ -11,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from autopar.ops.bound import BOUND
 from autopar.values.mesh import Mesh
 
 Axis = str | tuple[str, ...]
@@ -64,6 +68,40 @@ class Groups:
 
 def names_of(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+@dataclass(slots=True)
+class Bound:
+    """`draw`: int64 seed and step, then pairs of a call site in the code and its number in the whole graph."""
+
+    groups: Groups | None = None
+    number: int = -1
+    draw: Tensor | None = None
+    exact: bool = False
+
+
+BOUND = Bound()
+KNOWN: list[Groups] = []
+
+
+def number_of(groups: Groups) -> int:
+    """The number by which compiled code finds `groups`, which stay known from now on."""
+    for number, known in enumerate(KNOWN):
+        if known is groups:
+            return number
+    KNOWN.append(groups)
+    return len(KNOWN) - 1
+
+
+@contextmanager
+def bound(groups: Groups, draw: Tensor, exact: bool) -> Iterator[None]:
+    """Compiled calls inside are for these groups and draws."""
+    before = BOUND.groups, BOUND.number, BOUND.draw, BOUND.exact
+    BOUND.groups, BOUND.number, BOUND.draw, BOUND.exact = groups, number_of(groups), draw, exact
+    try:
+        yield
+    finally:
+        BOUND.groups, BOUND.number, BOUND.draw, BOUND.exact = before
 
 
 _active: ContextVar[Groups | None] = ContextVar("autopar_groups", default=None)

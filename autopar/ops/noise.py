@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.bound import BOUND, KNOWN
-from autopar.ops.groups import Groups, active_groups
+from autopar.ops.groups import BOUND, KNOWN, Groups, active_groups
 from autopar.ops.random import Draws, Shards, active_draws
 from autopar.ops.shards import own_slice
 

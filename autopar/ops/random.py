@@ -14,8 +14,7 @@ from threading import RLock
 
 import torch
 
-from autopar.ops.bound import BOUND
-from autopar.ops.groups import active_groups
+from autopar.ops.groups import BOUND, active_groups
 
 COPY = 2**32
 """Sites of a woven step's further micro-batches are so far apart: each draws as a step of its own."""
@@ -46,7 +45,7 @@ _active: ContextVar[Draws | None] = ContextVar("autopar_draws", default=None)
 
 
 def active_draws() -> Draws | None:
-    """What `use_draws` bound, or None; in traced code its numbers are in a tensor (`autopar.ops.bound`)."""
+    """What `use_draws` bound, or None; in traced code its numbers are in a tensor (`autopar.ops.groups`)."""
     if torch.compiler.is_compiling():
         return None if BOUND.draw is None else Draws(seed=0, step=0, exact=BOUND.exact)
     return _active.get()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ops.bound import BOUND, KNOWN
-from autopar.ops.groups import Axis, names_of
+from autopar.ops.groups import BOUND, KNOWN, Axis, names_of
 from autopar.values.placement import chunk_size
 
 LOCALS: dict[str, Callable[..., Tensor]] = {}

@@ -1,23 +1,19 @@
-"""Rules that a user writes for an own op, and their proof: the op is run whole and in parts, and compared."""
+"""Rules that a user writes for an own op (`rules.check_registered` proves them)."""
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autopar.errors import RuleError
-from autopar.ops.own_gradient import Applied, Slot
-from autopar.rules.describe import dim_name, grads_of, result_values, shapes_of
-from autopar.rules.discovered import call_of, kept, num_flops
+from autopar.ops.own_gradient import Applied
+from autopar.rules.describe import dim_name, result_values, shapes_of
+from autopar.rules.discovered import kept, num_flops
 from autopar.rules.notation import Notation, parse
-from autopar.rules.proof import difference, is_float, run, tensors_of
-from autopar.rules.rule import Dims, Factor, Rule, Shapes, choices
+from autopar.rules.rule import Dims, Factor, Rule, Shapes
 from autopar.values.graph import operands, requires_grad, target_name
 
-TOLERANCE = 1e-9
-"""Of values that are compared, in float64; of others, what their rounding explains."""
 _REGISTERED: dict[Any, tuple[tuple[Notation, ...], bool]] = {}
 
 
@@ -32,59 +28,10 @@ def register_rule(op: Any, *rules: str, linear_gradient: bool = True) -> None:
     Raises:
         RuleError: for an op that is none, or a line that cannot be read.
     """
-    key = _key(op)
+    key = op_key(op)
     if not rules:
         raise RuleError(f"no rule was given for {target_name(key)}; give a line such as 'x[b i], w[o i] -> y[b o]'")
     _REGISTERED[key] = tuple(map(parse, rules)), linear_gradient
-
-
-def check_rule(op: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-    """Prove an op's rule on example arguments: every split that it allows, values and gradients. Names the splits.
-
-    args, kwargs: as the op is called; its floating tensors are taken to need gradients where `requires_grad` is set.
-        Use float64 and sizes of 4 and more, all different, so that a wrong rule shows.
-
-    Raises:
-        RuleError: if the op has no rule, or parts give something else than the whole.
-    """
-    from autopar.rules.registry import rule_of
-
-    node, tensors = _node(_key(op), args, kwargs)
-    rule = rule_of(node)
-    if not rule.known:
-        raise RuleError(f"{target_name(node.target)} has no rule that splits it; give it one with register_rule")
-    call, graded = call_of(node), grads_of(operands(node))
-    generator = torch.Generator().manual_seed(0)
-    made = tensors_of(call(*[x.detach().clone() for x in tensors]))
-    arriving = [
-        torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) if is_float(r) else None
-        for r in made
-    ]
-    whole = run(call, tensors, graded, arriving)
-    floats = [x.dtype for x in (*tensors, *made) if is_float(x)]
-    tolerance = max([TOLERANCE, *(100 * torch.finfo(d).eps for d in floats)])
-    tried = [choice for choice in choices(rule) if choice.name != "invariant"]
-    written = _written(node)
-    shapes = tuple(tuple(x.shape) for x in tensors)
-    said = dict(enumerate(_sizes(written[0], shapes, tuple(tuple(r.shape) for r in made)))) if written else {}
-    names = {dim_name(number): factor for number, factor in said.items()}
-    for choice in tried:
-        factor = rule.factors.get(choice.name)
-        parts = [Fraction(k, factor.size) for k in (1, factor.size // 2)] if factor else [Fraction(1, 2)]
-        for at in parts:
-            if why := difference(call, whole, choice, at, tolerance, generator):
-                placed = ", ".join(map(str, choice.operands))
-                raise RuleError(
-                    f"{target_name(node.target)} is not what its parts are, {_said(choice.name, names)} (operands "
-                    f"{placed}): {why}; take that out of its rule"
-                )
-    return tuple(names.get(choice.name, choice.name) for choice in tried if choice.name in rule.factors)
-
-
-def _said(name: str, names: Mapping[str, str]) -> str:
-    if name == "replicate":
-        return "for summands of gradients (linear_gradient)"
-    return f"split by {names.get(name, name)}"
 
 
 def registered_rule(node: fx.Node) -> Rule | None:
@@ -93,12 +40,12 @@ def registered_rule(node: fx.Node) -> Rule | None:
     Raises:
         RuleError: if the call has tensors that no line of it takes, or dims of one factor have two sizes.
     """
-    found = _written(node)
+    found = written_for(node)
     if found is None:
         return None
     notation, linear_gradient = found
     shapes, results = shapes_of(operands(node)), tuple(tuple(v.shape) for v in result_values(node))
-    sizes = _sizes(notation, shapes, results)
+    sizes = sizes_of(notation, shapes, results)
     names = {factor: dim_name(number) for number, factor in enumerate(sizes)}
     terms = (*notation.operands, *notation.results)
     every = [term.dims(len(shape)) for term, shape in zip(terms, (*shapes, *results), strict=True)]
@@ -125,7 +72,7 @@ def registered_rule(node: fx.Node) -> Rule | None:
     )
 
 
-def _written(node: fx.Node) -> tuple[Notation, bool] | None:
+def written_for(node: fx.Node) -> tuple[Notation, bool] | None:
     """The line that was registered for calls such as this, and whether their gradient is linear."""
     target = node.target
     found = _REGISTERED.get(target.function if isinstance(target, Applied) else target)
@@ -142,7 +89,7 @@ def _written(node: fx.Node) -> tuple[Notation, bool] | None:
     return notation, linear_gradient
 
 
-def _sizes(notation: Notation, shapes: Shapes, results: Shapes) -> Mapping[str, int]:
+def sizes_of(notation: Notation, shapes: Shapes, results: Shapes) -> Mapping[str, int]:
     """The size of each factor; dims of size 1 are broadcast."""
     sizes: dict[str, int] = {}
     for term, shape in zip((*notation.operands, *notation.results), (*shapes, *results), strict=True):
@@ -157,7 +104,7 @@ def _sizes(notation: Notation, shapes: Shapes, results: Shapes) -> Mapping[str, 
     return sizes
 
 
-def _key(op: Any) -> Any:
+def op_key(op: Any) -> Any:
     """What a call of the op has as its target, or as the Function of its target."""
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
         return op
@@ -173,30 +120,3 @@ def _key(op: Any) -> Any:
             "'lib::name' or an autograd.Function"
         )
     return found
-
-
-def _node(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Node, list[Tensor]]:
-    """A call of example arguments as a node of a graph of its own, and its tensors."""
-    graph = fx.Graph()
-    tensors: list[Tensor] = []
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.detach())
-            node = graph.placeholder(f"x{len(tensors)}")
-            node.meta.update(val=value.to("meta"), requires_grad=value.requires_grad)
-            return node if is_op else Slot(len(tensors) - 1)
-        if isinstance(value, list | tuple):
-            return type(value)(map(placed, value))
-        return value
-
-    is_op = isinstance(key, torch._ops.OpOverload)
-    given, named = placed(args), {name: placed(value) for name, value in kwargs.items()}
-    if is_op:
-        node = graph.call_function(key, given, named)
-    else:
-        node = graph.call_function(Applied(key, given, tuple(named.items())), tuple(graph.nodes))
-    made = tensors_of((key if is_op else key.apply)(*args, **kwargs))
-    node.meta["val"] = made[0].to("meta") if len(made) == 1 else tuple(r.to("meta") for r in made)
-    node.meta["requires_grad"] = any(r.requires_grad for r in made)
-    return node, tensors

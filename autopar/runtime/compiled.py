@@ -15,9 +15,8 @@ from torch import fx
 
 from autopar.errors import ArgumentError
 from autopar.ops import attention
-from autopar.ops.bound import bound
 from autopar.ops.drawn import drawn
-from autopar.ops.groups import Groups
+from autopar.ops.groups import Groups, bound
 from autopar.ops.random import Draws
 from autopar.ops.regather import regathering
 from autopar.runtime.backends import backend_of
