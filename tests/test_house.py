@@ -108,6 +108,27 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
 }
 
 MAX_LINES = 400
+MAX_PARAMETERS = 8
+
+# Functions whose parameters are somebody else's: a user's keywords, an ATen op's schema, arrays of a compiled kernel.
+MANY_PARAMETERS = (
+    "autopar.api.planning.plan",
+    "autopar.cli.*",
+    "autopar.ops.*",
+    "autopar.search.*kernel.*",
+)
+
+# Imports inside functions are what saves a user seconds, and why.
+LAZY = {
+    "autopar.__init__": "import autopar without torch",
+    "autopar.api.*": "a plan is read, printed and compared without the search or the runtime",
+    "autopar.cli.*": "autopar --help without torch",
+    "autopar.capture.seeds": "itself, as torch calls it",
+    "autopar.models.spec": "transformers is optional",
+    "autopar.runtime.backends": "inductor",
+    "autopar.runtime.module": "functorch",
+    "autopar.search.solve": "kernels that only pairwise graphs need",
+}
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -196,6 +217,79 @@ def test_the_direction_rule_itself() -> None:
     assert imported_modules(lazy, known) == {"autopar.search.exact.ilp", "autopar"}
     with pytest.raises(AssertionError, match="relative"):
         imported_modules("from . import x", known)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of names that lead back to themselves."""
+    left = {name: {other for other in others if other in graph and other != name} for name, others in graph.items()}
+    while leaves := {name for name, others in left.items() if not others}:
+        left = {name: others - leaves for name, others in left.items() if name not in leaves}
+    while heads := set(left) - {other for others in left.values() for other in others}:
+        left = {name: others for name, others in left.items() if name not in heads}
+    return [set(left)] if left else []
+
+
+def test_no_circle_of_files_or_folders() -> None:
+    """Whether or not an import is in a function, or for types alone."""
+    known = set(product())
+    files = {name: imported_modules(file.read_text(), known) for name, file in product().items()}
+    assert circles(files) == []
+    for depth in (2, 3):
+        folders: dict[str, set[str]] = {}
+        for name, targets in files.items():
+            own = ".".join(name.split(".")[:depth])
+            folders.setdefault(own, set()).update(".".join(target.split(".")[:depth]) for target in targets)
+        del folders["autopar"]  # its names are those of the layers below
+        assert circles(folders) == []
+
+
+def test_the_rule_of_circles_itself() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def lazy_imports(source: str) -> list[int]:
+    """Lines of imports of autopar inside functions."""
+    inside = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [n for function in inside for n in ast.walk(function) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [(n.lineno, n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name) for n in found]
+    return sorted({line for line, name in names if name.split(".")[0] == "autopar"})
+
+
+def test_imports_inside_functions_are_those_that_save_time() -> None:
+    found = {name: lazy_imports(file.read_text()) for name, file in product().items()}
+    assert {
+        name: lines for name, lines in found.items() if lines and not any(fnmatch.fnmatch(name, g) for g in LAZY)
+    } == {}, "import at the top, or list the module in LAZY with what it saves"
+    assert lazy_imports("def f():\n    import torch\n    from autopar import plan") == [3]
+
+
+def long_signatures(source: str) -> list[str]:
+    """Functions with more parameters than `MAX_PARAMETERS`, `self` not counted."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            if len([name for name in names if name not in ("self", "cls")]) > MAX_PARAMETERS:
+                found.append(node.name)
+    return found
+
+
+def test_functions_have_few_parameters() -> None:
+    found = [f"{name}.{one}" for name, file in product().items() for one in long_signatures(file.read_text())]
+    assert [name for name in found if not any(fnmatch.fnmatch(name, glob) for glob in MANY_PARAMETERS)] == []
+    assert long_signatures("def f(self, a, b, c, d, e, f, g, *, h): ...\ndef g(a, b, c, d, e, f, g, h, i): ...") == [
+        "g"
+    ]
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    named: dict[str, list[str]] = {}
+    for module, file in product().items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in named.items() if len(modules) > 1} == {}
 
 
 def test_passes_and_cost_models_are_reached_through_links() -> None:

@@ -17,6 +17,7 @@ from autopar.calibration.processes import on_processes
 from autopar.calibration.samples import Measurements
 from autopar.errors import ArgumentError, MeshError
 from autopar.report.units import nbytes_text, seconds_text
+from autopar.runtime.launch import init
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.link import Line
 
@@ -88,8 +89,6 @@ def _measured(request: Request, cluster: Cluster | None, console: Console) -> Me
                 tell=status.update,
             )
             return every[0]
-        from autopar.runtime.launch import init
-
         joined = dist.is_initialized()
         init(timeout_seconds=request.timeout_seconds)
         if cluster is not None:

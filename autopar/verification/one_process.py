@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.ops.random import Draws, use_draws
 from autopar.oracle import Step
 from autopar.oracle.reference import run_captured
+from autopar.runtime.accumulate import total_loss
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec, is_random
 
 SEED = 1
@@ -63,8 +64,6 @@ def reference_gradients(
         counts += [] if accumulation.count is None else [results[accumulation.count]]
         written |= {name: value.detach() for name, value in results.items() if name in values}
         buffers |= {name: value for name, value in written.items() if name in buffers}
-    from autopar.runtime.accumulate import total_loss
-
     loss = losses[0] if captured.accumulation is None else total_loss(accumulation, losses, counts)
     torch.autograd.backward(loss)
     gradients = {
