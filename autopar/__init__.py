@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from autopar.api.decorator import auto_parallel
     from autopar.api.model_plan import ModelPlan, load_plan
     from autopar.api.planning import distribute, plan
-    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.rules.registered import check_rule, register_rule
     from autopar.runtime.data import LocalBatch
     from autopar.search.timeline.weave import Overlap
@@ -23,7 +22,6 @@ _HOMES = {
     "ModelPlan": "autopar.api.model_plan",
     "LocalBatch": "autopar.runtime.data",
     "Overlap": "autopar.search.timeline.weave",
-    "StagedModelPlan": "autopar.api.staged_model_plan",
     "auto_parallel": "autopar.api.decorator",
     "check_rule": "autopar.rules.registered",
     "distribute": "autopar.api.planning",
@@ -36,7 +34,6 @@ __all__ = [
     "LocalBatch",
     "ModelPlan",
     "Overlap",
-    "StagedModelPlan",
     "auto_parallel",
     "check_rule",
     "distribute",
