@@ -206,8 +206,9 @@ def test_a_plan_counts_stored_bytes() -> None:
     assert {(p.dtype, p.storage) for p in captured.parameters} == {(torch.bfloat16, torch.float32)}
     for spec in captured.parameters:
         assert torch.equal(plan.values[spec.placeholder], model.get_parameter(spec.names[0]))
-    numel = sum(math.prod(local_shape(p.shape, plan.layouts[p.placeholder], plan.mesh)) for p in captured.parameters)
-    estimate = evaluate(plan, captured, machine(2))
+    stage = plan.single
+    numel = sum(math.prod(local_shape(p.shape, stage.layouts[p.placeholder], plan.mesh)) for p in captured.parameters)
+    estimate = evaluate(stage, captured, machine(2))
     assert (estimate.memory["parameters"], estimate.memory["optimizer"]) == (4 * numel, 8 * numel)
     assert 0 < plan.estimate.bound <= plan.estimate.step_seconds
     narrow = autopar.plan(model, kwargs, precision="bf16", **options)  # type: ignore[arg-type]

@@ -113,7 +113,9 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     assert made.estimate.step_seconds >= least
     made.check(graph(family))
     locals_ = [emit_stage(stages, made.stages, number) for number in range(2)]
-    assert "2 stages on 2 pipeline ranks" in plan_text(made, locals_) and ", 1f1b in 4 micro" in plan_text(made, locals_)
+    assert "2 stages on 2 pipeline ranks" in plan_text(made, locals_) and ", 1f1b in 4 micro" in plan_text(
+        made, locals_
+    )
 
 
 def test_a_pipeline_needs_less_memory_of_a_device_than_one_stage() -> None:
