@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from autopar.api.decorator import auto_parallel
     from autopar.api.model_plan import ModelPlan, load_plan
     from autopar.api.planning import distribute, plan
-    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.rules.check_registered import check_rule
     from autopar.rules.registered import register_rule
     from autopar.runtime.data import LocalBatch
@@ -24,7 +23,6 @@ _HOMES = {
     "ModelPlan": "autopar.api.model_plan",
     "LocalBatch": "autopar.runtime.data",
     "Overlap": "autopar.search.timeline.weave",
-    "StagedModelPlan": "autopar.api.staged_model_plan",
     "auto_parallel": "autopar.api.decorator",
     "check_rule": "autopar.rules.check_registered",
     "distribute": "autopar.api.planning",
@@ -37,7 +35,6 @@ __all__ = [
     "LocalBatch",
     "ModelPlan",
     "Overlap",
-    "StagedModelPlan",
     "auto_parallel",
     "check_rule",
     "distribute",

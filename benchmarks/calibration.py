@@ -41,6 +41,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.mesh import parse_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.serialize import dump
+from autopar.values.staged_plan import one_stage
 from benchmarks.calibration_steps import Seen, Work, measure_all, small_llama
 
 TOLERANCE = 0.2
@@ -78,7 +79,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="autopar-calibration-") as name, console.status("") as status:
         (Path(name) / "captured").write_bytes(dump(captured))
         torch.save({"values": values, "inputs": inputs}, Path(name) / "tensors.pt")
-        (Path(name) / "plans").write_bytes(pickle.dumps({label: plan.to_json() for label, plan in plans.items()}))
+        (Path(name) / "plans").write_bytes(
+            pickle.dumps({label: one_stage(plan).to_json() for label, plan in plans.items()})
+        )
         work = Work(
             folder=name,
             calibration=dataclasses.replace(CALIBRATION, **quick),

@@ -17,7 +17,7 @@ from autopar.calibration.samples import Measurements
 from autopar.lower.emit import emit
 from autopar.runtime import DistributedModule
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import plan_from_json
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import load
 
 PARTS = ("forward", "backward", "optimizer", "step")
@@ -83,7 +83,7 @@ class Steps:
         self.inputs: dict[str, Tensor] = tensors["inputs"]
         self.modules: dict[str, tuple[DistributedModule, torch.optim.Optimizer]] = {}
         for label, text in pickle.loads((folder / "plans").read_bytes()).items():
-            local = emit(captured, plan_from_json(text))
+            local = emit(captured, plan_from_json(text).single)
             module = DistributedModule(local, tensors["values"], sync=False, seed=0)
             self.modules[label] = module, torch.optim.AdamW(module.parameters(), lr=1e-4)
         self.measured: dict[str, dict[str, list[float]]] = {

@@ -181,7 +181,7 @@ def ours(folder: Path, compiled: bool, seed: int) -> Run:
         return torch.randn(shape, dtype=dtype, device=own_device()) * 0.02
 
     torch.manual_seed(seed)
-    module = load_exported(folder, code.forward, initial)
+    module = load_exported(folder, [code.forward], initial)
     if compiled:
         module.compile(backend="inductor")
     batch = batch_of(folder)

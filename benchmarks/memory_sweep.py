@@ -21,7 +21,6 @@ from rich.table import Table
 import autopar
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.models import load_model
-from autopar.values.staged_plan import StagedPlan
 
 SEQ = 4096
 
@@ -44,10 +43,9 @@ def planned(loaded: Any, arguments: argparse.Namespace, memory_gb: float | None)
 
 def character(made: Any) -> list[str]:
     """Stages, mesh and micro-batches, lifetimes, and how many calls are run again."""
-    plans = made.stages if isinstance(made, StagedPlan) else (made,)
-    lives = Counter(lifetime for plan in plans for lifetime in plan.lifetimes.values())
-    again = sum(len(plan.recompute) for plan in plans)
-    stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
+    lives = Counter(lifetime for plan in made.stages for lifetime in plan.lifetimes.values())
+    again = sum(len(plan.recompute) for plan in made.stages)
+    stages = f"{made.pipeline} x " if made.num_stages > 1 else ""
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(lives.items()))
     return [f"{stages}{made.mesh}, {made.microbatches}", kinds, str(again)]
 

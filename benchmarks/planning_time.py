@@ -25,7 +25,6 @@ from autopar.errors import AutoparError
 from autopar.models import load_model
 from autopar.search.joint.helpers import started
 from autopar.values.cluster import load_cluster
-from autopar.values.staged_plan import StagedPlan
 
 TARGETS = {
     "8b": ("8x8xh100", 64, {}),
@@ -80,7 +79,7 @@ def planned(
                 with_baselines=False,
             )
         estimate: Any = made.estimate
-        stages = f"{made.pipeline} x " if isinstance(made, StagedPlan) else ""
+        stages = f"{made.pipeline} x " if made.num_stages > 1 else ""
         found = [f"{stages}{made.mesh}, {made.microbatches}", f"{estimate.step_seconds:.3f}"]
         found += [f"{estimate.gap:.2%}"]
     except AutoparError as error:

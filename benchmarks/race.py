@@ -37,7 +37,6 @@ from typing import Any
 from rich.console import Console
 
 import autopar
-from autopar.api.model_plan import ModelPlan
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
 from autopar.errors import AutoparError
@@ -118,7 +117,7 @@ def entries_of(model: str, cluster: Cluster, num_next: int, keep: Path | None = 
     """All contenders, the chosen plan first, and the graph that their plans are for. keep: where plans are written."""
     module, batch = make(model)
     chosen = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32")
-    assert isinstance(chosen, ModelPlan) and chosen.captured is not None
+    assert chosen.captured is not None
     plans = {"chosen": chosen}
     for number, plan in enumerate(chosen.alternatives(num_next, cluster=cluster, seconds=30.0) if num_next else ()):
         plans[f"next {number + 1}"] = plan
@@ -127,13 +126,12 @@ def entries_of(model: str, cluster: Cluster, num_next: int, keep: Path | None = 
             plan = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32", baseline=name)
         except AutoparError:
             continue  # it does not apply to the model
-        assert isinstance(plan, ModelPlan)
         plans[name] = plan
     entries = []
     for label, plan in plans.items():
         if keep is not None:
             (keep / f"{model} {label}.json").write_text(plan.to_json())
-        local = emit(chosen.captured, plan)
+        local = emit(chosen.captured, plan.single)
         entries.append(
             Entry(
                 label=label,

@@ -29,7 +29,7 @@ from autopar.calibration.measure import Effort, measure
 from autopar.lower.emit import emit
 from autopar.runtime import DistributedModule, init
 from autopar.runtime.data import local_samples
-from autopar.values.plan import plan_from_json
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import load
 from benchmarks.race_hosts import sent_nbytes
 from benchmarks.race_models import make
@@ -151,7 +151,7 @@ def contender(job: Race, text: str) -> Contender:
         captured = load(job.captured)
         state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         values = {s.placeholder: state[s.names[0]].detach() for s in (*captured.parameters, *captured.buffers)}
-        local = emit(captured, plan_from_json(text))
+        local = emit(captured, plan_from_json(text).single)
         module = DistributedModule(local, values, sync=False, seed=0).train()
         own = {s.placeholder: local_samples(module, s, batch[s.path]).clone() for s in captured.inputs}
         return Contender(list(module.parameters()), lambda: module.step(own, is_local=True))

@@ -62,7 +62,7 @@ def _run(process: int, model: str, cluster: str, rounds: int, folder: str, barri
     pricer = make_pricer(mesh=kept.mesh, cluster=device, config=kept.config)
     said, steps = [], []
     for recompute in (frozenset[str](), names):
-        plan = replace(kept, recompute=recompute)
+        plan = replace(kept.single, recompute=recompute)
         said.append(evaluate_program(plan, program, pricer).step_seconds)
         values = parameters_of(kept.captured, module) | buffers_of(kept.captured, module)
         local = emit(kept.captured, plan)

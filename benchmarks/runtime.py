@@ -33,6 +33,7 @@ from autopar.values.mesh import parse_mesh
 from autopar.values.placement import Shard
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.serialize import dump
+from autopar.values.staged_plan import one_stage
 from benchmarks.llama import LlamaSize, make_llama
 from benchmarks.runtime_contenders import Outcome, Pair, race
 
@@ -109,7 +110,7 @@ def make_pairs(size: LlamaSize, world: int, recipes: list[str], buckets: bool, c
                 size=size,
                 captured=graph,
                 **splits(plan),
-                plan=(with_buckets(plan, captured, cluster) if buckets else plan).to_json(),
+                plan=one_stage(with_buckets(plan, captured, cluster) if buckets else plan).to_json(),
             )
         )
     return pairs

@@ -31,7 +31,7 @@ from autopar.lower.emit import emit
 from autopar.runtime import DistributedModule
 from autopar.runtime.data import local_samples
 from autopar.runtime.peak_memory import PeakMemory
-from autopar.values.plan import plan_from_json
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import load
 from benchmarks.llama import LlamaSize, make_llama
 
@@ -184,7 +184,7 @@ def make_ours(pair: Pair) -> Contender:
     model, batch = make_llama(pair.size)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {s.placeholder: state[s.names[0]].detach() for s in (*captured.parameters, *captured.buffers)}
-    module = DistributedModule(emit(captured, plan_from_json(pair.plan)), values, sync=False, seed=0).train()
+    module = DistributedModule(emit(captured, plan_from_json(pair.plan).single), values, sync=False, seed=0).train()
     own = {s.placeholder: local_samples(module, s, batch[s.path]).clone() for s in captured.inputs}
     resident = [*own.values(), *module.buffers(), *module.state.constants.values()]
     return Contender(list(module.parameters()), lambda: module.step(own, is_local=True), resident)

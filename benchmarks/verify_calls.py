@@ -22,18 +22,18 @@ from autopar.api.again import Again
 from autopar.capture import capture
 from autopar.capture.loss import find_loss
 from autopar.errors import AutoparError
-from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
-from autopar.runtime import DistributedModule, PipelinedModule
+from autopar.runtime import distributed_module
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import leaves_of
 from autopar.values.mesh import make_mesh
 from autopar.values.outputs import flatten_outputs
-from autopar.values.plan import TrainConfig, plan_from_json
-from autopar.values.staged_plan import is_staged, staged_plan_from_json
+from autopar.values.plan import TrainConfig
+from autopar.values.plan_file import plan_from_json
+from autopar.values.staged_plan import one_stage
 from tests.calling_models import MODELS, call, made
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo
@@ -59,9 +59,8 @@ def config_of(name: str) -> TrainConfig:
 
 def plans_of(name: str, captured: CapturedModel, count: int, seed: int) -> list[str]:
     rng = random.Random(f"{name} {seed}")
-    texts = [
-        replace(random_plan(captured, make_mesh((2, 2)), rng), config=config_of(name)).to_json() for _ in range(count)
-    ]
+    drawn = [replace(random_plan(captured, make_mesh((2, 2)), rng), config=config_of(name)) for _ in range(count)]
+    texts = [one_stage(plan).to_json() for plan in drawn]
     try:
         cuts = random_cuts(captured, 2, rng)
         split_stages(captured, cuts)
@@ -80,16 +79,10 @@ def on_a_rank(name: str, text: str, draws: bool) -> tuple[float, str]:
     captured = capture(own, (), kwargs)
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
     given = Call(kwargs=kwargs)
-    module: Any
-    if is_staged(text):
-        staged = staged_plan_from_json(text)
-        parts = split_stages(captured, staged.cuts)
-        captor = Again(model=own, plans=staged.stages, planned=parts, precision=config_of(name).precision, call=given)
-        module = PipelinedModule(captured, parts, staged, values, captor=captor)
-    else:
-        plan = plan_from_json(text)
-        captor = Again(model=own, plans=[plan], planned=[captured], precision=config_of(name).precision, call=given)
-        module = DistributedModule(emit(captured, plan), values, captor=captor)
+    plan = plan_from_json(text)
+    parts = split_stages(captured, plan.cuts)
+    captor = Again(model=own, plans=plan.stages, planned=parts, precision=config_of(name).precision, call=given)
+    module = distributed_module(captured, plan, values, captor=captor)
     worst = 0.0
     try:
         for step in range(2):

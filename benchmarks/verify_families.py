@@ -33,6 +33,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from autopar.verification import DEVICES, TOLERANCES, Check, verify_plans
 from tests.zoo import FAMILIES, zoo
 
@@ -94,7 +95,8 @@ def verified(
     for mesh in meshes:
         plans, reasons = plans_for(captured, mesh, num_random, seed)
         wanted = steps if against_module and device == "cpu" else None
-        checks = list(verify_plans(captured, values, inputs, plans, wanted=wanted, device=device))
+        whole = {label: one_stage(plan) for label, plan in plans.items()}
+        checks = list(verify_plans(captured, values, inputs, whole, wanted=wanted, device=device))
         found = [(c.loss_error, c.gradient_error, c.peak_error) for c in checks]
         loss, gradient, peak = (max(column, key=abs) for column in zip(*found, strict=True))
         yield Verified(

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import autopar
-from autopar.api.model_plan import ModelPlan
 from autopar.calibration.fit import fit_cluster
 from autopar.search.costs.evaluate import evaluate
 from autopar.values.cluster import Cluster
 from autopar.values.plan import Estimate
 from autopar.values.serialize import dump
+from autopar.values.staged_plan import one_stage
 from benchmarks.race import CALIBRATION, Ranks
 from benchmarks.race_hosts import Hosts, HostsError
 from benchmarks.race_models import make
@@ -40,12 +40,12 @@ def contenders(cluster: Cluster, baseline: str, parts: list[int]) -> tuple[Race,
         plan = autopar.plan(
             module, batch, cluster=cluster, mesh="2", precision="fp32", baseline=baseline, microbatches=count
         )
-        assert isinstance(plan, ModelPlan) and plan.captured is not None
+        assert plan.captured is not None
         for copies in (1, 2) if count % 2 == 0 else (1,):
-            own = replace(plan, copies=copies)
+            own = replace(plan.single, copies=copies)
             label = f"{count} micro-batch{'es' * (count > 1)}{', two at once' * (copies > 1)}"
             predicted[label] = evaluate(own, plan.captured, cluster)
-            race.contenders[label] = own.to_json()
+            race.contenders[label] = one_stage(own).to_json()
             race.graphs[label] = dump(plan.captured)
     return race, predicted
 

@@ -23,8 +23,9 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_ranges
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.staged_plan import StagedPlan
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
 
@@ -120,7 +121,7 @@ def compared(file: str, texts: list[str]) -> list[tuple[float, float, str]]:
     found = contents(file)
     out = []
     for text in texts:
-        plan = staged_plan_from_json(text)
+        plan = plan_from_json(text)
         module = pipelined(file, plan)
         with count_messages(module) as sent:
             loss = float(module.step(found["inputs"]))

@@ -27,8 +27,10 @@ from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
-from autopar.values.plan import Plan, TrainConfig, Way, plan_from_json
+from autopar.values.plan import Plan, TrainConfig, Way
+from autopar.values.plan_file import plan_from_json
 from autopar.values.redistribution import in_levels, messages, step_between
+from autopar.values.staged_plan import one_stage
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
 from tests.process_group import ranks
@@ -124,8 +126,8 @@ def test_what_ways_save_is_said_and_is_part_of_what_buckets_save() -> None:
     found, usual = (with_buckets(plan, captured, cluster, flatten=flatten) for flatten in (True, False))
     assert found.estimate.alone_seconds == pytest.approx(plan.estimate.step_seconds)
     assert found.estimate.saved > found.estimate.saved_by_ways > 0 == usual.estimate.saved_by_ways
-    text = found.to_json()
-    assert plan_from_json(text).ways == found.ways and plan_from_json(text).estimate.saved_by_ways > 0
+    loaded = plan_from_json(one_stage(found).to_json()).single
+    assert loaded.ways == found.ways and loaded.estimate.saved_by_ways > 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -163,7 +165,9 @@ def test_training_in_levels_equals_one_process(count: int) -> None:
 
 def test_exported_code_trains_in_levels(tmp_path: Path) -> None:
     graph = cases.captured()
-    model_plan(in_levels_everywhere(), captured=graph, values=buffers_of(graph, cases.words())).export(tmp_path)
+    model_plan(one_stage(in_levels_everywhere()), captured=graph, values=buffers_of(graph, cases.words())).export(
+        tmp_path
+    )
     assert "inside=" in "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     for got, want, same in ranks(4).run(exported, str(tmp_path)):
         assert same and got == pytest.approx(want, rel=1e-12)

@@ -25,6 +25,7 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine, program_of
 
@@ -47,7 +48,7 @@ def test_training_equals_one_process(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", ["ddp", "use"])
 def test_exported_code_trains_in_buckets(name: str, tmp_path: Path) -> None:
     graph = cases.captured()
-    model_plan(fused(name, 1), captured=graph, values=buffers_of(graph, cases.words())).export(tmp_path)
+    model_plan(one_stage(fused(name, 1)), captured=graph, values=buffers_of(graph, cases.words())).export(tmp_path)
     for got, want, same in ranks(2).run(exported, str(tmp_path)):
         assert same and got == pytest.approx(want, rel=1e-12)
 

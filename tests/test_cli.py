@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.api.captures import captured_model
-from autopar.api.staged_model_plan import staged_model_plan
+from autopar.api.model_plan import model_plan
 from autopar.cli import verify as verify_command
 from autopar.cli.main import main
 from autopar.models import load_model
@@ -265,7 +265,7 @@ def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net
     captured, call = captured_model(loaded.model, Call(kwargs=loaded.kwargs), "fp32", microbatches=2)
     cut = next(n.name for n in captured.graph.nodes if "linear_1" in n.name)
     plan = random_staged_plan(captured, make_mesh((2,)), "1f1b", 2, (cut,), random.Random(1))
-    staged_model_plan(plan, captured=captured, call=call, source=source).save(tmp_path / "plan.json")
+    model_plan(plan, captured=captured, call=call, source=source).save(tmp_path / "plan.json")
     code, out, _ = run(capsys, "verify", net, "--plan", tmp_path / "plan.json", "--json")
     body = json.loads(out)
     assert code == 0 and body["passed"] and body["loss_error"] < 1e-10 and body["gradient_error"] < 1e-8

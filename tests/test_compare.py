@@ -6,18 +6,21 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import PlanMismatchError
-from autopar.search.explanation.compare import Change, Difference, compare
+from autopar.report.diff_text import diff_text
+from autopar.search.explanation.compare import compare
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.difference import Change, Difference
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, machine
 from tests.test_microbatch_plans import captured_of as captured_in
 
 
 def difference(left: Plan, right: Plan) -> Difference:
-    return compare(left, right, captured_of("llama"), captured_of("llama"))
+    return compare(one_stage(left), one_stage(right), captured_of("llama"), captured_of("llama"))
 
 
 def any_plan(seed: int = 0) -> Plan:
@@ -29,7 +32,7 @@ def any_plan(seed: int = 0) -> Plan:
 def test_a_plan_and_itself_differ_in_nothing(seed: int) -> None:
     plan = any_plan(seed)
     made = difference(plan, plan)
-    assert made.is_empty and not made.changes and "decide and cost the same" in str(made)
+    assert made.is_empty and not made.changes and "decide and cost the same" in diff_text(made)
 
 
 def test_both_ways_are_mirrors_and_costs_are_the_estimates() -> None:
@@ -43,7 +46,7 @@ def test_both_ways_are_mirrors_and_costs_are_the_estimates() -> None:
         assert there.seconds.get(kind, (0.0, 0.0)) == (one.estimate.seconds[kind], other.estimate.seconds[kind])
     assert sum(b for _, b in there.nbytes.values()) == other.estimate.peak_nbytes
     q = next(c for c in there.changes if c.what == "model.layers.*.self_attn.q_proj: linear")
-    assert "[op]" in str(there) and "[parameter]" in str(there)
+    assert "[op]" in diff_text(there) and "[parameter]" in diff_text(there)
     assert q.count == 2 and q.left.startswith("split by batch") and "split by columns on model" in q.right
 
 
@@ -80,11 +83,11 @@ def test_what_is_changed_is_what_is_said() -> None:
 
 def test_other_numbers_of_micro_batches_compare_and_other_models_do_not() -> None:
     graphs = [captured_in("llama", count) for count in (2, 4)]
-    left, right = (make_baseline("fsdp", g, machine(2), make_mesh((2,)), TrainConfig()) for g in graphs)
+    left, right = (one_stage(make_baseline("fsdp", g, machine(2), make_mesh((2,)), TrainConfig())) for g in graphs)
     made = compare(left, right, *graphs)
     assert made.facts["micro-batches"] == ("2", "4") and "mesh" not in made.facts
     assert not [c for c in made.changes if c.kind == "op"]
-    other = random_plan(captured_of("gpt2"), make_mesh((2,)), random.Random(0))
+    other = one_stage(random_plan(captured_of("gpt2"), make_mesh((2,)), random.Random(0)))
     with pytest.raises(PlanMismatchError, match=r"different models, LlamaForCausalLM and GPT2LMHeadModel: parameter"):
         compare(left, other, graphs[0], captured_of("gpt2"))
     with pytest.raises(PlanMismatchError, match="the graph at hand is that of one of 2"):

@@ -31,7 +31,9 @@ from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
-from autopar.values.plan import Plan, TrainConfig, Way, load_plan
+from autopar.values.plan import Plan, TrainConfig, Way
+from autopar.values.plan_file import load_plan
+from autopar.values.staged_plan import one_stage
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
 from tests.search_cases import exact_of
@@ -149,15 +151,15 @@ def exported_code(folder: str) -> int:
     sys.modules["compiled_model"] = code
     spec.loader.exec_module(code)
     named = dict(words().named_parameters())
-    own = load_exported(folder, code.forward, lambda name, shape, dtype: named[name].detach(), seed=5)
-    return equal(distributed(load_plan(Path(folder) / "plan.json"), seed=5), own, "aot_eager", False, [batch(0)])
+    own = load_exported(folder, [code.forward], lambda name, shape, dtype: named[name].detach(), seed=5)
+    return equal(distributed(load_plan(Path(folder) / "plan.json").single, seed=5), own, "aot_eager", False, [batch(0)])
 
 
 def test_exported_code_compiles(tmp_path: Path) -> None:
     model, plan = words(), recomputed(some_plan((2,), 4), 0.5)
     local = emit(captured(), plan)
     values = {**parameters_of(captured(), model), **buffers_of(captured(), model)}
-    export_folder(tmp_path, local, plan.to_json(), values)
+    export_folder(tmp_path, captured(), [local], one_stage(plan), values)
     assert ranks(2).run(exported_code, str(tmp_path)) == [1, 1]
 
 

@@ -9,19 +9,22 @@ import pytest
 
 from autopar.api.model_plan import model_plan, plan_from_text
 from autopar.errors import ClusterError, InfeasibleError, PlanMismatchError
+from autopar.report.explain_text import explain_text
 from autopar.search.costs.evaluate import evaluate, evaluate_program
 from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.exact.ilp import solve
-from autopar.search.explanation import explain as explaining
+from autopar.search.explanation import explain_stage, questions
 from autopar.search.explanation.alternatives import Space
-from autopar.search.explanation.explain import Explanation, explain
+from autopar.search.explanation.explain import explain
 from autopar.search.explanation.what_if import faster_arithmetic, faster_link
 from autopar.search.graph.build import build
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.planner import make_plan
+from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, machine, program_of
 
 STEP = 3e4
@@ -61,11 +64,11 @@ def tight() -> tuple[Plan, TrainConfig]:
 @pytest.fixture(scope="module")
 def explanation() -> Explanation:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "GB", STEP)
-        patch.setattr(explaining, "DECISIONS", 1)
+        patch.setattr(questions, "GB", STEP)
+        patch.setattr(explain_stage, "DECISIONS", 1)
         plan = tight()[0]
         priced = plan.with_estimate(replace(plan.estimate, baselines={"ddp": "does not fit"}))
-        return explain(priced, captured_of("llama"), machine(), relative_gap=GAP, seconds=1e4)
+        return explain(one_stage(priced), captured_of("llama"), machine(), relative_gap=GAP, seconds=1e4)
 
 
 def replanned(limit: float) -> Plan:
@@ -91,7 +94,7 @@ def test_more_memory_buys_what_planning_with_it_gives(explanation: Explanation) 
     assert explanation.limit_costs is not None
     least, most = explanation.limit_costs
     assert 0 < least <= plan.estimate.step_seconds - free.best <= most
-    assert "memory binds: " in str(explanation)
+    assert "memory binds: " in explain_text(explanation)
     assert explanation.baselines == {"ddp": "does not fit"}, "those of the plan are not priced again"
 
 
@@ -158,15 +161,17 @@ def test_a_forbidden_decision_is_the_best_of_all_others() -> None:
 
 def test_without_time_nothing_is_asked_and_everything_said() -> None:
     plan = tight()[0]
-    made = explain(plan, captured_of("llama"), machine(), seconds=0.0)
+    made = explain(one_stage(plan), captured_of("llama"), machine(), seconds=0.0)
     assert not made.offers and not made.alternatives and not made.baselines
     assert {"no memory limit", "baseline ddp"} <= set(made.unanswered)
-    assert "whether the limit binds was not asked" in str(made) and "not asked, for the time was over" in str(made)
-    assert max(map(len, str(made).splitlines())) <= 120
+    assert "whether the limit binds was not asked" in explain_text(
+        made
+    ) and "not asked, for the time was over" in explain_text(made)
+    assert max(map(len, explain_text(made).splitlines())) <= 120
 
 
 def test_a_plan_without_its_model_or_machine_says_so() -> None:
-    bound = model_plan(tight()[0], captured=captured_of("llama"))
+    bound = model_plan(one_stage(tight()[0]), captured=captured_of("llama"))
     loaded = plan_from_text(bound.to_json())
     with pytest.raises(PlanMismatchError, match="no graph of LlamaForCausalLM"):
         loaded.explain(cluster=machine())

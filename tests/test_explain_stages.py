@@ -7,21 +7,23 @@ from functools import lru_cache
 import pytest
 
 from autopar.api import planning as api
-from autopar.api.staged_model_plan import StagedModelPlan
+from autopar.api.model_plan import ModelPlan
 from autopar.errors import PlanMismatchError
 from autopar.passes.split_stages import split_stages
-from autopar.search.explanation import explain as explaining
+from autopar.report.explain_text import explain_text
 from autopar.search.explanation import explain_stages as explain_module
+from autopar.search.explanation import questions
 from autopar.search.explanation.compare import compare
-from autopar.search.explanation.explain_stages import StagedExplanation, explain_stages
+from autopar.search.explanation.explain import explain
 from autopar.search.explanation.what_if import faster_arithmetic
 from autopar.search.known.baselines import make_baseline
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import priced
+from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, Layout
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import TrainConfig
+from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
 from tests.test_staged_configurations import llama, made_of
 from tests.zoo import zoo
@@ -35,9 +37,9 @@ def recipe(text: str) -> StagedPlan:
     return made_of(text, llama(4))
 
 
-def quick(plan: StagedPlan, seconds: float = 0.0) -> StagedExplanation:
+def quick(plan: StagedPlan, seconds: float = 0.0) -> Explanation:
     """Nothing asked, everything priced."""
-    return explain_stages(plan, llama(4), machine(), seconds=seconds)
+    return explain(plan, llama(4), machine(), seconds=seconds)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -56,9 +58,9 @@ def test_parts_are_the_step_and_bytes_those_of_the_fullest_rank(text: str) -> No
     assert made.parts["work, shared out evenly"] == pytest.approx(work, rel=1e-9)
     slowest = made.stages[made.slowest]
     spent = plan.microbatches * (slowest.forward + slowest.backward) + slowest.once
-    assert sum(item.amount for item in made.items.seconds) == pytest.approx(spent, rel=1e-9)
+    assert sum(item.amount for item in made.ledger.seconds) == pytest.approx(spent, rel=1e-9)
     assert made.unanswered and not made.offers
-    assert "fill and drain of the schedule" in str(made) and "model.layers." in str(made)
+    assert "fill and drain of the schedule" in explain_text(made) and "model.layers." in explain_text(made)
 
 
 def test_fill_and_drain_are_those_of_equal_stages() -> None:
@@ -82,13 +84,13 @@ def test_offers_are_what_planning_again_with_the_same_arrangement_gives(monkeypa
     model, kwargs = zoo("gpt2", batch=8)
     plan = api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2,mbs=1")
     best = api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=4, relative_gap=GAP)
-    assert isinstance(plan, StagedModelPlan) and best.estimate.step_seconds < plan.estimate.step_seconds
+    assert isinstance(plan, ModelPlan) and best.estimate.step_seconds < plan.estimate.step_seconds
     asked = {"no memory limit", "2× the flop/s"}
-    every = explaining.changes
+    every = questions.changes
     few = lambda *given: [change for change in every(*given) if change[0].partition(":")[0] in asked]  # noqa: E731
     monkeypatch.setattr(explain_module, "changes", few)
     made = plan.explain(seconds=100.0)
-    assert isinstance(made, StagedExplanation) and not made.unanswered
+    assert isinstance(made, Explanation) and not made.unanswered
     offers = {offer.change.partition(":")[0]: offer for offer in made.offers}
     assert set(offers) == asked
     for offer in made.offers:
@@ -112,7 +114,7 @@ def test_what_the_search_met_is_near() -> None:
     near = {"search": {"near": {"2 stages of 1x2": 2.0}, "not_below": {"4 stages of 1": 3.0}}}
     made = quick(plan.with_estimate(replace(plan.estimate, solver=near)))
     assert made.near == {"2 stages of 1x2": 2.0} and made.not_below == {"4 stages of 1": 3.0}
-    assert "2 stages of 1x2" in str(made) and "not planned: no plan of it takes less" in str(made)
+    assert "2 stages of 1x2" in explain_text(made) and "not planned: no plan of it takes less" in explain_text(made)
 
 
 def test_a_plan_in_stages_and_itself_differ_in_nothing() -> None:
@@ -145,7 +147,7 @@ def test_other_cuts_are_other_stages_of_blocks() -> None:
 
 def test_with_and_without_stages_total_what_each_takes() -> None:
     staged, mesh = recipe("ddp:pp=2"), make_mesh((4,))
-    whole: Plan = make_baseline("ddp", llama(1), machine(), mesh, TrainConfig())
+    whole = one_stage(make_baseline("ddp", llama(1), machine(), mesh, TrainConfig()))
     made = compare(whole, staged, llama(1), llama(4))
     assert made.facts["pipeline"] == ("none", "2 stages on 2 ranks, 1f1b") and made.facts["mesh"]
     for i, plan in enumerate((whole, staged)):

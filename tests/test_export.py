@@ -36,6 +36,7 @@ from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.process_group import ranks
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
@@ -171,8 +172,8 @@ def export_of(
     plan = random_plan(captured, make_mesh(shape), random.Random(seed))
     local = emit(captured, plan)
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    own = model_plan(plan, captured=captured, call=Call(kwargs=kwargs))
-    export_folder(folder, local, own.to_json(), values)
+    own = model_plan(one_stage(plan), captured=captured, call=Call(kwargs=kwargs))
+    export_folder(folder, captured, [local], own, values)
     return model, kwargs, local
 
 
@@ -191,7 +192,7 @@ def _exported_against_graph(folder: str, family: str) -> list[tuple[float, float
     sys.modules["exported_model"] = code
     spec.loader.exec_module(code)
     whole = DistributedModule(local, values, seed=3)
-    exported = load_exported(folder, code.forward, lambda name, shape, dtype: named[name], seed=3)
+    exported = load_exported(folder, [code.forward], lambda name, shape, dtype: named[name], seed=3)
     out = []
     for training in (True, False):
         losses = []
@@ -239,7 +240,7 @@ def test_an_export_without_specs_says_so(tmp_path: Path) -> None:
     export_of("vit", tmp_path, (2,))
     (tmp_path / "specs.json").unlink()
     with pytest.raises(PlanMismatchError, match=r"specs.json cannot be read .*; export the model again"):
-        load_exported(tmp_path, lambda w: None, lambda *_: torch.zeros(()))
+        load_exported(tmp_path, [lambda w: None], lambda *_: torch.zeros(()))
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

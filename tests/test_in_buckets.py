@@ -15,9 +15,12 @@ from autopar.capture import capture
 from autopar.cost_models.collectives import Form, least, shared
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
+from autopar.report.explain_text import explain_text
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import make_pricer
-from autopar.search.explanation import explain as explaining
+from autopar.search.explanation import explain_stage as explaining
+from autopar.search.explanation.explain import explain
+from autopar.search.explanation.questions import UNLIMITED
 from autopar.search.explanation.what_if import faster_link
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.mesh_search import search_meshes
@@ -31,6 +34,7 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, program_of
 
 GAP = 1e-3
@@ -163,12 +167,12 @@ def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypa
     monkeypatch.setattr(explaining, "DECISIONS", 1)
     cluster = hosts(1e-4)
     plan = chosen(searched(cluster), cluster)
-    made = explaining.explain(plan, net(), cluster, relative_gap=GAP, seconds=1e4)
-    limits = [explaining.UNLIMITED, explaining.AS_IT_IS, *(o.change for o in made.offers if "GB" in o.change)]
+    made = explain(one_stage(plan), net(), cluster, relative_gap=GAP, seconds=1e4)
+    limits = [UNLIMITED, explaining.AS_IT_IS, *(o.change for o in made.offers if "GB" in o.change)]
     assert len(allowed) == len(made.offers) - len(limits) + 1, "without a limit it fits all the others"
     assert 0 < min(allowed) <= max(allowed) <= 5.0
     step, offers = plan.estimate.step_seconds, {offer.change: offer for offer in made.offers}
-    for change in (explaining.AS_IT_IS, explaining.UNLIMITED):
+    for change in (explaining.AS_IT_IS, UNLIMITED):
         offer = offers[change]
         assert offer.best == offer.same == pytest.approx(step)
         assert offer.in_turn is not None and offer.bound <= offer.in_turn < plan.estimate.in_turn_seconds
@@ -178,7 +182,9 @@ def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypa
     again = chosen(searched(other), other)
     assert faster.best == pytest.approx(min(own.step_seconds, again.estimate.step_seconds))
     assert made.baselines == plan.estimate.baselines and made.limit_costs == (0.0, 0.0)
-    assert "if nothing ran beside compute" in str(made) and "what is proved counts everything in turn" in str(made)
+    assert "if nothing ran beside compute" in explain_text(
+        made
+    ) and "what is proved counts everything in turn" in explain_text(made)
 
 
 class Classes(nn.Module):

@@ -22,8 +22,9 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import peaks_of_actions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.search_cases import machine
 
@@ -60,7 +61,7 @@ def noting_peaks() -> Iterator[tuple[Peaks, list[PeakMemory]]]:
 
 def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Peaks:
     """Of the actions of this rank in a step before the optimizer has a state."""
-    plan, captured = staged_plan_from_json(text), load(graph)
+    plan, captured = plan_from_json(text), load(graph)
     with noting_peaks() as (peaks, memories):
         module = PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values, sync=False)
         with watch(module, inputs) as memory:

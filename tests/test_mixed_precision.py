@@ -34,9 +34,10 @@ from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_shape
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan_file import plan_from_json
 from autopar.values.precision import PRECISIONS, computed_twin, with_storage
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import staged_plan_from_json
+from autopar.values.staged_plan import one_stage
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.runtime_cases import whole as whole_of
@@ -205,8 +206,9 @@ def test_a_plan_counts_stored_bytes() -> None:
     assert {(p.dtype, p.storage) for p in captured.parameters} == {(torch.bfloat16, torch.float32)}
     for spec in captured.parameters:
         assert torch.equal(plan.values[spec.placeholder], model.get_parameter(spec.names[0]))
-    numel = sum(math.prod(local_shape(p.shape, plan.layouts[p.placeholder], plan.mesh)) for p in captured.parameters)
-    estimate = evaluate(plan, captured, machine(2))
+    stage = plan.single
+    numel = sum(math.prod(local_shape(p.shape, stage.layouts[p.placeholder], plan.mesh)) for p in captured.parameters)
+    estimate = evaluate(stage, captured, machine(2))
     assert (estimate.memory["parameters"], estimate.memory["optimizer"]) == (4 * numel, 8 * numel)
     assert 0 < plan.estimate.bound <= plan.estimate.step_seconds
     narrow = autopar.plan(model, kwargs, precision="bf16", **options)  # type: ignore[arg-type]
@@ -222,7 +224,7 @@ def from_folder(folder: str, graph: bytes, values: Any, inputs: Any) -> tuple[fl
     import sys
 
     from autopar.runtime import load_exported
-    from autopar.values.plan import load_plan
+    from autopar.values.plan_file import load_plan
 
     spec = importlib.util.spec_from_file_location("exported_mixed", Path(folder) / "model.py")
     assert spec is not None and spec.loader is not None
@@ -230,8 +232,8 @@ def from_folder(folder: str, graph: bytes, values: Any, inputs: Any) -> tuple[fl
     spec.loader.exec_module(code)
     captured = load(graph)
     named = {p.names[0]: values[p.placeholder] for p in captured.parameters}
-    own = load_exported(folder, code.forward, lambda name, shape, dtype: named[name].to(dtype))
-    module = DistributedModule(emit(captured, load_plan(Path(folder) / "plan.json")), values)
+    own = load_exported(folder, [code.forward], lambda name, shape, dtype: named[name].to(dtype))
+    module = DistributedModule(emit(captured, load_plan(Path(folder) / "plan.json").single), values)
     loss, expected = own.step(inputs), module.step(inputs)
     for parameter in captured.parameters:
         got, want = own.get_parameter(parameter.names[0]), module.get_parameter(parameter.names[0])
@@ -245,14 +247,14 @@ def test_an_exported_folder_trains_wide(tmp_path: Path) -> None:
 
     captured, values, inputs = case("llama", 2)
     plan = some_plan("step", captured)
-    export_folder(tmp_path, emit(captured, plan), plan.to_json(), values)
+    export_folder(tmp_path, captured, [emit(captured, plan)], one_stage(plan), values)
     for loss, expected in ranks(2).run(from_folder, str(tmp_path), dump(captured), values, inputs):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def staged_errors(text: str, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]) -> list[float]:
     """On a rank: relative errors of the gradients of its stages; asserts dtypes and what is sent."""
-    captured, plan = load(graph), staged_plan_from_json(text)
+    captured, plan = load(graph), plan_from_json(text)
     stages = split_stages(captured, plan.cuts)
     module = PipelinedModule(captured, stages, plan, values, seed=1, exact_random=True)
     with count_messages(module) as sent:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api.model_plan import ModelPlan
-from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.lower.emit import emit
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import evaluate
@@ -23,8 +22,7 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
 
 
@@ -43,18 +41,15 @@ class Net(nn.Module):
 def made(overlap: autopar.Overlap | None = None) -> ModelPlan:
     with torch.device("meta"):
         model, x = Net(), torch.empty(32, 64)
-    plan = autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="4", overlap=overlap, with_baselines=False)
-    assert isinstance(plan, ModelPlan)
-    return plan
+    return autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="4", overlap=overlap, with_baselines=False)
 
 
-def decided(plan: Plan) -> tuple[object, ...]:
+def decided(whole: StagedPlan) -> tuple[object, ...]:
+    plan = whole.single
     return plan.mesh.shape, sorted(plan.choices.items()), str(plan.layouts), str(plan.lifetimes), plan.recompute
 
 
-def ranked(
-    plan: Plan | StagedPlan, others: Sequence[Plan | StagedPlan], captured: CapturedModel, cluster: Cluster
-) -> Plan | StagedPlan:
+def ranked(plan: StagedPlan, others: Sequence[StagedPlan], captured: CapturedModel, cluster: Cluster) -> StagedPlan:
     ranking = Ranking(cluster=cluster, overlap=autopar.Overlap(bucket_nbytes=0))
     for one in (plan, *others):
         ranking.add(one, captured)
@@ -70,9 +65,9 @@ def test_the_next_best_plans_differ_run_and_cost_more() -> None:
     assert min(other.estimate.in_turn_seconds for other in others) >= plan.estimate.bound * (1 - 1e-9)
     seen = [decided(plan)]
     for other in others:
-        assert isinstance(other, ModelPlan) and plan.captured is not None
-        emit(plan.captured, other)
-        found = evaluate(other, plan.captured, machine(4, 1e9))
+        assert plan.captured is not None
+        emit(plan.captured, other.single)
+        found = evaluate(other.single, plan.captured, machine(4, 1e9))
         assert (found.seconds, found.memory) == (other.estimate.seconds, other.estimate.memory)
         assert other.call == plan.call and other.estimate.solver["instead"]
         assert decided(other) not in seen and other.mesh == plan.mesh
@@ -86,11 +81,10 @@ def test_plans_in_stages_have_other_stages_and_none_beside_them() -> None:
     with torch.device("meta"):
         model, x = Net(), torch.empty(32, 64)
     plan = autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="auto", pipeline=2, microbatches=4)
-    assert isinstance(plan, StagedModelPlan)
     others = plan.alternatives(20)
-    assert {other.pipeline for other in others if isinstance(other, StagedModelPlan)} == {2}, "three blocks"
-    assert {other.schedule for other in others if isinstance(other, StagedModelPlan)} >= {"gpipe"}
-    assert any(isinstance(other, ModelPlan) for other in others)
+    assert plan.num_stages > 1 and {other.pipeline for other in others} == {1, 2}, "three blocks"
+    assert "gpipe" in {other.schedule for other in others if other.num_stages > 1}
+    assert any(other.num_stages == 1 for other in others)
     assert [o.estimate.step_seconds for o in others] == sorted(o.estimate.step_seconds for o in others)
     for other in others:
         assert other.captured is plan.captured is not None
@@ -106,21 +100,21 @@ def test_the_timeline_picks_the_shortest_and_keeps_the_bound() -> None:
     assert captured is not None
     plans = []
     for seed in range(4):
-        plan = random_plan(captured, make_mesh((4,)), random.Random(seed))
-        estimate = replace(evaluate(plan, captured, machine()), bound=1e-9, solver={"instead": f"plan {seed}"})
+        plan = one_stage(random_plan(captured, make_mesh((4,)), random.Random(seed)))
+        estimate = replace(evaluate(plan.single, captured, machine()), bound=1e-9, solver={"instead": f"plan {seed}"})
         plans.append(plan.with_estimate(estimate))
-    times = [plan_timeline(plan, captured, machine(), overlap).seconds for plan in plans]
+    times = [plan_timeline(plan, [captured], machine(), overlap).seconds for plan in plans]
     slowest = times.index(max(times))
     rest = [plan for number, plan in enumerate(plans) if number != slowest]
     best = ranked(plans[slowest], rest, captured, machine())
     facts = best.estimate.solver["timeline"]
     assert best.estimate.bound == 1e-9
     assert facts["plans"][facts["chosen"]]["timeline_seconds"] == pytest.approx(min(times))
-    assert best.choices == plans[times.index(min(times))].choices
-    assert facts["chosen"] > 0 and "which is what the bound is of" in plan_text(best, None, machine())
+    assert best.stages == plans[times.index(min(times))].stages
+    assert facts["chosen"] > 0 and "which is what the bound is of" in plan_text(best, (), machine())
     fastest = times.index(min(times))
     same = ranked(plans[fastest], plans[fastest + 1 :], captured, machine())
-    assert same.estimate.solver["timeline"]["chosen"] == 0 and "as by the sum" in plan_text(same, None, machine())
+    assert same.estimate.solver["timeline"]["chosen"] == 0 and "as by the sum" in plan_text(same, (), machine())
 
 
 def test_planning_for_overlap() -> None:
@@ -152,7 +146,7 @@ def test_numbers_of_micro_batches_are_ranked_as_one_by_one() -> None:
             with_baselines=False,
         )
         facts = plan.estimate.solver["timeline"]
-        assert isinstance(plan, StagedModelPlan) and plan.mesh.shape == (2,), "as asked"
+        assert plan.num_stages == 2 and plan.mesh.shape == (2,), "as asked"
         assert number == "auto" or {row["plan"].partition(" micro-")[0] for row in facts["plans"]}.isdisjoint("124")
         seconds: float = facts["plans"][facts["chosen"]]["timeline_seconds"]
         assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(seconds)
@@ -167,7 +161,8 @@ def test_plans_that_differ_in_names_alone_are_one() -> None:
     """Without a gradient, invariant and replicated run alike."""
     plan = made()
     assert plan.captured is not None
-    op = next(iter(plan.choices))
-    one, other = (replace(plan, choices={**plan.choices, op: (word,)}) for word in ("invariant", "replicate"))
+    own = plan.single
+    op = next(iter(own.choices))
+    one, other = (one_stage(replace(own, choices={**own.choices, op: (word,)})) for word in ("invariant", "replicate"))
     for without, same in ((frozenset({op}), True), (frozenset[str](), False)):
         assert (_decisions(one, without) == _decisions(other, without)) is same

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from autopar.capture import capture
 from autopar.cost_models.compute import HOST
 from autopar.lower.program import make_program
+from autopar.report.explain_text import explain_text
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.explanation.explain import explain
 from autopar.search.explanation.odd_rows import odd_rows
@@ -18,6 +19,7 @@ from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import TrainConfig
+from autopar.values.staged_plan import one_stage
 
 TOKENS, HIDDEN = 8192, 1024
 
@@ -66,7 +68,7 @@ def test_an_explanation_says_so() -> None:
     for words, said in ((50257, True), (50264, False)):
         graph = captured(words)
         plan = make_plan(graph, cluster, mesh, TrainConfig(precision="bf16"), with_baselines=False)
-        text = str(explain(plan, graph, cluster, seconds=0.0))
+        text = explain_text(explain(one_stage(plan), graph, cluster, seconds=0.0))
         assert ("unaligned rows: head take" in text and "on a rank 50257;" in text) == said
 
 

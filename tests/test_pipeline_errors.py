@@ -12,7 +12,7 @@ import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError, RankError
 from autopar.passes.split_stages import owners, split_stages
 from autopar.values.placement import INVARIANT, Layout
-from autopar.values.staged_plan import staged_plan_from_json
+from autopar.values.plan_file import plan_from_json
 from tests.process_group import ranks
 from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
@@ -20,7 +20,7 @@ from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 def refusals(texts: list[str]) -> list[str]:
     """What each rank is told if ranks have different plans, if torch lacks the schedule, and of other world sizes."""
     messages = []
-    plans = [staged_plan_from_json(text) for text in texts]
+    plans = [plan_from_json(text) for text in texts]
     with pytest.raises(RankError) as caught:
         pipelined(plans[int(os.environ["RANK"]) == 3])
     messages.append(str(caught.value))
@@ -42,12 +42,12 @@ def test_what_ranks_are_refused() -> None:
         assert "ranks differ in plan" in differ and "on ranks [3]" in differ
         assert "zbv needs torch.distributed.pipelining.ScheduleZBVZeroBubble" in lacking
         assert "plan with one of gpipe, 1f1b, interleaved-1f1b" in lacking
-        assert "3 stages on 3 pipeline ranks of mesh 2 (data), 6 ranks in all, but 4 processes were started" in world
+        assert "a pipeline of 3 stage meshes 2 (data) has 6 ranks but 4 processes were started" in world
 
 
 def failed(text: str) -> list[str]:
     """What a step raises if a rank is gone, if a pass fails with an error of ours, and with any other."""
-    module = pipelined(staged_plan_from_json(text))
+    module = pipelined(plan_from_json(text))
     messages = []
     for cause in (None, BatchError("too many rows"), ZeroDivisionError("by zero")):
         error = RuntimeError("connection closed")

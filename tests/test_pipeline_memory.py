@@ -28,8 +28,9 @@ from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import PARTIAL, Layout
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
@@ -49,7 +50,7 @@ def case(family: str, microbatches: int) -> tuple[CapturedModel, dict[str, Tenso
 
 def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> int:
     """Peak of this rank in steps before the optimizer has a state; the least of two: Gloo's threads hold buffers."""
-    plan, captured = staged_plan_from_json(text), load(graph)
+    plan, captured = plan_from_json(text), load(graph)
     module = PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values, sync=False)
     peaks = []
     for _ in range(2):

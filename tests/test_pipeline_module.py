@@ -15,25 +15,18 @@ from torch import Tensor, nn
 import autopar
 import tests.runtime_cases as cases
 from autopar.api.captures import captured_model
-from autopar.api.model_plan import load_plan
-from autopar.api.staged_model_plan import StagedModelPlan, staged_model_plan
+from autopar.api.model_plan import load_plan, model_plan
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
-from autopar.runtime import (
-    PipelinedModule,
-    count_messages,
-    load,
-    load_exported_stages,
-    reset_parameters,
-    save,
-)
+from autopar.runtime import PipelinedModule, count_messages, load, load_exported, reset_parameters, save
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import TrainConfig
-from autopar.values.staged_plan import StagedPlan, staged_plan_from_json
+from autopar.values.plan_file import plan_from_json
+from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
@@ -66,7 +59,7 @@ def one_process(clip: float | None = None) -> tuple[list[float], dict[str, Tenso
 
 
 def trained(text: str, clip: float | None = None) -> tuple[list[float], dict[str, Tensor], float]:
-    module = pipelined(staged_plan_from_json(text))
+    module = pipelined(plan_from_json(text))
     optimizer = adamw(module)
     losses, norm = [], 0.0
     for step in range(STEPS):
@@ -93,7 +86,7 @@ def test_steps_of_an_optimizer_equal_one_process(schedule: str, clip: float | No
 
 def evaluated(text: str) -> None:
     """Gradients add without zero_grad; evaluation between steps has the loss of the model in eval mode."""
-    module = pipelined(staged_plan_from_json(text))
+    module = pipelined(plan_from_json(text))
     module.train_step(batch(0))
     names = [spec.placeholder for state in module.states for spec in state.specs.values() if spec.trainable]
     once = {n: g.clone() for n in names if (g := module.local_gradient(n)) is not None}
@@ -126,9 +119,7 @@ def test_gradients_add_up_and_evaluation_runs_forward_alone(schedule: str) -> No
 
 def masked(text: str) -> tuple[float, float]:
     """Dropout: a step's loss under two ways to cut and run the model."""
-    first, second = (
-        pipelined(plan, 0.3, seed=5, exact_random=True) for plan in map(staged_plan_from_json, text.split("|"))
-    )
+    first, second = (pipelined(plan, 0.3, seed=5, exact_random=True) for plan in map(plan_from_json, text.split("|")))
     return float(first.train_step(batch(0))), float(second.train_step(batch(0)))
 
 
@@ -142,7 +133,7 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
 
 def initialized(text: str) -> None:
     """Values come from rank 0, from a state dict of the original model, or module by module."""
-    plan = staged_plan_from_json(text)
+    plan = plan_from_json(text)
     own = cases.words(microbatches=MICROBATCHES)
     with torch.no_grad():
         for parameter in own.parameters():
@@ -169,14 +160,14 @@ def test_values_come_from_rank_0_a_state_dict_or_initialization() -> None:
 
 def saved(text: str, other: str, folder: str) -> None:
     """Saved under one plan, loaded under another: the next step is the same."""
-    module = pipelined(staged_plan_from_json(text), sync=False)
+    module = pipelined(plan_from_json(text), sync=False)
     optimizer = adamw(module)
     module.train_step(batch(0))
     optimizer.step()
     optimizer.zero_grad()
     save(module, optimizer, folder)
     expected = float(module.train_step(batch(1)))
-    module = pipelined(staged_plan_from_json(other), sync=False)
+    module = pipelined(plan_from_json(other), sync=False)
     optimizer = adamw(module)
     load(module, optimizer, folder)
     assert module.num_calls == MICROBATCHES
@@ -237,7 +228,6 @@ def test_stages_without_parameters_or_gradients(schedule: str) -> None:
 
 def distributed(file: str) -> float:
     plan = load_plan(file)
-    assert isinstance(plan, StagedModelPlan)
     module = autopar.distribute(cases.words(microbatches=MICROBATCHES), plan)
     loss = module.train_step(batch(0))
     assert isinstance(loss, Tensor)
@@ -252,10 +242,12 @@ def test_a_saved_plan_with_stages_distributes_a_model(tmp_path: Path) -> None:
     plan = random_staged_plan(captured, make_mesh((2,)), "1f1b", 2, (names[len(names) // 2],), random.Random(0))
     plan = replace(plan, config=TrainConfig(precision="fp64"))
     file = tmp_path / "plan.json"
-    bound = staged_model_plan(plan, captured=captured, call=call)
+    bound = model_plan(plan, captured=captured, call=call)
     bound.save(file)
     loaded = load_plan(file)
-    assert loaded == bound and loaded.captured is None and "2 stages on 2 of mesh 2 (data)" in repr(loaded)
+    assert (
+        loaded == bound and loaded.captured is None and "2 stages on 2 pipeline ranks of mesh 2 (data)" in repr(loaded)
+    )
     with pytest.raises(PlanMismatchError, match="has no graph of Words"):
         assert loaded.parts
     assert loaded.bind(model).parts[1].received == bound.parts[1].received
@@ -266,7 +258,7 @@ def test_a_saved_plan_with_stages_distributes_a_model(tmp_path: Path) -> None:
 def exported(folder: str, text: str) -> None:
     """The exported code against the graphs of the plan, from equal values: loss, gradients, evaluation, bytes."""
     code = []
-    for number in range(staged_plan_from_json(text).num_stages):
+    for number in range(plan_from_json(text).num_stages):
         name = f"exported_stage_{number}_{abs(hash(folder))}"
         spec = importlib.util.spec_from_file_location(name, Path(folder) / f"stage_{number}.py")
         assert spec is not None and spec.loader is not None
@@ -274,8 +266,8 @@ def exported(folder: str, text: str) -> None:
         spec.loader.exec_module(module)
         code.append(module.forward)
     model = cases.words(microbatches=MICROBATCHES)
-    own = load_exported_stages(folder, code, lambda name, shape, dtype: model.get_parameter(name).detach())
-    module = pipelined(staged_plan_from_json(text), sync=False)
+    own = load_exported(folder, code, lambda name, shape, dtype: model.get_parameter(name).detach())
+    module = pipelined(plan_from_json(text), sync=False)
     with count_messages(own) as sent, count_messages(module) as expected:
         loss, want = own.train_step(batch(0)), module.train_step(batch(0))
     assert torch.equal(loss, want) and sent == expected
@@ -288,7 +280,7 @@ def exported(folder: str, text: str) -> None:
     with torch.no_grad():
         assert own(**batch(1)).item() == module(**batch(1)).item()
     with pytest.raises(PlanMismatchError, match="1 forwards were given"):
-        load_exported_stages(folder, code[:1], lambda name, shape, dtype: torch.zeros(shape, dtype=dtype))
+        load_exported(folder, code[:1], lambda name, shape, dtype: torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
@@ -296,10 +288,10 @@ def test_each_stage_is_exported_as_its_own_file(schedule: str, tmp_path: Path) -
     plan, captured = plan_of(schedule), cases.captured(0.0, MICROBATCHES)
     model = cases.words(microbatches=MICROBATCHES)
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    staged_model_plan(plan, captured=captured, values=values).export(tmp_path)
+    model_plan(plan, captured=captured, values=values).export(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} >= {f"stage_{n}.py" for n in range(4)} | {"plan.json", "train.py"}
     script = (tmp_path / "train.py").read_text()
     compile(script, "train.py", "exec")
-    assert "load_exported_stages(HERE, [stage_0.forward, " in script and "train_step(batch)" in script
+    assert "load_exported(HERE, [stage_0.forward, " in script and "train_step(batch)" in script
     assert "--nproc-per-node 4" in script and str((MICROBATCHES * cases.BATCH, cases.LENGTH)) in script
     ranks(4).run(exported, str(tmp_path), plan.to_json())

@@ -26,6 +26,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_shape
 from autopar.values.plan import Plan
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of
 from tests.test_plan_timeline import part_of
 from tests.zoo import zoo
@@ -76,7 +77,7 @@ def test_no_plan_is_below_the_physical_floor(family: str) -> None:
             floor[kind] += once / fastest
             assert wire_bytes(kind, nbytes, size) >= once * (1 - 1e-9)
         assert all(seconds[kind] >= least for kind, least in floor.items()) and sum(floor.values()) > 0
-        woven = plan_timeline(plan, captured, cluster, Overlap()).seconds
+        woven = plan_timeline(one_stage(plan), [captured], cluster, Overlap()).seconds
         assert woven >= max(worked + seconds["recompute"] + seconds["optimizer"], *floor.values())
 
 

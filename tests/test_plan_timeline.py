@@ -30,6 +30,7 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
@@ -72,12 +73,14 @@ def test_without_overlap_it_is_the_estimate_with_it_between_its_bounds(family: s
     captured, number = captured_of(family), FAMILIES.index(family)
     plan = drawn(captured, number // 2)
     estimate = evaluate(plan, captured, machine())
-    step = plan_timeline(plan, captured, machine())
+    step = plan_timeline(one_stage(plan), [captured], machine())
     assert step.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
     assert sum(event["dur"] for event in spans(step)) == pytest.approx(estimate.step_seconds * 1e6, rel=1e-9)
     computed = sum(estimate.seconds[kind] for kind in ("forward", "backward", "recompute", "optimizer"))
     assert step.busy["compute"] == pytest.approx(computed, rel=1e-9)
-    check_bounds(plan_timeline(plan, captured, machine(), OVERLAPS[number // 2 % 2]), estimate.step_seconds)
+    check_bounds(
+        plan_timeline(one_stage(plan), [captured], machine(), OVERLAPS[number // 2 % 2]), estimate.step_seconds
+    )
 
 
 @pytest.mark.parametrize(("family", "count"), [("llama", 2), ("gpt2", 3), ("frozen_resnet", 4)])
@@ -85,9 +88,9 @@ def test_micro_batches_follow_each_other(family: str, count: int) -> None:
     captured = part_of(family, count, 4)
     plan = drawn(captured, count)
     seconds = evaluate(plan, captured, machine()).step_seconds
-    assert plan_timeline(plan, captured, machine()).seconds == pytest.approx(seconds, rel=1e-9)
+    assert plan_timeline(one_stage(plan), [captured], machine()).seconds == pytest.approx(seconds, rel=1e-9)
     for overlap in OVERLAPS[count % 2 :]:
-        check_bounds(plan_timeline(plan, captured, machine(), overlap), seconds)
+        check_bounds(plan_timeline(one_stage(plan), [captured], machine(), overlap), seconds)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ def test_nothing_starts_before_what_it_reads_is_there(family: str) -> None:
     captured = captured_of(family)
     plan = drawn(captured, 5)
     runs = runs_of(plan, captured, machine())
-    step = plan_timeline(plan, captured, machine(), EACH)
+    step = plan_timeline(one_stage(plan), [captured], machine(), EACH)
     finish, start = step.timeline.finish, step.timeline.start
     places = [*range(1, 1 + sum(t.seconds > 0 for t in runs.forward))]
     begin = places[-1] + 2  # the end of forward, the beginning of backward
@@ -156,7 +159,7 @@ def test_gradients_of_data_parallel_ranks_are_exchanged_as_wait_free_backpropaga
 
     others = [t for t in (*runs.forward, *runs.backward) if t.axes and t.seconds and not reduces(t)]
     assert all(t in runs.forward for t in others), "the loss is summed before backward begins"
-    step = plan_timeline(plan, captured, cluster, EACH)
+    step = plan_timeline(one_stage(plan), [captured], cluster, EACH)
     now = float(step.timeline.finish[sum(t.seconds > 0 for t in runs.forward) + 1])
     end, computed = now, dict[Fact, float]()
     for task in runs.backward:
@@ -178,7 +181,7 @@ def test_buckets_save_the_start_of_messages_and_gathers_ahead_hide() -> None:
     slow = replace(slow, levels=tuple(replace(level, alpha=2e-5) for level in slow.levels))
     plan = make_baseline("fsdp", captured, slow, make_mesh((4,)), TrainConfig())
     each, merged, late = (
-        plan_timeline(plan, captured, slow, o)
+        plan_timeline(one_stage(plan), [captured], slow, o)
         for o in (EACH, Overlap(bucket_nbytes=1e5), Overlap(ahead=0, bucket_nbytes=0))
     )
     assert merged.seconds < each.seconds < late.seconds
@@ -262,7 +265,7 @@ def test_two_micro_batches_at_once_take_what_is_estimated_between_the_bounds(fam
     megatron = make_baseline("megatron", captured, cluster, mesh, TrainConfig())
     for plan in (drawn_plan, megatron):
         woven = replace(plan, copies=2)
-        estimate, step = evaluate(woven, captured, cluster), plan_timeline(woven, captured, cluster)
+        estimate, step = evaluate(woven, captured, cluster), plan_timeline(one_stage(woven), [captured], cluster)
         assert step.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
         check_bounds(step, estimate.alone_seconds)
         computed = sum(estimate.seconds[kind] for kind in ("forward", "backward", "recompute", "optimizer"))

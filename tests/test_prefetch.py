@@ -24,7 +24,9 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig, plan_from_json
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan_file import plan_from_json
+from autopar.values.staged_plan import one_stage
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, exact_of, machine, program_of
 from tests.test_overlapped_seconds import linked
@@ -63,7 +65,7 @@ def test_random_plans_with_early_gathers_equal_one_process(family: str) -> None:
 def test_each_gather_begins_when_the_one_before_is_there() -> None:
     captured = captured_of("llama")
     plan = blocks_of(make_baseline("fsdp", captured, machine(2), make_mesh((2,)), TrainConfig()))
-    assert plan_from_json(plan.to_json()).prefetch
+    assert plan_from_json(one_stage(plan).to_json()).single.prefetch
     graph = prefetch(fuse_collectives(emit(captured, plan).graph, captured.parameters, plan))
     calls = [node for node in graph.nodes if node.op == "call_function"]
     gathers = [node for node in calls if node.target is all_gather_bucket]

@@ -21,6 +21,7 @@ from autopar.values.blocks import block_of, kind_of, ranges, relative, title
 from autopar.values.calls import Call
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Estimate
+from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
 
@@ -85,7 +86,7 @@ def test_costs_bound_and_baselines_are_shown() -> None:
         bound=1.47,
         baselines={"ddp": 3.0, "fsdp": "does not fit: needs 12.0 GB of 8.0 GB a device"},
     )
-    text = str(replace(plan, estimate=estimate, buckets=()))
+    text = str(replace(plan, estimate=estimate, stages=(replace(plan.single, buckets=()),)))
     assert "step 1.50 s, in the space searched none takes less than 1.47 s (gap 2%); memory at the peak 4.00 GB" in text
     assert "all-reduce" in text and "33%" in text and "all-to-all" not in text.split("step time")[1]
     assert "2.00×" in text and "needs 12.0 GB of 8.0 GB" in text
@@ -103,7 +104,7 @@ def test_ops_without_a_rule_are_listed() -> None:
 
     captured = capture(Odd(), (torch.randn(4, 4),))
     plan = model_plan(
-        random_plan(captured, make_mesh((2,)), random.Random(0)),
+        one_stage(random_plan(captured, make_mesh((2,)), random.Random(0))),
         captured=captured,
         call=Call(args=(torch.randn(4, 4),)),
     )

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tests.runtime_cases as cases
-from autopar.api.model_plan import model_plan
 from autopar.capture import capture
 from autopar.export.folder import export_folder
 from autopar.lower.emit import emit
 from autopar.oracle.reference import parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
-from autopar.runtime import DistributedModule, PipelinedModule, load, load_exported, save
+from autopar.runtime import distributed_module, load, load_exported, save
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.process_group import ranks
 from tests.shared_graphs import shared_graph
 
@@ -85,7 +84,7 @@ def graph_of(microbatches: int) -> CapturedModel:
     return accumulate_gradients(graph, microbatches, lambda: graph_of(1))
 
 
-def plan_of(kind: Kind) -> Plan | StagedPlan:
+def plan_of(kind: Kind) -> StagedPlan:
     schedule, microbatches, at_once, seed = kind
     rng, captured = random.Random(f"{kind}"), graph_of(microbatches)
     if schedule:
@@ -99,18 +98,15 @@ def plan_of(kind: Kind) -> Plan | StagedPlan:
                 return plan
     plan = random_plan(captured, make_mesh((2,) if seed else (2, 2)), rng)
     again = random_recompute(plan, captured, rng, share=0.5) if at_once == 1 and seed > 1 else plan
-    return replace(again, copies=at_once)
+    return one_stage(replace(again, copies=at_once))
 
 
-def module_of(plan: Plan | StagedPlan) -> DistributedModule | PipelinedModule:
+def module_of(plan: StagedPlan) -> Any:
     captured = graph_of(plan.microbatches)
-    values = parameters_of(captured, deep())
-    if isinstance(plan, StagedPlan):
-        return PipelinedModule(captured, split_stages(captured, plan.cuts), plan, values)
-    return DistributedModule(emit(captured, plan), values)
+    return distributed_module(captured, plan, parameters_of(captured, deep()))
 
 
-def train(module: DistributedModule | PipelinedModule, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def train(module: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     """The losses; each rank's generator is used in between, by each in another way."""
     losses = []
     for step in steps:
@@ -139,7 +135,7 @@ def by_world(kinds: tuple[Kind, ...]) -> dict[int, list[Kind]]:
     found: dict[int, list[Kind]] = {}
     for kind in kinds:
         plan = plan_of(kind)
-        found.setdefault(plan.world if isinstance(plan, StagedPlan) else plan.mesh.size, []).append(kind)
+        found.setdefault(plan.world, []).append(kind)
     return found
 
 
@@ -205,18 +201,17 @@ def test_evaluation_draws_numbers_of_its_own() -> None:
 def written(folder: str) -> list[list[float]]:
     """Losses of two steps: of the module, compiled whole and by block, and of its exported code."""
     plan = plan_of(("", 1, 1, 1))
-    assert isinstance(plan, Plan)
     modules = [module_of(plan) for _ in range(3)]
     modules[1].compile(backend="aot_eager")
     modules[2].compile(backend="aot_eager", by_block=True)
     own = Path(folder) / f"rank{os.environ['RANK']}"
-    local, named = emit(graph_of(1), plan), dict(deep().named_parameters())
-    export_folder(own, local, model_plan(plan).to_json(), parameters_of(local.captured, deep()))
+    local, named = emit(graph_of(1), plan.single), dict(deep().named_parameters())
+    export_folder(own, local.captured, [local], plan, parameters_of(local.captured, deep()))
     spec = importlib.util.spec_from_file_location("deep_exported", own / "model.py")
     assert spec is not None and spec.loader is not None
     code = sys.modules["deep_exported"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(code)
-    modules.append(load_exported(own, code.forward, lambda name, shape, dtype: named[name].detach()))
+    modules.append(load_exported(own, [code.forward], lambda name, shape, dtype: named[name].detach()))
     return [[float(module.train_step(batch(step, ROWS))) for step in range(2)] for module in modules]
 
 

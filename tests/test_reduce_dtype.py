@@ -23,6 +23,7 @@ from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.precision import PRECISIONS, with_storage
 from autopar.values.serialize import dump, load
+from autopar.values.staged_plan import one_stage
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.search_cases import machine
@@ -113,7 +114,7 @@ def test_compiled_and_exported_code_sums_wide(tmp_path: Path) -> None:
     _, plan = wide_plan("bucketed", captured)
     plan = replace(plan, fingerprint=captured.fingerprint)
     assert max(ranks(2).run(compiled_errors, plan, dump(captured), values, inputs)) < 1e-4
-    export_folder(tmp_path, emit(captured, plan), plan.to_json(), values)
+    export_folder(tmp_path, captured, [emit(captured, plan)], one_stage(plan), values)
     assert "bits=64" in (tmp_path / "model.py").read_text()
     for loss, expected in ranks(2).run(from_folder, str(tmp_path), dump(captured), values, inputs):
         assert loss == pytest.approx(expected, rel=1e-6)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError
+from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
 from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
 from autopar.values.placement import Layout, Shard
 from autopar.values.plan import Plan
+from autopar.values.staged_plan import one_stage
 from tests.process_group import ranks
 
 STEPS = 2
@@ -155,10 +157,10 @@ def exported(folder: str) -> tuple[float, float, bool]:
     sys.modules["exported_model"] = code
     spec.loader.exec_module(code)
     model = dict(cases.words().named_parameters())
-    own = load_exported(folder, code.forward, lambda name, shape, dtype: model[name].detach())
-    from autopar.values.plan import load_plan
+    own = load_exported(folder, [code.forward], lambda name, shape, dtype: model[name].detach())
+    from autopar.values.plan_file import load_plan
 
-    module = cases.distributed(load_plan(Path(folder) / "plan.json"))
+    module = cases.distributed(load_plan(Path(folder) / "plan.json").single)
     data = whole_batch(2, module.plan.microbatches)
     with count_messages(own) as sent:
         loss = float(own.train_step(data))
@@ -174,13 +176,12 @@ def exported(folder: str) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("plan", ["step", "use", "recomputed", "random1"])
 def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> None:
     from autopar.export.folder import export_folder
-    from autopar.lower.emit import emit
     from autopar.oracle.reference import buffers_of
 
     made: Plan = PLANS[plan]((2,), 2)
     captured = cases.captured(microbatches=2)
     local = emit(captured, made)
-    export_folder(tmp_path, local, made.to_json(), buffers_of(captured, cases.words(microbatches=2)))
+    export_folder(tmp_path, captured, [local], one_stage(made), buffers_of(captured, cases.words(microbatches=2)))
     assert "module.train_step(batch)" in (tmp_path / "train.py").read_text()
     assert f"({2 * cases.BATCH}, {cases.LENGTH})" in (tmp_path / "train.py").read_text()
     for loss, expected, bytes_as_said in ranks(2).run(exported, str(tmp_path)):

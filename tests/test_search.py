@@ -29,7 +29,9 @@ from autopar.search.known.baselines import BASELINES, baseline_plan
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig, plan_from_json
+from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan_file import plan_from_json
+from autopar.values.staged_plan import one_stage
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES
@@ -129,7 +131,7 @@ def test_unfolded_plans_say_what_folding_costs() -> None:
     assert plan.estimate.solver["nodes"] > folded.estimate.solver["nodes"]
     assert plan.estimate.solver["folded_seconds"] == pytest.approx(folded.estimate.step_seconds, rel=5e-3)
     assert plan.estimate.bound * (1 - 1e-9) <= plan.estimate.step_seconds <= plan.estimate.solver["folded_seconds"]
-    assert "equal layers deciding alike" in str(heading(plan, machine()))
+    assert "equal layers deciding alike" in str(heading(one_stage(plan), machine()))
 
 
 def test_coarse_clusters_search_a_part_of_the_space() -> None:
@@ -154,7 +156,7 @@ def test_no_baseline_and_no_random_plan_is_cheaper_than_the_plan(family: str, me
     for seed in range(5):
         other = random_plan(captured, pricer.mesh, random.Random(seed))
         assert best <= evaluate_program(other, program, pricer).step_seconds
-    assert plan_from_json(plan.to_json()).choices == plan.choices
+    assert plan_from_json(one_stage(plan).to_json()).single.choices == plan.choices
 
 
 def test_less_memory_never_costs_less_and_infeasible_says_the_least_that_does() -> None:
@@ -174,7 +176,7 @@ def test_less_memory_never_costs_less_and_infeasible_says_the_least_that_does() 
         assert peak <= limit
         assert solution.seconds >= last * (1 - 1e-6)
         last = solution.seconds
-        seen.add(plan.to_json())
+        seen.add(one_stage(plan).to_json())
         limit = 0.9 * usage(problem.graph, solution.choice, solution.arcs).max()
     assert len(seen) > 1
     solve(build(program, pricer, limit=least * 1.001).graph, relative_gap=1e-2)

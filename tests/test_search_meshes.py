@@ -22,12 +22,12 @@ from autopar.search.joint.at_hand import at_hand
 from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates
 from autopar.search.joint.mesh_search import search_meshes
-from autopar.search.joint.questions import Answer
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.planner import make_plan
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -280,11 +280,9 @@ def part_of(count: int) -> CapturedModel:
 
 
 @cache
-def without_a_limit(cluster: Cluster, buckets: bool = False) -> Plan:
+def without_a_limit(cluster: Cluster, buckets: bool = False) -> StagedPlan:
     own = {"relative_gap": GAP, "with_baselines": False, "buckets": buckets}
-    found = search_meshes(4, graph_of, cluster, TrainConfig(), **own)[0]
-    assert isinstance(found, Plan)
-    return found
+    return search_meshes(4, graph_of, cluster, TrainConfig(), **own)[0]
 
 
 @pytest.mark.parametrize(("share", "buckets"), [(1.0, False), (0.8, True)])
@@ -297,7 +295,7 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
     cluster = machine(4)
     cluster = replace(cluster, device=replace(cluster.device, name="another"))
     config = TrainConfig()
-    found: Answer = without_a_limit(cluster, buckets)
+    found = without_a_limit(cluster, buckets)
     gap = 3 * GAP if buckets else GAP
     own = {"relative_gap": gap, "with_baselines": False, "buckets": buckets}
     if share < 1.0:
@@ -322,20 +320,20 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
 def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds are of everything in turn, and so is the order of the search; the plan need not be the best of that."""
     cluster, finished = machine(8), []
-    plan = make_plan(graph_of(4), cluster, meshes(cluster)[0], TrainConfig(), with_baselines=False)
+    plan = one_stage(make_plan(graph_of(4), cluster, meshes(cluster)[0], TrainConfig(), with_baselines=False))
     keys = candidates(cluster, (1,), (1,), "auto", 1)[:3]
     hidden = (0.0, 0.5, 0.2)  # of as many seconds, and 0.1 and 0.2 of them more
     seconds = [{"forward": (1 + 0.1 * i) * plan.estimate.step_seconds} for i in range(3)]
     made = [replace(plan, estimate=replace(plan.estimate, seconds=s, hidden=h * s["forward"], baselines={}))
             for s, h in zip(seconds, hidden, strict=True)]  # fmt: skip
 
-    def searched(*_: object, **__: object) -> Outcome[Candidate, Answer]:
-        outcome = Outcome[Candidate, Answer]()
+    def searched(*_: object, **__: object) -> Outcome[Candidate, StagedPlan]:
+        outcome = Outcome[Candidate, StagedPlan]()
         for key, one in zip(keys, made, strict=True):
             outcome.take(key, one, one.estimate.in_turn_seconds)
         return outcome
 
-    def finish(found: Answer, _: object) -> Answer:
+    def finish(found: StagedPlan, _: object) -> StagedPlan:
         finished.append(found.estimate.step_seconds)
         return found
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from autopar.api import planning as api
-from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.cost_models.pipeline import COMPUTE, Segment, StageWork, make_pipeline
 from autopar.cost_models.schedules import make_order
 from autopar.cost_models.timeline import simulate
@@ -19,7 +18,7 @@ from autopar.lower.emit import emit_stage
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.report.staged_text import staged_text
+from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.joint.mesh_search import search_meshes
@@ -33,7 +32,6 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import ONCE_A_STEP, Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -114,9 +112,10 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     least = rounds("1f1b", 2, MICROBATCHES).passing * sum(found) / 2
     assert made.estimate.step_seconds >= least
     made.check(graph(family))
-    for number in range(2):
-        emit_stage(stages, made.stages, number)
-    assert "1f1b" in staged_text(made, stages)
+    locals_ = [emit_stage(stages, made.stages, number) for number in range(2)]
+    assert "2 stages on 2 pipeline ranks" in plan_text(made, locals_) and ", 1f1b in 4 micro" in plan_text(
+        made, locals_
+    )
 
 
 def test_a_pipeline_needs_less_memory_of_a_device_than_one_stage() -> None:
@@ -132,7 +131,7 @@ def test_a_pipeline_needs_less_memory_of_a_device_than_one_stage() -> None:
 def test_the_joint_search_plans_stages() -> None:
     model, kwargs = zoo("vit", batch=4)
     made = api.plan(model, kwargs, cluster=machine(2), mesh="auto", pipeline=2, relative_gap=0.02)
-    assert isinstance(made, StagedModelPlan) and made.world == 2
+    assert made.num_stages == made.world == 2
     best = api.plan(model, kwargs, cluster=machine(2), mesh="auto", relative_gap=0.02, with_baselines=False)
     assert best.estimate.step_seconds <= made.estimate.step_seconds
     assert best.estimate.bound <= made.estimate.bound * (1 + 1e-9)
@@ -159,7 +158,7 @@ def test_no_named_stages_are_below_what_is_proved_of_every_collective_alone() ->
         relative_gap=0.02,
         buckets=True,
     )
-    assert isinstance(found, StagedPlan) and not any(stage.buckets for stage in found.stages)
+    assert found.num_stages == 2 and not any(stage.buckets for stage in found.stages)
     named = []
     for text, count in itertools.product(("ddp:pp=2", "fsdp:pp=2", "fsdp:pp=2,zero=2", "megatron:pp=2,tp=2"), (2, 4)):
         if count == 2 or text.startswith("megatron"):  # else a micro-batch is less than a sample a rank

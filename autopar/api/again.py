@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from autopar.api.captures import as_it_is_now, computed_model
 from autopar.api.model_plan import ModelPlan
-from autopar.api.staged_model_plan import StagedModelPlan
 from autopar.capture.loss import accepted_inputs
 from autopar.errors import ClusterError, PlanMismatchError
 from autopar.lower.emit import emit, emit_stage
@@ -32,8 +31,8 @@ from autopar.values.precision import PRECISIONS, with_storage
 class Again:
     """A model that is captured again.
 
-    call: the planned one. plans: the plan of each stage of the step that was planned, of one if it has no stages;
-    planned: their graphs. precision: in which the model is computed. loss_fn: as given to `plan`.
+    call: the planned one. plans: what is decided of each stage of the step that was planned; planned:
+    their graphs. precision: in which the model is computed. loss_fn: as given to `plan`.
     machine: of one stage. original: inside, the model is as it was before it was distributed. is_live: its parts' modes
     are those of the distributed module.
     """
@@ -152,20 +151,17 @@ class Again:
         return machine
 
 
-def captor_of(plan: ModelPlan | StagedModelPlan, model: nn.Module) -> Again:
+def captor_of(plan: ModelPlan, model: nn.Module) -> Again:
     """The model of a bound plan, which other calls are captured from."""
     from autopar.search.pipeline_parts import part_of
 
     assert plan.call is not None
-    machine = plan.machine
-    if isinstance(plan, StagedModelPlan) and machine is not None:
-        machine = part_of(machine, plan.pipeline)
     return Again(
         model=model,
         call=plan.call.mapped(lambda tensor: tensor.detach().to("meta")),  # shapes alone are asked for
-        plans=plan.stages if isinstance(plan, StagedModelPlan) else (plan,),
-        planned=plan.parts if isinstance(plan, StagedModelPlan) else (plan.graph,),
+        plans=plan.stages,
+        planned=plan.parts,
         precision=plan.config.precision,
         loss_fn=plan.loss_fn,
-        machine=machine,
+        machine=None if plan.machine is None else part_of(plan.machine, plan.pipeline),
     )

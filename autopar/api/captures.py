@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from autopar.capture import alike_layers, capture
 from autopar.capture.repeats import Repeat
 from autopar.capture.shared_memory import check_shared_memory
+from autopar.errors import CaptureError, PlanMismatchError
+from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from autopar.values.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
+from autopar.values.staged_plan import StagedPlan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,3 +128,29 @@ def computed_model(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.
         return model, call
     check_shared_memory(model)  # a twin shares none
     return computed_twin(model, dtypes), call.in_dtype(dtypes.compute)
+
+
+def captured_for(
+    plan: StagedPlan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
+) -> tuple[CapturedModel, Call]:
+    """The graph that a plan is for, and the call with what it was seen to return.
+
+    Raises:
+        PlanMismatchError: if the model does not run as it was planned.
+    """
+    try:
+        return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches, turns=True)
+    except CaptureError as error:
+        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
+        raise PlanMismatchError(
+            f"this plan was made for {plan.model} called with {shapes}; the model at hand does not run so: {error}; "
+            "plan again for this model"
+        ) from error
+
+
+def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers by placeholder, in the dtypes that are stored."""
+    specs = [(p.placeholder, p.storage) for p in captured.parameters]
+    specs += [(b.placeholder, b.dtype) for b in captured.buffers]
+    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
+    return {name: values[name].detach().to(dtype) for name, dtype in specs}

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api.again import captor_of
+from autopar.api.captures import values_of
 from autopar.api.model_plan import ModelPlan, plan_from_text
-from autopar.api.planning import check_choice, plan, values_of
-from autopar.api.staged_model_plan import StagedModelPlan, staged_plan_from_text
+from autopar.api.planning import check_choice, plan
 from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
 from autopar.values.calls import Call, call_of
 from autopar.values.cluster import Cluster, load_cluster, resized
-from autopar.values.staged_plan import is_staged
 
 Model = TypeVar("Model")
 
@@ -65,7 +64,7 @@ class Settings:
     def global_batch(self) -> int | None:
         return self.options.get("global_batch")
 
-    def plan(self, model: nn.Module, call: Call, **more: Any) -> ModelPlan | StagedModelPlan:
+    def plan(self, model: nn.Module, call: Call, **more: Any) -> ModelPlan:
         return plan(model, call, **{**self.options, **more})
 
 
@@ -109,9 +108,7 @@ def _equip(cls: Any, settings: Settings) -> None:
         if hasattr(cls, name):
             raise ArgumentError(f"{cls.__name__} has a {name} of its own; use {instead} instead")
 
-    def plan_method(
-        self: nn.Module, example_inputs: Any = None, *args: Any, **kwargs: Any
-    ) -> ModelPlan | StagedModelPlan:
+    def plan_method(self: nn.Module, example_inputs: Any = None, *args: Any, **kwargs: Any) -> ModelPlan:
         """Plan for the cluster that the decorator named."""
         positions = (example_inputs, *args) if args else ()
         return settings.plan(self, call_of(None if args or kwargs else example_inputs, positions, kwargs))
@@ -290,8 +287,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     """
     import torch.distributed as dist
 
-    from autopar.lower.emit import emit
-    from autopar.runtime import DistributedModule, PipelinedModule, init
+    from autopar.runtime import distributed_module, init
     from autopar.runtime.agreement import agree, failing_together
 
     init()
@@ -307,13 +303,9 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
         planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
     bare = planned.call is not None and planned.call.bare
     values = values_of(planned.graph, model)
-    module: nn.Module
     planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
     captor = captor_of(planned, model)
-    if isinstance(planned, StagedModelPlan):
-        module = PipelinedModule(planned.graph, planned.parts, planned, values, bare=bare, captor=captor)
-    else:
-        module = DistributedModule(emit(planned.graph, planned), values, bare=bare, captor=captor)
+    module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor)
     _become(model, module)
     return module
 
@@ -336,7 +328,7 @@ def _plan_on_first_rank(model: nn.Module, call: Call, settings: Settings) -> byt
         return pickle.dumps(error)
 
 
-def _received(made: bytes, rank: int) -> ModelPlan | StagedModelPlan:
+def _received(made: bytes, rank: int) -> ModelPlan:
     """Rank 0's plan on every rank.
 
     Raises:
@@ -355,8 +347,7 @@ def _received(made: bytes, rank: int) -> ModelPlan | StagedModelPlan:
     if isinstance(answer, AutoparError):
         raise answer
     text, graph = answer
-    read = staged_plan_from_text if is_staged(text) else plan_from_text
-    return replace(read(text), captured=load(graph))
+    return replace(plan_from_text(text), captured=load(graph))
 
 
 def _facts(model: nn.Module, call: Call) -> dict[str, str]:

@@ -6,7 +6,7 @@ it is the same plan without the captured graph, which `bind` (or `distribute`) c
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from autopar.errors import PlanMismatchError
-from autopar.values.calls import Call, call_from_json
+from autopar.values.calls import Call, call_from_json, call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel, LocalModel
-from autopar.values.plan import Plan, plan_from_json
-from autopar.values.staged_plan import is_staged
+from autopar.values.plan_file import plan_from_json, plan_text
+from autopar.values.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
-    from autopar.api.staged_model_plan import StagedModelPlan
-    from autopar.search.explanation.compare import Difference
-    from autopar.search.explanation.explain import Explanation
+    from autopar.api.printed import PrintedDifference, PrintedExplanation
     from autopar.search.timeline.plan_timeline import PlanTimeline
     from autopar.search.timeline.weave import Overlap
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ModelPlan(Plan):
+class ModelPlan(StagedPlan):
     """A plan, the graph it is for (None when just loaded), how the model is called, and where it came from.
 
+    captured: that of one micro-batch of the whole model.
     source: what the command line was told of the model: `spec`, `batch`, `seq`, `overrides`.
     machine: the cluster as a value, if it is known.
     values: tensors of parameters and buffers by placeholder, if the model is at hand (for buffers in an export).
@@ -46,32 +45,70 @@ class ModelPlan(Plan):
     values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     checked: str = field(default="", compare=False)
 
-    @cached_property
-    def local(self) -> LocalModel:
-        """The graph that every rank runs.
+    @property
+    def graph(self) -> CapturedModel:
+        """That of one micro-batch of the whole model.
 
         Raises:
             PlanMismatchError: if the plan was loaded and is not bound to a model.
         """
-        from autopar.lower.emit import emit
+        if self.captured is None:
+            raise PlanMismatchError(
+                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
+            )
+        return self.captured
 
-        return emit(self.graph, self)
+    @cached_property
+    def parts(self) -> tuple[CapturedModel, ...]:
+        """The captured model in its stages.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
+        from autopar.passes.split_stages import split_stages
+
+        return split_stages(self.graph, self.cuts)
+
+    @cached_property
+    def locals(self) -> tuple[LocalModel, ...]:
+        """The graphs that the ranks of each stage run.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+        """
+        from autopar.lower.emit import emit_stage
+
+        return tuple(emit_stage(self.parts, self.stages, number) for number in range(self.num_stages))
 
     def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
         """The same plan with the graph of `model`, captured at the shapes that it was planned for.
 
         Raises:
-            PlanMismatchError: if the plan is for another model.
+            PlanMismatchError: if the plan is for another model, or no inputs are known.
         """
-        from autopar.api.planning import bind
+        from autopar.api.captures import captured_for, values_of
 
-        return bind(self, model, loss_fn=loss_fn, inputs=inputs)
+        loss_fn = loss_fn or self.loss_fn
+        captured, call = self.captured, call_of(inputs) if inputs is not None else self.call
+        if captured is None:
+            if call is None:
+                raise PlanMismatchError(
+                    "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
+                )
+            captured, call = captured_for(self, model, call, loss_fn)
+        self.check(captured)
+        return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values_of(captured, model))
 
     def export(self, folder: str | Path) -> None:
-        """Write plan.json, model.py, specs.json, state.pt (if needed) and train.py into `folder`."""
+        """Write plan.json, the code of each stage, specs.json, state.pt (if needed) and train.py into `folder`.
+
+        Raises:
+            PlanMismatchError: if the plan was loaded and is not bound to a model.
+            ArgumentError: if the folder cannot be written.
+        """
         from autopar.export.folder import export_folder
 
-        export_folder(Path(folder), self.local, self.to_json(), self.values)
+        export_folder(Path(folder), self.graph, self.locals, self, self.values)
 
     def explain(
         self,
@@ -79,8 +116,9 @@ class ModelPlan(Plan):
         cluster: Cluster | None = None,
         seconds: float = 60.0,
         progress: Callable[[str], None] | None = None,
-    ) -> "Explanation":
-        """What binds, what more memory or faster links would buy, which plans were near; it prints as tables.
+    ) -> "PrintedExplanation":
+        """What binds, what more memory or faster links would buy, which plans were near; of several stages what each
+        takes and holds, and what the pipeline idles. It prints as tables.
 
         Args:
             cluster: the plan's machine, if it was loaded from a file and its cluster is no preset.
@@ -90,21 +128,23 @@ class ModelPlan(Plan):
             PlanMismatchError: if the plan was loaded and is not bound to a model.
             ClusterError: if the cluster is not known.
         """
+        from autopar.api.printed import PrintedExplanation, fields_of
         from autopar.search.explanation.explain import explain
 
-        machine = cluster or self.machine or load_cluster(self.cluster)
-        return explain(self, self.graph, machine, seconds=seconds, progress=progress)
+        found = explain(self, self.graph, self._machine(cluster), seconds=seconds, progress=progress)
+        return PrintedExplanation(**fields_of(found))
 
-    def diff(self, other: "ModelPlan | StagedModelPlan") -> "Difference":
-        """What this plan (the first) and another, with stages or without, decide differently, and what each takes; it
+    def diff(self, other: "ModelPlan") -> "PrintedDifference":
+        """What this plan (the first) and another, of other stages or not, decide differently, and what each takes; it
         prints as tables.
 
         Raises:
             PlanMismatchError: if they are for different models, or one is not bound to its model.
         """
+        from autopar.api.printed import PrintedDifference, fields_of
         from autopar.search.explanation.compare import compare
 
-        return compare(self, other, self.graph, other.graph)
+        return PrintedDifference(**fields_of(compare(self, other, self.graph, other.graph)))
 
     def timeline(self, *, overlap: "Overlap | None" = None, cluster: Cluster | None = None) -> "PlanTimeline":
         """When everything in a step runs: its seconds, and with `.save("step.json")` a trace for ui.perfetto.dev.
@@ -119,7 +159,7 @@ class ModelPlan(Plan):
         """
         from autopar.search.timeline.plan_timeline import plan_timeline
 
-        return plan_timeline(self, self.graph, cluster or self.machine or load_cluster(self.cluster), overlap)
+        return plan_timeline(self, self.parts, self._machine(cluster), overlap)
 
     def alternatives(
         self,
@@ -143,23 +183,13 @@ class ModelPlan(Plan):
         from autopar.lower.program import make_program
         from autopar.search.explanation.next_best import next_best
 
-        machine, program = cluster or self.machine or load_cluster(self.cluster), make_program(self.graph)
+        machine, program = self._machine(cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
         own = {f.name: getattr(self, f.name) for f in fields(ModelPlan) if not f.compare}
-        return tuple(model_plan(plan, **own) for plan in found if isinstance(plan, Plan))
+        return tuple(model_plan(plan, **own) for plan in found)
 
-    @property
-    def graph(self) -> CapturedModel:
-        """That of one micro-batch.
-
-        Raises:
-            PlanMismatchError: if the plan was loaded and is not bound to a model.
-        """
-        if self.captured is None:
-            raise PlanMismatchError(
-                f"this plan was loaded from a file and has no graph of {self.model}; call plan.bind(model) first"
-            )
-        return self.captured
+    def _machine(self, cluster: Cluster | None) -> Cluster:
+        return cluster or self.machine or load_cluster(self.cluster)
 
     def to_json(self) -> str:
         body = json.loads(super().to_json())
@@ -171,33 +201,25 @@ class ModelPlan(Plan):
     def __str__(self) -> str:
         from autopar.report.plan_text import plan_text
 
-        return plan_text(self, self.local if self.captured is not None else None, self.machine)
+        return plan_text(self, () if self.captured is None else self.locals, self.machine)
 
     def __repr__(self) -> str:
-        return f"<plan of {self.model} on mesh {self.mesh} of {self.cluster} ({self.origin}): print it>"
+        return f"<plan of {self.model} on {self.arrangement} of {self.cluster} ({self.origin}): print it>"
 
 
-def model_plan(plan: Plan, **more: Any) -> ModelPlan:
+def model_plan(plan: StagedPlan, **more: Any) -> ModelPlan:
     """`plan` with what is known of its model."""
-    own = {f.name: getattr(plan, f.name) for f in fields(Plan)}
+    own = {f.name: getattr(plan, f.name) for f in fields(plan)}
     return ModelPlan(**{**own, **more})
 
 
-def load_plan(path: str | Path) -> "ModelPlan | StagedModelPlan":
-    """A saved plan, with stages or without.
+def load_plan(path: str | Path) -> ModelPlan:
+    """A saved plan.
 
     Raises:
         PlanMismatchError: if the file is missing or is not a plan for this library.
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanMismatchError(f"plan {path} cannot be read ({error}); give the path of a plan.json") from error
-    if is_staged(text):
-        from autopar.api.staged_model_plan import staged_plan_from_text
-
-        return staged_plan_from_text(text)
-    return plan_from_text(text)
+    return plan_from_text(plan_text(path))
 
 
 def plan_from_text(text: str) -> ModelPlan:

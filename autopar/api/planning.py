@@ -7,24 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autopar.api.captures import Captures, captured_model
+from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
 from autopar.cost_models.memory import NUM_STATES
-from autopar.errors import ArgumentError, CaptureError, InfeasibleError, PlanMismatchError
+from autopar.errors import ArgumentError, InfeasibleError
 from autopar.models.overrides import near
-from autopar.values.calls import Call, call_of
+from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.precision import PRECISIONS, precision_of
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.staged_plan import StagedPlan, one_stage
 
 if TYPE_CHECKING:
-    from autopar.api.staged_model_plan import StagedModelPlan
     from autopar.lower.program import Program
     from autopar.search.timeline.weave import Overlap
 
@@ -62,7 +61,7 @@ def plan(
     overlap: "Overlap | None" = None,
     check: bool = True,
     progress: Callable[[str], None] | None = None,
-) -> "ModelPlan | StagedModelPlan":
+) -> ModelPlan:
     """Decide how to train `model` on a cluster.
 
     Args:
@@ -141,7 +140,7 @@ def plan(
     turns = compared.turns
     tell("capturing the model")
 
-    def planned(captured: CapturedModel) -> Plan | StagedPlan:
+    def planned(captured: CapturedModel) -> StagedPlan:
         try:
             return search_plan(
                 captured,
@@ -170,25 +169,25 @@ def plan(
 
     from autopar.lower.program import make_program
 
-    def bucketed(found: Plan | StagedPlan, program: "Program") -> Plan | StagedPlan:
+    def bucketed(found: StagedPlan, program: "Program") -> StagedPlan:
         if not buckets:
             return found
         from autopar.search.in_buckets import best_in_buckets
         from autopar.search.timeline.named_in_buckets import configuration_in_buckets
         from autopar.search.timeline.staged_buckets import in_buckets
 
-        if isinstance(found, StagedPlan):
+        if found.num_stages > 1:
             tell("choosing buckets")
             return in_buckets(found, program.captured, machine, flatten=flatten)
         if baseline is not None:
             tell("choosing buckets")
-            return configuration_in_buckets(found, baseline, program, machine, flatten=flatten)
-        return best_in_buckets(
-            found, program, machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
+            return one_stage(configuration_in_buckets(found.single, baseline, program, machine, flatten=flatten))
+        best = best_in_buckets(
+            found.single, program, machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
             seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
         )  # fmt: skip
+        return one_stage(best)
 
-    found: Plan | StagedPlan
     if searched or (num_pipeline > 1 and baseline is None):
         from autopar.search.joint.mesh_search import search_meshes
 
@@ -224,23 +223,26 @@ def plan(
     else:
         captured, call = captures.microbatch(microbatches)
         found = bucketed(planned(captured), make_program(captured))
-    from autopar.api.staged_model_plan import staged_model_plan
-
-    if weave and baseline is None and isinstance(found, Plan):
+    if weave and baseline is None and found.num_stages == 1:
         from autopar.search.woven import best_woven
 
         def part_at(count: int) -> CapturedModel:
             return captures.microbatch(count)[0]
 
         more = part_at if microbatches == "auto" and not searched else None
-        found, captured = best_woven(found, captured, machine, planned, more, tell=tell)
+
+        def planned_stage(part: CapturedModel) -> Plan:
+            return planned(part).single
+
+        woven, captured = best_woven(found.single, captured, machine, planned_stage, more, tell=tell)
+        found = one_stage(woven)
     if overlap is not None:
         from autopar.search.overlapped import best_overlapped
 
-        def is_asked(one: Plan | StagedPlan) -> bool:
-            stages = (one.pipeline, one.schedule) if isinstance(one, StagedPlan) else (1, "auto")
-            wanted = (pipeline in (None, "auto", stages[0]), schedule in ("auto", stages[1]))
-            return all(wanted) and (searched or one.mesh.shape == own_mesh.shape)
+        def is_asked(one: StagedPlan) -> bool:
+            is_scheduled = schedule == "auto" or (one.num_stages > 1 and one.schedule == schedule)
+            is_arranged = pipeline in (None, "auto", one.pipeline) and (searched or one.mesh.shape == own_mesh.shape)
+            return is_scheduled and is_arranged
 
         others, is_open = 0 if baseline is not None else RANKED, microbatches == "auto"
         found, captured = best_overlapped(
@@ -249,7 +251,7 @@ def plan(
         )  # fmt: skip
     values = values_of(captured, model)
     about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=compared.words)
-    return staged_model_plan(found, **about) if isinstance(found, StagedPlan) else model_plan(found, **about)
+    return model_plan(found, **about)
 
 
 def search_plan(
@@ -261,7 +263,7 @@ def search_plan(
     *,
     progress: Callable[[str], None] = lambda _: None,
     **search: Any,
-) -> Plan | StagedPlan:
+) -> StagedPlan:
     """A baseline's plan, or the best plan of a captured model: `search` is what `search.planner.make_plan` takes.
 
     mesh: of each pipeline rank, if the baseline has several.
@@ -273,12 +275,12 @@ def search_plan(
         return make_configuration(baseline, captured, machine, mesh, config)
     from autopar.search.planner import make_plan
 
-    return make_plan(captured, machine, mesh, config, progress=progress, **search)
+    return one_stage(make_plan(captured, machine, mesh, config, progress=progress, **search))
 
 
 def distribute(
     model: nn.Module,
-    plan: Plan | StagedPlan,
+    plan: StagedPlan,
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -305,81 +307,21 @@ def distribute(
         FidelityError: if the captured graph does not compute what the module does.
     """
     from autopar.api.again import captor_of
-    from autopar.lower.emit import emit
-    from autopar.runtime import DistributedModule, init
+    from autopar.runtime import distributed_module, init
     from autopar.runtime.agreement import failing_together
     from autopar.runtime.groups import check_world
 
     init()
-    if check and example_inputs is not None and getattr(plan, "captured", None) is None:
+    own = plan if isinstance(plan, ModelPlan) else model_plan(plan)
+    if check and example_inputs is not None and own.captured is None:
         with failing_together():
             if torch.distributed.get_rank() == 0:
-                check_call(model, call_of(example_inputs), loss_fn or getattr(plan, "loss_fn", None))
-    if isinstance(plan, StagedPlan):
-        from autopar.api.staged_model_plan import distribute_stages
-
-        return distribute_stages(model, plan, example_inputs=example_inputs, loss_fn=loss_fn, outputs=outputs)
+                check_call(model, call_of(example_inputs), loss_fn or own.loss_fn)
     with failing_together():
-        check_world(plan.mesh, 1, torch.distributed.get_world_size())
-        bound = bind(plan, model, loss_fn=loss_fn, inputs=example_inputs)
-        assert bound.captured is not None
-        local = emit(bound.captured, plan)
+        check_world(own.mesh, own.pipeline, torch.distributed.get_world_size())
+        bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
         captor = captor_of(bound, model)
-    return DistributedModule(
-        local, values_of(bound.captured, model), bare=captor.call.bare, captor=captor, outputs=outputs
-    )
-
-
-def bind(plan: Plan, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> ModelPlan:
-    """`plan` with the graph of `model`.
-
-    Raises:
-        PlanMismatchError: if the plan is for another model, or no inputs are known.
-    """
-    own = plan if isinstance(plan, ModelPlan) else model_plan(plan)
-    loss_fn = loss_fn or own.loss_fn
-    captured = own.captured
-    call = call_of(inputs) if inputs is not None else own.call
-    if captured is None:
-        if call is None:
-            raise PlanMismatchError(
-                "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
-            )
-        captured, call = captured_for(plan, model, call, loss_fn)
-    plan.check(captured)
-    values = values_of(captured, model)
-    return model_plan(
-        plan, captured=captured, call=call, source=own.source, machine=own.machine, loss_fn=loss_fn, values=values,
-        checked=own.checked,
-    )  # fmt: skip
-
-
-def captured_for(
-    plan: Plan | StagedPlan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
-) -> tuple[CapturedModel, Call]:
-    """The graph that a plan is for, and the call with what it was seen to return.
-
-    Raises:
-        PlanMismatchError: if the model does not run as it was planned.
-    """
-    try:
-        return captured_model(model, call, plan.config.precision, loss_fn, plan.microbatches, turns=True)
-    except CaptureError as error:
-        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
-        raise PlanMismatchError(
-            f"this plan was made for {plan.model} called with {shapes}; the model at hand does not run so: {error}; "
-            "plan again for this model"
-        ) from error
-
-
-def values_of(captured: CapturedModel, model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and buffers by placeholder, in the dtypes that are stored."""
-    from autopar.oracle.reference import buffers_of, parameters_of
-
-    specs = [(p.placeholder, p.storage) for p in captured.parameters]
-    specs += [(b.placeholder, b.dtype) for b in captured.buffers]
-    values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    return {name: values[name].detach().to(dtype) for name, dtype in specs}
+    return distributed_module(bound.graph, bound, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
 
 
 def check_choice(what: str, value: str, choices: Any) -> None:

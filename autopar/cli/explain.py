@@ -13,14 +13,11 @@ from autopar.values.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.api.model_plan import ModelPlan
-    from autopar.api.staged_model_plan import StagedModelPlan
-    from autopar.search.explanation.compare import Difference
-    from autopar.search.explanation.explain import Explanation
-    from autopar.search.explanation.explain_stages import StagedExplanation
+    from autopar.api.printed import PrintedDifference, PrintedExplanation
 
 
-def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan | StagedModelPlan":
-    """A saved plan, with stages or without, with the graph of the model that it says it is for.
+def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan":
+    """A saved plan with the graph of the model that it says it is for.
 
     Raises:
         PlanMismatchError: if the plan does not say, or the model is another now.
@@ -48,7 +45,7 @@ def explained(
     overrides: dict[str, str],
     tell: Callable[[str], None],
     trace: Path | None = None,
-) -> "Explanation | StagedExplanation":
+) -> "PrintedExplanation":
     """The explanation of a saved plan, whose step is written to `trace`.
 
     Raises:
@@ -63,7 +60,7 @@ def explained(
     return plan.explain(cluster=machine, seconds=seconds, progress=tell)
 
 
-def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "Difference":
+def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "PrintedDifference":
     """The difference of two saved plans; plans of one graph capture it once.
 
     Raises:
@@ -82,7 +79,7 @@ def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "Differe
     return left.diff(right)
 
 
-def machine_of(plan: "ModelPlan | StagedModelPlan", cluster: str | None, remedy: str) -> Cluster:
+def machine_of(plan: "ModelPlan", cluster: str | None, remedy: str) -> Cluster:
     """The cluster that a plan names, or that is given."""
     try:
         return load_cluster(cluster or plan.cluster)

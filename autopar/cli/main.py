@@ -138,14 +138,9 @@ def plan(
         if as_json:
             answer.update(json.loads(made.to_json()))
     if not as_json:
-        from autopar.api.staged_model_plan import StagedModelPlan
         from autopar.report.plan_text import print_plan
-        from autopar.report.staged_text import staged_text
 
-        if isinstance(made, StagedModelPlan):
-            console.print(staged_text(made, made.parts), highlight=False, markup=False)
-        else:
-            print_plan(made, made.local, made.machine, console)
+        print_plan(made, made.locals, made.machine, console)
         if written := [str(path) for path in (out, trace) if path is not None]:
             console.print(f"written to {' and '.join(written)}", highlight=False)
 
@@ -172,7 +167,6 @@ def export(
 ) -> None:
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
     from autopar.cli.plan import planned
-    from autopar.verification import num_ranks
 
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
@@ -205,9 +199,9 @@ def export(
             model=made.model, out=str(out), files=sorted(file.name for file in out.iterdir() if file.is_file())
         )
     if not as_json:
-        written = f"{made.model} on mesh {made.mesh} exported to {out}: {', '.join(answer['files'])}"
+        written = f"{made.model} on {made.arrangement} exported to {out}: {', '.join(answer['files'])}"
         console.print(written, highlight=False, soft_wrap=True)
-        command = f"run it: cd {out} && torchrun --nproc-per-node {num_ranks(made)} train.py"
+        command = f"run it: cd {out} && torchrun --nproc-per-node {made.world} train.py"
         console.print(command, highlight=False, soft_wrap=True)
 
 

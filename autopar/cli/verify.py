@@ -10,11 +10,10 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autopar.api.captures import captured_model
+from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
-from autopar.api.planning import bind, check_choice, search_plan, values_of
-from autopar.api.staged_model_plan import StagedModelPlan
+from autopar.api.planning import check_choice, search_plan
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
 from autopar.models import load_model
 from autopar.oracle import Step, Subject, Tolerance, check_module
@@ -27,10 +26,10 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import TrainConfig
 from autopar.values.precision import PRECISIONS, computed_copy
-from autopar.values.staged_plan import StagedPlan, parse_pipeline
-from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, num_ranks, verify_plans
+from autopar.values.staged_plan import StagedPlan, one_stage, parse_pipeline
+from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, verify_plans
 
 STEPS = 3
 """Steps that are compared, each on other samples; state is carried on."""
@@ -86,8 +85,8 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
     found = _plans(request, captured, mesh, saved, loaded.model, console)
     plans = {label: _woven(plan) if request.weave else plan for label, plan in found}
-    if len({num_ranks(plan) for plan in plans.values()}) > 1:
-        said = ", ".join(f"{label} on {num_ranks(plan)}" for label, plan in plans.items())
+    if len({plan.world for plan in plans.values()}) > 1:
+        said = ", ".join(f"{label} on {plan.world}" for label, plan in plans.items())
         raise ArgumentError(f"plans on different numbers of processes: {said}; verify them one by one")
     if not plans:
         return _result(request, mesh, [], console)
@@ -143,7 +142,7 @@ def _captured(request: Request, model: nn.Module, call: Call, microbatches: int)
     return promote_casts(captured) if request.precision == "fp64" else captured
 
 
-def _as_planned(request: Request, saved: ModelPlan | StagedModelPlan) -> Request:
+def _as_planned(request: Request, saved: ModelPlan) -> Request:
     """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
     source = saved.source or {}
     batch = saved.call.batch() if saved.call is not None else None
@@ -176,7 +175,7 @@ def _machine(baseline: str, mesh: Mesh) -> Cluster:
     return load_cluster(f"{parse_configuration(baseline).pp * mesh.size}xcpu")
 
 
-def _mesh(request: Request, saved: Plan | StagedPlan | None) -> Mesh:
+def _mesh(request: Request, saved: StagedPlan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
             raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
@@ -191,19 +190,16 @@ def _plans(
     request: Request,
     captured: CapturedModel,
     mesh: Mesh,
-    saved: ModelPlan | StagedModelPlan | None,
+    saved: ModelPlan | None,
     model: nn.Module,
     console: Console,
-) -> Iterator[tuple[str, Plan | StagedPlan]]:
+) -> Iterator[tuple[str, StagedPlan]]:
     """The plans asked for, each with its label; the best plan found if none is."""
     from autopar.search.timeline.staged_buckets import in_buckets
 
     config = TrainConfig(precision=request.precision)
     if saved is not None:
-        if isinstance(saved, StagedModelPlan):
-            yield "plan", _repointed_stages(saved.bind(model), captured)
-        else:
-            yield "plan", _repointed(bind(saved, model), captured)
+        yield "plan", _repointed(saved.bind(model), captured)
     for name in request.baselines:
         try:
             machine = _machine(name, mesh)
@@ -223,37 +219,31 @@ def _plans(
         yield "ilp", found
 
 
-def _woven(plan: Plan | StagedPlan) -> Plan | StagedPlan:
+def _woven(plan: StagedPlan) -> StagedPlan:
     """The plan with two micro-batches at once."""
-    if isinstance(plan, StagedPlan):
+    if plan.num_stages > 1:
         raise ArgumentError(
             "--weave was asked of a plan with stages, which run one micro-batch at a time; leave it out"
         )
-    return replace(plan, copies=2)
+    return one_stage(replace(plan.single, copies=2))
 
 
-def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan | StagedPlan:
+def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
     """A random plan, in stages cut at random if a pipeline is asked for."""
     from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 
     if request.pipeline is None:
-        return random_plan(captured, mesh, rng)
+        return one_stage(random_plan(captured, mesh, rng))
     schedule, pipeline, num_stages = parse_pipeline(request.pipeline)
     return random_staged_plan(captured, mesh, schedule, pipeline, random_cuts(captured, num_stages, rng), rng)
 
 
-def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
+def _repointed(plan: StagedPlan, captured: CapturedModel) -> StagedPlan:
     """The same choices for the graph in the precision of the comparison: its nodes have the same names."""
-    plain = Plan(**{f.name: getattr(plan, f.name) for f in fields(Plan)})
-    return replace(plain, fingerprint=captured.fingerprint)
-
-
-def _repointed_stages(plan: StagedPlan, captured: CapturedModel) -> StagedPlan:
-    """The same, stage by stage."""
     plain = StagedPlan(**{f.name: getattr(plan, f.name) for f in fields(StagedPlan)})
     parts = split_stages(captured, plan.cuts)
-    stages = tuple(_repointed(stage, part) for stage, part in zip(plan.stages, parts, strict=True))
-    return replace(plain, fingerprint=captured.fingerprint, stages=stages)
+    stages = (replace(s, fingerprint=part.fingerprint) for s, part in zip(plan.stages, parts, strict=True))
+    return replace(plain, fingerprint=captured.fingerprint, stages=tuple(stages))
 
 
 HEAD = (

@@ -1,7 +1,8 @@
-"""An exported plan as a folder that stands alone: plan.json, model.py, specs.json, state.pt (if needed), train.py."""
+"""An exported plan as a folder that stands alone: plan.json, specs.json, state.pt (if needed), train.py, and the code:
+model.py of one stage, stage_0.py, ... of several."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,50 @@ from autopar.export.source import generate
 from autopar.export.training import training_script
 from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
-from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.graph import CapturedModel, LocalModel, dtype_of, requires_grad
+from autopar.values.staged_plan import StagedPlan
 
 
-def export_folder(folder: Path, local: LocalModel, plan_json: str, values: Mapping[str, Tensor]) -> None:
+def export_folder(
+    folder: Path,
+    captured: CapturedModel,
+    locals_: Sequence[LocalModel],
+    plan: StagedPlan,
+    values: Mapping[str, Tensor],
+) -> None:
     """Write the folder; other files in it are left alone.
 
     Args:
-        plan_json: the plan as text.
+        captured: the whole model.
+        locals_: what the ranks of each stage run.
         values: parameters and buffers by placeholder; buffers on the meta device have to come from a checkpoint later.
 
     Raises:
         ArgumentError: if the folder cannot be written.
     """
-    captured = local.captured
-    files = {
-        "plan.json": plan_json,
-        "model.py": generate(local),
-        SPECS: json.dumps(specs(local), indent=1),
-        "train.py": training_script(local),
-    }
+    body: dict[str, Any] = specs_of(captured)
+    body["constants"] = []
+    body["loss_dtype"] = str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch.")
+    body["stages"] = [{**specs(local), **_boundary(local.captured)} for local in locals_]
+    files = {"plan.json": plan.to_json(), SPECS: json.dumps(body, indent=1)}
+    names = file_names(plan)
+    files |= {f"{name}.py": generate(local) for name, local in zip(names, locals_, strict=True)}
+    files["train.py"] = training_script(captured, plan, names)
     write_folder(folder, files, captured, values)
+
+
+def file_names(plan: StagedPlan) -> tuple[str, ...]:
+    """Of the code of each stage."""
+    return ("model",) if plan.num_stages == 1 else tuple(f"stage_{number}" for number in range(plan.num_stages))
+
+
+def _boundary(stage: CapturedModel) -> dict[str, Any]:
+    """What a stage receives and sends, and which of what it receives has gradients."""
+    return {
+        "received": list(stage.received),
+        "sends": list(stage.sends),
+        "differentiable": [name for name in stage.received if requires_grad(stage.nodes[name])],
+    }
 
 
 def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel, values: Mapping[str, Tensor]) -> None:

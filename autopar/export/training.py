@@ -1,10 +1,12 @@
 """The exported train.py: a plain loop with synthetic data, for its reader to change."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
 from autopar.cost_models.memory import FUSED
-from autopar.values.graph import CapturedModel, LocalModel, operands
+from autopar.values.graph import CapturedModel, operands
 from autopar.values.staged_plan import StagedPlan
 
 OPTIMIZERS = {
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from autopar.runtime import init, {loader}
+from autopar.runtime import init, load_exported
 
 {imports}
 
@@ -54,7 +56,7 @@ def batches():
 def main() -> None:
     init()
     torch.manual_seed(0)
-    module = {loader}(HERE, {code}, initial)
+    module = load_exported(HERE, {code}, initial)
     optimizer = {optimizer}
     for step, batch in enumerate(batches(), start=1):
         loss = {call}
@@ -76,38 +78,18 @@ SLICES = """; each rank takes its slices.
     """
 
 
-def training_script(local: LocalModel) -> str:
-    """The source of train.py."""
-    plan = local.plan
-    batch, call = _step(local.captured, always_in_parts=False)
+def training_script(captured: CapturedModel, plan: StagedPlan, names: Sequence[str]) -> str:
+    """The source of train.py; names: of the files of code, a stage each."""
+    is_whole = plan.num_stages == 1
+    batch, call = _step(captured, always_in_parts=not is_whole)
     return TEMPLATE.format(
         model=plan.model,
-        mesh=f"mesh {plan.mesh}",
-        size=plan.mesh.size,
-        files="model.py",
-        loader="load_exported",
-        imports="from model import forward",
-        code="forward",
-        slices=SLICES,
-        batch=batch,
-        optimizer=OPTIMIZERS[plan.config.optimizer],
-        call=call,
-    )
-
-
-def staged_training_script(captured: CapturedModel, plan: StagedPlan) -> str:
-    """The source of train.py for a model in stages."""
-    names = [f"stage_{number}" for number in range(plan.num_stages)]
-    batch, call = _step(captured, always_in_parts=True)
-    return TEMPLATE.format(
-        model=plan.model,
-        mesh=f"{plan.pipeline} pipeline ranks of mesh {plan.mesh}, schedule {plan.schedule}",
+        mesh=plan.arrangement + ("" if is_whole else f", schedule {plan.schedule}"),
         size=plan.world,
-        files=f"{names[0]}.py to {names[-1]}.py" if len(names) > 1 else f"{names[0]}.py",
-        loader="load_exported_stages",
+        files=f"{names[0]}.py" if is_whole else f"{names[0]}.py to {names[-1]}.py",
         imports="\n".join(f"import {name}" for name in names),
         code=f"[{', '.join(f'{name}.forward' for name in names)}]",
-        slices=".",
+        slices=SLICES if is_whole else ".",
         batch=batch,
         optimizer=OPTIMIZERS[plan.config.optimizer],
         call=call,

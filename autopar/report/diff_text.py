@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.search.explanation.compare import Difference
+from autopar.values.difference import Difference
 
 WIDTH = 120
 

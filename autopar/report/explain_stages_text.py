@@ -1,74 +1,32 @@
-"""The explanation of a plan in stages as text of 120 columns: the pipeline, its stages, what binds, what was near."""
+"""What is said of an explanation of several stages alone: what the pipeline idles, its stages, plans that were near."""
 
-import io
 from collections.abc import Mapping
 
-from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from autopar.report.explain_text import (
-    NOISE,
-    WIDTH,
-    baselines_table,
-    columns_of,
-    items_table,
-    offers_table,
-    signed,
-)
+from autopar.report.tables import NOISE, columns_of, signed
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.search.explanation.explain_stages import StagedExplanation
+from autopar.values.explanation import Explanation
 
 
-def explain_stages_text(explanation: StagedExplanation) -> str:
-    """The explanation as plain text."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    console.print(render(explanation))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-
-
-def render(explanation: StagedExplanation) -> RenderableType:
-    """The explanation for a rich console."""
+def pipeline_lines(explanation: Explanation) -> list[str]:
+    """What stands between a plan of several stages and a faster one."""
     estimate = explanation.plan.estimate
-    parts: list[RenderableType] = [Text("\n".join(_heading(explanation)) + "\n")]
-    parts.append(_step(explanation.parts, estimate.step_seconds))
-    parts.append(_stages(explanation))
-    parts.append(_memory(explanation))
-    parts.append(offers_table(explanation.offers, estimate.step_seconds, estimate.step_seconds))
-    if explanation.near or explanation.not_below or explanation.schedules:
-        parts.append(_near(explanation))
-    slowest, own = explanation.slowest, explanation.items
-    spent = sum(item.amount for item in own.seconds)
-    title = f"where the seconds of a step go in stage {slowest}, the slowest"
-    parts.append(items_table(title, own.seconds, spent, seconds_text))
-    held = sum(item.amount for item in own.nbytes)
-    title = f"what stage {slowest} holds at its peak with one micro-batch in flight, {own.peak}"
-    parts.append(items_table(title, own.nbytes, held, nbytes_text))
-    if explanation.baselines:
-        parts.append(baselines_table(explanation.baselines, estimate.step_seconds))
-    if explanation.unanswered:
-        listed = "; ".join(explanation.unanswered)
-        parts.append(Text(f"not asked, for the time was over: {listed}; give --seconds more\n"))
-    return Group(*parts)
-
-
-def _heading(explanation: StagedExplanation) -> list[str]:
-    plan, estimate = explanation.plan, explanation.plan.estimate
-    proved = f", none takes less than {seconds_text(estimate.bound)}" if estimate.bound else ""
     room = explanation.limit - estimate.peak_nbytes
     fullest = max(explanation.stages, key=lambda s: sum(s.memory.values()) + s.in_flight)
     binding = max(explanation.parts, key=lambda name: explanation.parts[name] if name[:4] != "work" else 0.0)
     share = percent_text(explanation.parts[binding] / estimate.step_seconds)
-    left = f"{nbytes_text(abs(room))} {'are free' if room >= 0 else 'too much'}"
     return [
-        f"{plan.model} on {plan.cluster}: {plan.num_stages} stages on {plan.pipeline} pipeline ranks of mesh "
-        f"{plan.mesh}, {plan.schedule}, {plan.microbatches} micro-batches [{plan.origin}]",
-        f"step {seconds_text(estimate.step_seconds)}{proved}; the fullest rank holds "
-        f"{nbytes_text(estimate.peak_nbytes)} of {nbytes_text(explanation.limit)} a device, {left}",
+        f"memory: {nbytes_text(abs(room))} {'are free' if room >= 0 else 'too much'}",
         f"beside the work itself most of the step is: {binding}, {share}; stage {explanation.slowest} is the slowest, "
         f"stage {fullest.number} holds most",
     ]
+
+
+def pipeline_tables(explanation: Explanation) -> list[Table]:
+    """What the step is, what each stage takes, and what it holds."""
+    step = _step(explanation.parts, explanation.plan.estimate.step_seconds)
+    return [step, _stages(explanation), _memory(explanation)]
 
 
 def _step(parts: Mapping[str, float], total: float) -> Table:
@@ -80,7 +38,7 @@ def _step(parts: Mapping[str, float], total: float) -> Table:
     return table
 
 
-def _stages(explanation: StagedExplanation) -> Table:
+def _stages(explanation: Explanation) -> Table:
     plan = explanation.plan
     names = ("stage", "blocks", "devices", "forward", "backward", "message", "once a step", "works")
     table = columns_of(
@@ -102,7 +60,7 @@ def _stages(explanation: StagedExplanation) -> Table:
     return table
 
 
-def _memory(explanation: StagedExplanation) -> Table:
+def _memory(explanation: Explanation) -> Table:
     kinds = [k for k in explanation.stages[0].memory if any(s.memory[k] for s in explanation.stages)]
     title = "what a device holds of each stage at its peak, and of further micro-batches in flight"
     table = columns_of(title, "stage", *(kind.replace("_", "-") for kind in kinds), "in flight", "together", folded=0)
@@ -114,7 +72,7 @@ def _memory(explanation: StagedExplanation) -> Table:
     return table
 
 
-def _near(explanation: StagedExplanation) -> Table:
+def near_table(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
     table = columns_of("plans near this one", "what", "why not", "step", "more than this", "peak", folded=2)
     for name, found in explanation.schedules.items():

@@ -3,25 +3,18 @@
 import io
 from collections.abc import Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.report.explain_stages_text import near_table, pipeline_lines, pipeline_tables
 from autopar.report.search_text import one_microbatch_text
+from autopar.report.tables import NOISE, WIDTH, columns_of, items_table, signed
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.search.costs.ledger import Item
-from autopar.search.explanation.alternatives import Alternative
-from autopar.search.explanation.explain import Explanation, Offer
-from autopar.search.explanation.odd_rows import OddRows
+from autopar.values.explanation import Alternative, Explanation, OddRows, Offer
 
-WIDTH = 120
-SHOWN = 10
-"""Rows of each list of items."""
 WORTH = 0.01
 """Part of the step from which on odd rows are spoken of."""
-NOISE = 1e-6
-"""Parts of the step below which a difference is none."""
 
 
 def explain_text(explanation: Explanation) -> str:
@@ -34,15 +27,25 @@ def explain_text(explanation: Explanation) -> str:
 
 def render(explanation: Explanation) -> RenderableType:
     """The explanation for a rich console."""
-    parts: list[RenderableType] = [Text("\n".join([*_heading(explanation), *_binds(explanation)]) + "\n")]
-    own = explanation.plan.estimate
+    own, is_staged = explanation.plan.estimate, bool(explanation.stages)
+    lines = [*_heading(explanation), *(pipeline_lines(explanation) if is_staged else _binds(explanation))]
+    parts: list[RenderableType] = [Text("\n".join(lines) + "\n")]
+    if is_staged:
+        parts += pipeline_tables(explanation)
     parts.append(offers_table(explanation.offers, own.step_seconds, own.in_turn_seconds))
     if explanation.alternatives:
         parts.append(_alternatives(explanation))
-    title = "where the seconds of a step go" + (", everything in turn" if own.hidden else "")
-    parts.append(items_table(title, explanation.ledger.seconds, own.in_turn_seconds, seconds_text))
-    title = f"what a rank holds at the peak, {explanation.ledger.peak}"
-    parts.append(items_table(title, explanation.ledger.nbytes, own.peak_nbytes, nbytes_text))
+    if explanation.near or explanation.not_below or explanation.schedules:
+        parts.append(near_table(explanation))
+    title, at_peak = "where the seconds of a step go", "what a rank holds at the peak"
+    spent, held = own.in_turn_seconds, own.peak_nbytes
+    if is_staged:
+        title += f" in stage {explanation.slowest}, the slowest"
+        at_peak = f"what stage {explanation.slowest} holds at its peak with one micro-batch in flight"
+        spent, held = (sum(item.amount for item in s) for s in (explanation.ledger.seconds, explanation.ledger.nbytes))
+    title += ", everything in turn" if own.hidden else ""
+    parts.append(items_table(title, explanation.ledger.seconds, spent, seconds_text))
+    parts.append(items_table(f"{at_peak}, {explanation.ledger.peak}", explanation.ledger.nbytes, held, nbytes_text))
     if explanation.baselines:
         parts.append(baselines_table(explanation.baselines, own.step_seconds))
     if explanation.unanswered:
@@ -57,7 +60,7 @@ def _check(explanation: Explanation) -> str:
     """The command that plans again with 1 GB more, if the command line made the plan."""
     plan = explanation.plan
     source = getattr(plan, "source", None)
-    if not source:
+    if not source or plan.num_stages > 1:
         return ""
     options = {"--global-batch": source.get("batch"), "--seq": source.get("seq"), "--precision": plan.config.precision}
     options |= {"--reduce-dtype": plan.config.reduce_dtype}
@@ -71,13 +74,15 @@ def _check(explanation: Explanation) -> str:
 
 def _heading(explanation: Explanation) -> list[str]:
     plan, estimate = explanation.plan, explanation.plan.estimate
-    parts = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
-    lines = [f"{plan.model} on {plan.cluster}, mesh {plan.mesh}{parts} [{plan.origin}]"]
+    parts = f", {plan.schedule}" if plan.num_stages > 1 else ""
+    parts += f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    lines = [f"{plan.model} on {plan.cluster}, {plan.arrangement}{parts} [{plan.origin}]"]
     proved = f", none takes less than {seconds_text(estimate.bound)}" if estimate.bound else ""
     beside = f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}" if estimate.hidden else ""
+    fullest = " of the fullest rank" if plan.num_stages > 1 else ""
     lines.append(
-        f"step {seconds_text(estimate.step_seconds)}{beside}{proved}; memory {nbytes_text(estimate.peak_nbytes)} of "
-        f"{nbytes_text(explanation.limit)} a device"
+        f"step {seconds_text(estimate.step_seconds)}{beside}{proved}; memory{fullest} "
+        f"{nbytes_text(estimate.peak_nbytes)} of {nbytes_text(explanation.limit)} a device"
     )
     if others := estimate.solver.get("microbatches"):
         said = (f"{n}: {seconds_text(v) if isinstance(v, float) else v}" for n, v in others.items())
@@ -125,15 +130,6 @@ def _between(least: float, most: float) -> str:
     return f"{seconds_text(least)} to {seconds_text(most)}" if least else f"at most {seconds_text(most)}"
 
 
-def columns_of(title: str, *columns: str, folded: int) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
-        wide = number < folded
-        table.add_column(name, justify="left" if wide else "right", overflow="fold", ratio=1 if wide else None)
-    table.expand = True
-    return table
-
-
 IN_TURN = "; what is proved counts everything in turn"
 """Of tables about a plan that hides something."""
 
@@ -159,12 +155,6 @@ def offers_table(offers: Sequence[Offer], own: float, in_turn: float) -> Table:
     return table
 
 
-def signed(seconds: float, total: float, plus: str = "+") -> str:
-    if abs(seconds) <= NOISE * total:
-        return "nothing"
-    return f"{plus if seconds > 0 else '−'}{seconds_text(abs(seconds))} ({percent_text(abs(seconds) / total)})"
-
-
 def _alternatives(explanation: Explanation) -> Table:
     own = explanation.plan.estimate
     title = f"plans near this one (the best without what is named, under the same limit{IN_TURN * (own.hidden > 0)})"
@@ -185,21 +175,6 @@ def _alternatives(explanation: Explanation) -> Table:
             signed(other.bound - own.in_turn_seconds, own.in_turn_seconds),
             nbytes_text(other.nbytes),
         )
-    return table
-
-
-def items_table(title: str, items: tuple[Item, ...], total: float, text: object) -> Table:
-    assert callable(text)
-    table = columns_of(title, "what", "kind", "count", "together", "share", folded=2)
-    for item in items[:SHOWN]:
-        over = f" over {', '.join(item.over)}" if item.over else ""
-        kind = item.kind.replace("_", "-") + over
-        table.add_row(item.what, kind, str(item.count), text(item.amount), percent_text(item.amount / total))
-    rest = items[SHOWN:]
-    if rest:
-        amount = sum(item.amount for item in rest)
-        table.add_row(f"{len(rest)} more", "", "", text(amount), percent_text(amount / total))
-    table.add_row("total", "", "", text(sum(item.amount for item in items)), "")
     return table
 
 

@@ -22,44 +22,59 @@ from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import Row, Section, plan_sections
 from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
+from autopar.report.stages_table import stages_table
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import LocalModel
-from autopar.values.plan import Estimate, Plan
+from autopar.values.mesh import Mesh
+from autopar.values.plan import Estimate, Plan, Way
 from autopar.values.redistribution import Message
+from autopar.values.staged_plan import StagedPlan
 
 WIDTH = 120
 
 
-def plan_text(plan: Plan, local: LocalModel | None, machine: Cluster | None = None) -> str:
+def plan_text(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> str:
     """The plan as plain text."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    console.print(render(plan, local, machine))
+    console.print(render(plan, locals_, machine))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def render(plan: Plan, local: LocalModel | None, machine: Cluster | None = None) -> RenderableType:
-    """The plan for a rich console. Without `local` (a plan just loaded) the tables of operations are left out."""
-    clock = Clock(plan, machine or _known(plan.cluster))
-    parts: list[RenderableType] = [heading(plan, machine or _known(plan.cluster))]
-    if local is not None and (again := recompute_text(plan, local)):
-        parts.append(Text(again + "\n"))
-    if local is not None:
-        words = choice_words(local.captured, plan.mesh)
-        parts += [_section_table(section, clock) for section in plan_sections(local, words)]
-        parts.append(_traffic_table(local, clock))
+def render(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> RenderableType:
+    """The plan for a rich console; locals_: what the ranks of each stage run.
+
+    Without them (a plan just loaded) the tables of operations are left out, and of several stages those of each are.
+    """
+    known = machine or _known(plan.cluster)
+    parts: list[RenderableType] = [heading(plan, known)]
+    if plan.num_stages > 1:
+        parts.append(stages_table(plan, [local.captured for local in locals_]))
+    elif locals_:
+        parts += _operations(plan.single, locals_[0], known)
     parts.append(_cost_tables(plan.estimate))
     if plan.estimate.baselines:
         parts.append(_baseline_table(plan.estimate))
-    if local is not None:
+    if locals_:
         seconds = {op: n * plan.microbatches for op, n in plan.estimate.solver.get("whole_seconds", {}).items()}
-        lines = rules_lines(local.captured.graph.nodes, seconds, plan.estimate.step_seconds)
-        parts += [Text(line + "\n") for line in lines]
-    if local is None:
+        nodes = [node for local in locals_ for node in local.captured.graph.nodes]
+        parts += [Text(line + "\n") for line in rules_lines(nodes, seconds, plan.estimate.step_seconds)]
+    else:
         parts.append(Text("loaded from a file: plan.bind(model) adds the tables of operations\n"))
     return Group(*parts)
+
+
+def _operations(plan: Plan, local: LocalModel, machine: Cluster | None) -> list[RenderableType]:
+    """What each operation and parameter of a stage does, and what is sent."""
+    clock, words = Clock(plan, machine), choice_words(local.captured, plan.mesh)
+    again = recompute_text(plan, local)
+    return [
+        *([Text(again + "\n")] if again else []),
+        *(_section_table(section, clock) for section in plan_sections(local, words)),
+        _traffic_table(local, clock),
+    ]
 
 
 def _known(cluster: str) -> Cluster | None:
@@ -87,7 +102,7 @@ class Clock:
         return "" if seconds is None or not messages else seconds_text(seconds)
 
 
-def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
+def heading(plan: StagedPlan, machine: Cluster | None) -> RenderableType:
     """What the plan is for, and its result, in three lines."""
     estimate, config = plan.estimate, plan.config
     memory = config.memory_nbytes or (machine.device.memory_bytes if machine is not None else None)
@@ -95,8 +110,11 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     call = getattr(plan, "call", None)
     batch = f", global batch {call.batch()}" if call is not None and call.batch() else ""
     batch += f" in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    schedule = f", {plan.schedule}" if plan.num_stages > 1 else ""
+    buckets = [names for stage in plan.stages for names in stage.buckets]
+    copies = max(stage.copies for stage in plan.stages)
     lines = [
-        f"{plan.model} on {plan.cluster or 'no cluster'}, mesh {plan.mesh}{batch}, {config.optimizer}, "
+        f"{plan.model} on {plan.cluster or 'no cluster'}, {plan.arrangement}{schedule}{batch}, {config.optimizer}, "
         f"{config.dtypes} [{plan.origin}]"
     ]
     if others := estimate.solver.get("microbatches"):
@@ -113,9 +131,10 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
         proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
         alone = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
-        alone = alone if plan.buckets else ""
+        alone = alone if buckets else ""
         step += alone + proved if estimate.bounded_alone else proved + alone  # the bound is said of what stands before
-        lines.append(f"{step}; memory at the peak {nbytes_text(estimate.peak_nbytes)}{limit} a device")
+        fullest = " of the fullest rank" if plan.num_stages > 1 else ""
+        lines.append(f"{step}; memory at the peak{fullest} {nbytes_text(estimate.peak_nbytes)}{limit} a device")
         if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
             lines.append(f"plans compared in buckets, by what found them: {said}")
@@ -129,42 +148,43 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )
-    if plan.copies > 1:
+    if copies > 1:
         lines.append(
             "two micro-batches run at once, one computing while the other communicates, which hides "
             f"{seconds_text(estimate.hidden)}"
         )
-    if plan.buckets:
-        parameters = sum(len(names) for names in plan.buckets)
-        beside = estimate.hidden > 0 and plan.copies == 1
+    if buckets:
+        parameters = sum(len(names) for names in buckets)
+        beside = estimate.hidden > 0 and copies == 1
         lines.append(
-            f"buckets: {parameters} parameters are gathered or reduced in {len(plan.buckets)} "
-            f"bucket{'s' * (len(plan.buckets) > 1)}, which {saving_text(estimate.saved)}"
+            f"buckets: {parameters} parameters are gathered or reduced in {len(buckets)} "
+            f"bucket{'s' * (len(buckets) > 1)}, which {saving_text(estimate.saved)}"
             + (f"; collectives run beside compute for {seconds_text(estimate.hidden)}" if beside else "")
         )
-    if plan.ways:
-        lines.append(_ways_text(plan))
+    if ways := [way for stage in plan.stages for way in stage.ways.values()]:
+        lines.append(_ways_text(ways, plan.mesh, estimate))
     if checked := getattr(plan, "checked", ""):
         lines.append(f"graph: {checked}")
-    lines.append(
-        f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I = "
-        "whole (gradients of R are summands)"
-    )
-    lines.append("parameters, as stored: gathered for use = again for backward; gathered and kept = until backward")
+    if plan.num_stages == 1:
+        lines.append(
+            f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I "
+            "= whole (gradients of R are summands)"
+        )
+        lines.append("parameters, as stored: gathered for use = again for backward; gathered and kept = until backward")
     return Text("\n".join(lines) + "\n")
 
 
-def _ways_text(plan: Plan) -> str:
+def _ways_text(ways: Sequence[Way], mesh: Mesh, estimate: Estimate) -> str:
     """How many parameters travel otherwise than the search said, how, and what that saves."""
     words: dict[str, int] = {}
-    for way in plan.ways.values():
-        joined = any(len(step.axes) > 1 for step in way.steps(plan.mesh))
-        several = len({axis for step in way.steps(plan.mesh) for axis in step.axes}) > 1
+    for way in ways:
+        joined = any(len(step.axes) > 1 for step in way.steps(mesh))
+        several = len({axis for step in way.steps(mesh) for axis in step.axes}) > 1
         word = "as one" if joined else "axis by axis" if several else "over one axis"
         word = f"in levels, {', '.join(way.inside)} first" if way.inside else word
         words[word] = words.get(word, 0) + 1
     said = ", ".join(f"{count} {word}" for word, count in words.items())
-    saved = saving_text(plan.estimate.saved_by_ways)
+    saved = saving_text(estimate.saved_by_ways)
     return f"in buckets otherwise than alone: {said}, which {saved} (counted above)"
 
 
@@ -285,9 +305,9 @@ def _baseline_table(estimate: Estimate) -> Table:
     return table
 
 
-def print_plan(plan: Plan, local: LocalModel | None, machine: Cluster | None, console: Any) -> None:
+def print_plan(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None, console: Any) -> None:
     """Write the plan on a console: with colours on a terminal, 120 columns wide elsewhere."""
     if console.is_terminal:
-        console.print(render(plan, local, machine))
+        console.print(render(plan, locals_, machine))
     else:
-        console.print(plan_text(plan, local, machine), highlight=False, markup=False, soft_wrap=True)
+        console.print(plan_text(plan, locals_, machine), highlight=False, markup=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from torch import fx
 
 from autopar.report.rows import Words
-from autopar.search.costs.words import SUMMANDS, WHOLE, describe, dim_tags
+from autopar.rules.words import SUMMANDS, WHOLE, describe, dim_tags
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 

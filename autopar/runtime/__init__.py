@@ -26,8 +26,8 @@ from autopar.ops.noise import noise
 from autopar.ops.recompute import again
 from autopar.runtime.checkpoint import load, save
 from autopar.runtime.data import DistributedBatchSampler, LocalBatch
+from autopar.runtime.distributed import distributed_module
 from autopar.runtime.exported import block, load_exported
-from autopar.runtime.exported_stages import load_exported_stages
 from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
 from autopar.runtime.module import DistributedModule, count_messages
@@ -56,6 +56,7 @@ __all__ = [
     "count_labels",
     "count_messages",
     "cross_entropy",
+    "distributed_module",
     "divide",
     "divide_gradient",
     "drawn",
@@ -65,7 +66,6 @@ __all__ = [
     "init",
     "load",
     "load_exported",
-    "load_exported_stages",
     "local_slice",
     "mean",
     "noise",

@@ -1,14 +1,15 @@
-"""How does an exported folder train? Its `forward` in place of the graph, in the same distributed module.
+"""How does an exported folder train? Its `forward`s in place of the stages' graphs, in the same distributed module.
 
-The folder holds the plan, what each tensor is (specs.json) and values that no one can make up (state.pt: constants, and
-buffers that had values). Parameters start as `initial` says, or come from a checkpoint.
+The folder holds the plan, a file of code a stage, what each tensor is (specs.json, of the whole model and of each
+stage) and values that no one can make up (state.pt: constants, and buffers that had values). Parameters start as
+`initial` says, or come from a checkpoint.
 """
 
 import hashlib
 import inspect
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.passes.recompute import wrapped
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.pipeline import Code, PipelinedModule
+from autopar.runtime.trainable import Trainable
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
 from autopar.values.guards import BufferGuard
 from autopar.values.placement import Layout, local_shape
-from autopar.values.plan import Plan, load_plan
+from autopar.values.plan import Plan
+from autopar.values.plan_file import load_plan
 
 SPECS, STATE = "specs.json", "state.pt"
 Initial = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
@@ -35,30 +39,50 @@ def block(w: Mapping[str, Tensor], prefix: str, table: Mapping[str, str]) -> dic
 
 
 def load_exported(
-    folder: str | Path, forward: Callable[..., Any], initial: Initial, *, seed: int | None = None
-) -> "ExportedModule":
+    folder: str | Path, forwards: Sequence[Callable[..., Any]], initial: Initial, *, seed: int | None = None
+) -> Trainable:
     """The distributed module of an exported folder; all ranks call this together, after `init`.
 
     Args:
         folder: where plan.json, specs.json and, if any, state.pt lie.
-        forward: of the folder's model.py.
+        forwards: of the folder's files of code, a stage each, in order.
         initial: values to start from; rank 0's count.
         seed: of random numbers; None for that of rank 0's torch generator.
 
     Raises:
-        PlanMismatchError: if a file is missing or of another library version.
+        PlanMismatchError: if a file is missing, of another library version, or not of these stages.
         MeshError, RankError: as `DistributedModule`.
     """
     root = Path(folder)
-    plan = load_plan(root / "plan.json")
-    specs = read_specs(root)
+    plan, specs = load_plan(root / "plan.json"), read_specs(root)
+    parts = specs.get("stages", ())
+    if not len(parts) == len(forwards) == plan.num_stages:
+        raise PlanMismatchError(
+            f"{root} has a plan of {plan.num_stages} stages and specs of {len(parts)}, {len(forwards)} forwards were "
+            "given; give one of each file of code, or export the model again"
+        )
     held = torch.load(root / STATE, weights_only=True) if (root / STATE).exists() else {}
-    captured = captured_from(specs, {name: held[name] for name in specs["constants"]}, forward)
-    values = Values(captured, held, initial)
-    axes = tuple(tuple(names) for names in specs["axes"])
-    graph = call_graph(captured, plan, forward, axes)
-    local = LocalModel(captured=captured, plan=plan, graph=graph)
-    return ExportedModule(local, values, seed=seed)
+    stages = [
+        captured_from(part, {name: held[name] for name in part["constants"]}, forward)
+        for part, forward in zip(parts, forwards, strict=True)
+    ]
+
+    def local(number: int) -> LocalModel:
+        axes = tuple(tuple(names) for names in parts[number]["axes"])
+        graph = call_graph(stages[number], plan.stages[number], forwards[number], axes)
+        return LocalModel(captured=stages[number], plan=plan.stages[number], graph=graph)
+
+    if plan.num_stages == 1:
+        return ExportedModule(local(0), Values(stages[0], held, initial), seed=seed)
+    codes = hashlib.sha256("".join(map(source_hash, forwards)).encode()).hexdigest()[:16]
+    captured = captured_from(specs, {}, codes)
+    code = Code(local=local, written=_written, loss_dtype=getattr(torch, specs["loss_dtype"]))
+    return PipelinedModule(captured, stages, plan, Values(captured, held, initial), seed=seed, code=code)
+
+
+def _written(local: LocalModel, training: bool) -> fx.Graph:
+    traced = trace_exported(local, keep_again=training)
+    return traced if training else evaluation_graph(traced)
 
 
 def read_specs(folder: Path) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputS
 from autopar.values.inputs import bind_inputs
 from autopar.values.outputs import Returned
 from autopar.values.plan import Estimate, Plan
+from autopar.values.staged_plan import one_stage
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler
@@ -351,7 +352,7 @@ class DistributedModule(Trainable):
 
 def _facts(local: LocalModel) -> dict[str, str]:
     """What must be equal on all ranks; estimates do not matter, solvers time themselves."""
-    text = local.plan.with_estimate(Estimate()).to_json()
+    text = one_stage(local.plan).with_estimate(Estimate()).to_json()
     return {
         "torch": torch.__version__,
         "autopar": version("autopar"),

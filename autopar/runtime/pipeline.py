@@ -39,6 +39,7 @@ from autopar.runtime.variants import Asked, Captor
 from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
 from autopar.values.inputs import bind_inputs
 from autopar.values.outputs import Returned
+from autopar.values.plan import Estimate
 from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 
@@ -75,6 +76,8 @@ class PipelinedModule(Trainable):
         PlanMismatchError: if stages that share a weight store it differently, or a stage's plan is not for it.
         ArgumentError: if the torch at hand lacks the schedule.
     """
+
+    takes_slices = False
 
     def __init__(
         self,
@@ -356,7 +359,7 @@ def _facts(captured: CapturedModel, plan: StagedPlan) -> dict[str, str]:
         "autopar": version("autopar"),
         "mesh": f"{plan.pipeline} of {plan.mesh}",
         "model": captured.fingerprint,
-        "plan": hashlib.sha256(plan.without_estimates().to_json().encode()).hexdigest()[:16],
+        "plan": hashlib.sha256(plan.with_estimate(Estimate()).to_json().encode()).hexdigest()[:16],
     }
 
 

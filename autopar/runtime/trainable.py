@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,10 @@ class Trainable(nn.Module):
     uninitialized: names without a value yet. seed: of all random numbers. num_calls, num_evaluated: how many
     (micro-)batches were trained on and evaluated, which number what they draw.
     """
+
+    takes_slices: ClassVar[bool] = True
+    """Whether a rank may be given its slices of a batch."""
+    pipeline_rank: int = 0
 
     uninitialized: set[str]
     seed: int

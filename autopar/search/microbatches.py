@@ -8,6 +8,7 @@ it, all multiples are left out.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 from autopar.capture.rebatch import Batches
 from autopar.errors import BatchError, InfeasibleError
@@ -23,8 +24,8 @@ from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.staged_plan import StagedPlan
 
-Answer = Plan | StagedPlan
-Found = tuple[Answer, CapturedModel]
+Answer = TypeVar("Answer", Plan, StagedPlan)
+"""Of a graph: a plan, or what is decided of a mesh alone."""
 
 ONE_MICROBATCH = "one_microbatch"
 """Where an estimate says why a step is one micro-batch."""
@@ -44,7 +45,7 @@ def choose_microbatches(
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
     tell: Callable[[str], None] = lambda _: None,
-) -> Found:
+) -> tuple[Answer, CapturedModel]:
     """The cheapest plan of all numbers of micro-batches in `candidates`, and the graph it is for.
 
     graph: of one of so many micro-batches. plan: the best for a graph. bound: seconds that no plan of a graph stays
@@ -55,7 +56,7 @@ def choose_microbatches(
         InfeasibleError: if no number fits; that of the number which needs least.
         BatchError: if the loss of the global batch has no parts and one piece does not fit.
     """
-    best: Found | None = None
+    best: tuple[Answer, CapturedModel] | None = None
     said: dict[str, float | str] = {}
     least: dict[int, float] = {}
     proved: list[float] = []

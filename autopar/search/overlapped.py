@@ -18,7 +18,7 @@ from autopar.lower.program import Program, make_program
 from autopar.passes.split_stages import split_stages
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
-from autopar.search.explanation.next_best import SECONDS, Some, next_best
+from autopar.search.explanation.next_best import SECONDS, next_best
 from autopar.search.meshes import divisors
 from autopar.search.pipeline_parts import part_of
 from autopar.search.timeline.plan_timeline import plan_timeline
@@ -39,20 +39,19 @@ class Ranking:
 
     cluster: Cluster
     overlap: Overlap
-    rows: list[tuple[float, Some, CapturedModel]] = field(default_factory=list)
+    rows: list[tuple[float, StagedPlan, CapturedModel]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def add(self, plan: Some, captured: CapturedModel) -> None:
+    def add(self, plan: StagedPlan, captured: CapturedModel) -> None:
         """captured: the plan's graph, that of one micro-batch of the whole model."""
-        graph = split_stages(captured, plan.cuts) if isinstance(plan, StagedPlan) else captured
-        seconds = plan_timeline(plan, graph, self.cluster, self.overlap).seconds
+        seconds = plan_timeline(plan, split_stages(captured, plan.cuts), self.cluster, self.overlap).seconds
         self.rows.append((seconds, plan, captured))
 
     @property
     def least(self) -> float:
         return min(row[0] for row in self.rows)
 
-    def best(self) -> tuple[Some, CapturedModel]:
+    def best(self) -> tuple[StagedPlan, CapturedModel]:
         """The plan whose step is shortest, and its graph; its bound, baselines and search are the first one's.
 
         `estimate.solver["timeline"]` says what each takes by the additive cost and by the timeline.
@@ -86,7 +85,7 @@ class Ranking:
 
 
 def best_overlapped(
-    plan: Some,
+    plan: StagedPlan,
     captured: CapturedModel,
     cluster: Cluster,
     overlap: Overlap,
@@ -94,10 +93,10 @@ def best_overlapped(
     *,
     batch: int | None = None,
     capture: Callable[[int], CapturedModel] | None = None,
-    is_asked: Callable[[Some], bool] = lambda _: True,
+    is_asked: Callable[[StagedPlan], bool] = lambda _: True,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Some, CapturedModel]:
+) -> tuple[StagedPlan, CapturedModel]:
     """Of `plan` and its `count` next best the one whose overlapped step is shortest, and its graph.
 
     batch, capture: of an open number of micro-batches, the samples of a step and the graph of so many samples; then the
@@ -120,16 +119,16 @@ def best_overlapped(
 
 
 def _ranked(
-    plan: Some,
+    plan: StagedPlan,
     captured: CapturedModel,
     cluster: Cluster,
     overlap: Overlap,
     count: int,
     graphs: Mapping[int, Callable[[int], CapturedModel]],
-    is_asked: Callable[[Some], bool],
+    is_asked: Callable[[StagedPlan], bool],
     seconds: float,
     tell: Callable[[str], None],
-) -> tuple[Some, CapturedModel]:
+) -> tuple[StagedPlan, CapturedModel]:
     deadline = time.monotonic() + seconds
     ranking = Ranking(cluster=cluster, overlap=overlap)
     ranking.add(plan, captured)
@@ -147,14 +146,14 @@ def _ranked(
 
 
 def _numbers(
-    plan: Some,
+    plan: StagedPlan,
     cluster: Cluster,
     graphs: Mapping[int, Callable[[int], CapturedModel]],
     ranking: Ranking,
     deadline: float,
 ) -> Iterator[tuple[int, Program, float]]:
     """Other numbers of micro-batches that may be better, their programs and the seconds that each is given."""
-    pipeline = plan.pipeline if isinstance(plan, StagedPlan) else 1
+    pipeline = plan.pipeline
     pricer = make_pricer(mesh=plan.mesh, cluster=part_of(cluster, pipeline), config=plan.config)
     near = sorted(graphs, key=lambda number: abs(math.log(number / plan.microbatches)))
     for place, number in enumerate(near):

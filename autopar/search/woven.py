@@ -19,7 +19,6 @@ from autopar.search.known.baselines import memory_limit
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
 
 LEAST = 0.01
 """Part of a step that communication of activations takes, below which plans of more micro-batches are not searched."""
@@ -32,7 +31,7 @@ def best_woven(
     plan: Plan,
     captured: CapturedModel,
     cluster: Cluster,
-    search: Callable[[CapturedModel], Plan | StagedPlan],
+    search: Callable[[CapturedModel], Plan],
     capture: Capture | None = None,
     *,
     tell: Callable[[str], None] = lambda _: None,
@@ -60,8 +59,8 @@ def best_woven(
                 graph = capture(COPIES * plan.microbatches)
                 other = search(graph)
             except (BatchError, InfeasibleError, SearchTimeoutError):
-                other = None
-            if isinstance(other, Plan):
+                pass
+            else:
                 add(other, graph)
     best, graph = min(found.values(), key=lambda one: one[0].estimate.step_seconds)
     if len(found) == 1:

@@ -4,20 +4,15 @@ A plan names no process and no tensor data. Saved as JSON (schema `VERSION`), it
 """
 
 import itertools
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.placement import Layout, parse_layout
+from autopar.values.placement import Layout
 from autopar.values.redistribution import Step, in_levels, route, step_between
-from autopar.values.version import TORCH_RANGE, in_range
-
-VERSION = 3
 
 ROUNDING = 1e-9
 
@@ -184,18 +179,12 @@ class Plan:
     def with_estimate(self, estimate: Estimate) -> "Plan":
         return replace(self, estimate=estimate)
 
-    def to_json(self) -> str:
-        """The plan as JSON text; equal choices and layouts are written once."""
+    def to_body(self) -> dict[str, Any]:
+        """What a stage alone decides, as JSON values; equal choices and layouts are written once."""
         tables = _Tables()
         body = {
-            "schema": VERSION,
-            "torch": list(TORCH_RANGE),
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
-            "cluster": self.cluster,
-            "config": asdict(self.config),
-            "microbatches": self.microbatches,
             "copies": self.copies,
             "origin": self.origin,
             "choices": {name: tables.index(",".join(choice)) for name, choice in self.choices.items()},
@@ -213,12 +202,8 @@ class Plan:
                 name: {"path": [tables.index(str(layout)) for layout in way.path], "inside": way.inside}
                 for name, way in self.ways.items()
             },
-            "estimate": asdict(self.estimate),
         }
-        return json.dumps({**body, "table": tables.texts}, indent=1)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        return {**body, "table": tables.texts}
 
 
 def check_model(model: str, fingerprint: str, microbatches: int, captured: CapturedModel) -> None:
@@ -248,65 +233,3 @@ class _Tables:
             self._numbers[text] = len(self.texts)
             self.texts.append(text)
         return self._numbers[text]
-
-
-def plan_from_json(text: str) -> Plan:
-    """The inverse of `Plan.to_json`.
-
-    Raises:
-        PlanMismatchError: for another schema version, a torch outside the plan's range, or text that is no plan.
-    """
-    try:
-        body = json.loads(text)
-        schema = body["schema"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise PlanMismatchError(
-            "this is not a plan that autopar saved: no JSON object with a schema version"
-        ) from error
-    if schema != VERSION:
-        raise PlanMismatchError(f"the plan has schema version {schema}, this autopar reads {VERSION}; plan again")
-    low, high = body["torch"]
-    if not in_range(low, high):
-        raise PlanMismatchError(f"the plan is for torch >= {low}, < {high}; install such a torch or plan again")
-    table = body["table"]
-    return Plan(
-        model=body["model"],
-        fingerprint=body["fingerprint"],
-        mesh=Mesh(shape=tuple(body["mesh"]["shape"]), names=tuple(body["mesh"]["names"])),
-        cluster=body["cluster"],
-        config=TrainConfig(**body["config"]),
-        microbatches=body.get("microbatches", 1),
-        copies=body.get("copies", 1),
-        origin=body["origin"],
-        choices={name: tuple(table[i].split(",")) for name, i in body["choices"].items()},
-        layouts={name: parse_layout(table[i]) for name, i in body["layouts"].items()},
-        lifetimes=body["lifetimes"],
-        routes={
-            name: tuple(tuple(parse_layout(table[i]) for i in path) for path in paths)
-            for name, paths in body["routes"].items()
-        },
-        recompute=frozenset(body["recompute"]),
-        remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
-        buckets=tuple(tuple(names) for names in body.get("buckets", ())),
-        prefetch=bool(body.get("prefetch", False)),
-        ways={
-            name: Way(path=tuple(parse_layout(table[i]) for i in way["path"]), inside=tuple(way["inside"]))
-            for name, way in body.get("ways", {}).items()
-        },
-        estimate=Estimate(**body["estimate"]),
-    )
-
-
-def load_plan(path: str | Path) -> Plan:
-    """A saved plan.
-
-    Raises:
-        PlanMismatchError: if the file is missing or is not a plan for this library.
-    """
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise PlanMismatchError(
-            f"plan {path} cannot be read ({error.strerror}); give the path of a plan.json"
-        ) from error
-    return plan_from_json(text)

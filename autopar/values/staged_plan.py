@@ -1,29 +1,29 @@
-"""What was decided for a pipeline, as a value: where the model is cut, which rank runs which stage, a plan a stage.
+"""What was decided, as a value: where the model is cut, which rank runs which stage, and what each stage decides.
 
-Every stage is a captured model of its own (`passes.split_stages`), with an ordinary plan on a mesh of its own; all
-these meshes have one shape. The pipeline axis is the outermost: global rank = pipeline rank · mesh size + rank within
-the mesh. Stage s of S runs on the pipeline rank
+A plan is one or more stages. Every stage is a captured model of its own (`passes.split_stages`; one stage is the model
+itself), with what is decided of it on a mesh of its own; all these meshes have one shape. The pipeline axis is the
+outermost: global rank = pipeline rank · mesh size + rank within the mesh. Stage s of S runs on the pipeline rank
 
     gpipe, 1f1b          s                              S = p
     interleaved-1f1b     s mod p                        S = v p, v >= 2
     zbv                  s, then back: 2p - 1 - s       S = 2p
 
-which is where `torch.distributed.pipelining` looks for it.
+which is where `torch.distributed.pipelining` looks for it. One stage on one rank is `1f1b`: each micro-batch runs
+forward, then backward. Saved as JSON (schema `VERSION`), a plan is refused for another model or mesh (`plan_file`).
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Estimate, Plan, TrainConfig, check_model, plan_from_json
-from autopar.values.version import TORCH_RANGE, in_range
+from autopar.values.plan import Estimate, Plan, TrainConfig, check_model
+from autopar.values.version import TORCH_RANGE
 
-STAGED_VERSION = "stages-2"
-"""Schema of a saved plan with stages; plans without have a number."""
+VERSION = 4
+"""Schema of a saved plan."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
 
@@ -93,12 +93,13 @@ def parse_pipeline(text: str) -> tuple[str, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedPlan:
-    """A distribution of one captured model (that of one micro-batch) over the stages of a pipeline.
+    """A distribution of one captured model (that of one micro-batch) over one stage or more.
 
-    model, fingerprint: of the whole model; stages' plans have those of their stages.
+    model, fingerprint: of the whole model; stages have their own.
     mesh: of one stage; every pipeline rank has as many devices.
     cuts: for each stage after the first, the name of its first call in the order of the whole model's graph.
-    stages: one plan a stage, in the order of the model.
+    stages: what is decided of each, in the order of the model; cluster and config of the whole are theirs, what they
+        take is estimated of the whole.
     """
 
     model: str
@@ -116,6 +117,8 @@ class StagedPlan:
 
     def __post_init__(self) -> None:
         """Raises ArgumentError if the parts do not make a pipeline."""
+        own = (replace(s, cluster=self.cluster, config=self.config, estimate=Estimate()) for s in self.stages)
+        object.__setattr__(self, "stages", tuple(own))
         stage_ranks(self.schedule, self.pipeline, self.num_stages)
         check_microbatches(self.schedule, self.pipeline, self.microbatches)
         if len(self.cuts) != self.num_stages - 1:
@@ -135,6 +138,13 @@ class StagedPlan:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def arrangement(self) -> str:
+        """Stages, pipeline ranks and the mesh of each, in words."""
+        if self.num_stages == 1:
+            return f"mesh {self.mesh}"
+        return f"{self.num_stages} stages on {self.pipeline} pipeline ranks of mesh {self.mesh}"
 
     @property
     def world(self) -> int:
@@ -158,14 +168,16 @@ class StagedPlan:
     def with_estimate(self, estimate: Estimate) -> "StagedPlan":
         return replace(self, estimate=estimate)
 
-    def without_estimates(self) -> "StagedPlan":
-        """What all ranks must agree on: solvers time themselves."""
-        stages = tuple(stage.with_estimate(Estimate()) for stage in self.stages)
-        return replace(self, stages=stages, estimate=Estimate())
+    @property
+    def single(self) -> Plan:
+        """The one stage of a plan of one, with the estimate, as the search of a mesh knows it."""
+        assert self.num_stages == 1, f"{self.num_stages} stages have no single one"
+        return self.stages[0].with_estimate(self.estimate)
 
     def to_json(self) -> str:
+        """The plan as JSON text."""
         body = {
-            "schema": STAGED_VERSION,
+            "schema": VERSION,
             "torch": list(TORCH_RANGE),
             "model": self.model,
             "fingerprint": self.fingerprint,
@@ -178,9 +190,30 @@ class StagedPlan:
             "cuts": self.cuts,
             "origin": self.origin,
             "estimate": asdict(self.estimate),
-            "stages": [json.loads(stage.to_json()) for stage in self.stages],
+            "stages": [stage.to_body() for stage in self.stages],
         }
         return json.dumps(body, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+
+def one_stage(stage: Plan) -> StagedPlan:
+    """The plan of a model in one stage, which is the whole of it."""
+    return StagedPlan(
+        model=stage.model,
+        fingerprint=stage.fingerprint,
+        cluster=stage.cluster,
+        config=stage.config,
+        mesh=stage.mesh,
+        pipeline=1,
+        schedule="1f1b",
+        microbatches=stage.microbatches,
+        cuts=(),
+        stages=(stage,),
+        origin=stage.origin,
+        estimate=stage.estimate,
+    )
 
 
 def check_cuts(captured: CapturedModel, cuts: tuple[str, ...]) -> None:
@@ -197,60 +230,3 @@ def check_cuts(captured: CapturedModel, cuts: tuple[str, ...]) -> None:
                 f"the plan cuts {captured.name} before {after}, which does not come after {before}: a stage would be "
                 "empty; give cuts in the order of the graph"
             )
-
-
-def is_staged(text: str) -> bool:
-    """Whether the text is (some version of) a saved plan with stages."""
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(body, Mapping) and str(body.get("schema", "")).startswith("stages-")
-
-
-def load_staged_plan(path: Path) -> StagedPlan:
-    """A saved plan with stages.
-
-    Raises:
-        PlanMismatchError: if the file is missing or is not such a plan for this library.
-    """
-    try:
-        return staged_plan_from_json(path.read_text())
-    except OSError as error:
-        raise PlanMismatchError(
-            f"plan {path} cannot be read ({error.strerror}); give the path of a plan.json"
-        ) from error
-
-
-def staged_plan_from_json(text: str) -> StagedPlan:
-    """The inverse of `StagedPlan.to_json`.
-
-    Raises:
-        PlanMismatchError: for another schema version, a torch outside the plan's range, or text that is no such plan.
-    """
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanMismatchError("this is not a plan that autopar saved: no JSON object") from error
-    found = body.get("schema") if isinstance(body, dict) else None
-    if found != STAGED_VERSION:
-        raise PlanMismatchError(
-            f"the plan has schema version {found}, this autopar reads {STAGED_VERSION} for stages; plan again"
-        )
-    low, high = body["torch"]
-    if not in_range(low, high):
-        raise PlanMismatchError(f"the plan is for torch >= {low}, < {high}; install such a torch or plan again")
-    return StagedPlan(
-        model=body["model"],
-        fingerprint=body["fingerprint"],
-        cluster=body["cluster"],
-        config=TrainConfig(**body["config"]),
-        mesh=Mesh(shape=tuple(body["mesh"]["shape"]), names=tuple(body["mesh"]["names"])),
-        pipeline=body["pipeline"],
-        schedule=body["schedule"],
-        microbatches=body["microbatches"],
-        cuts=tuple(body["cuts"]),
-        stages=tuple(plan_from_json(json.dumps(stage)) for stage in body["stages"]),
-        origin=body["origin"],
-        estimate=Estimate(**body["estimate"]),
-    )

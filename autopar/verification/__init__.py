@@ -3,7 +3,7 @@
 from autopar.verification.check import PEAK_TOLERANCE, TOLERANCES, Check
 from autopar.verification.one_process import draws, reference_gradients
 from autopar.verification.rank_check import DEVICES
-from autopar.verification.run import num_ranks, verify_plans
+from autopar.verification.run import verify_plans
 
 __all__ = [
     "DEVICES",
@@ -11,7 +11,6 @@ __all__ = [
     "TOLERANCES",
     "Check",
     "draws",
-    "num_ranks",
     "reference_gradients",
     "verify_plans",
 ]

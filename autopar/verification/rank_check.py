@@ -6,14 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lower.emit import emit
-from autopar.lower.messages import Sent, messages_of, sent_by_rank
+from autopar.lower.messages import Sent, sent_by_rank
 from autopar.oracle import Step
 from autopar.oracle.compare import FLOOR, relative_error
 from autopar.passes.split_stages import split_stages
 from autopar.values.graph import CapturedModel, ParameterSpec
 from autopar.values.placement import local_ranges
-from autopar.values.plan import Plan
 from autopar.values.staged_plan import StagedPlan
 from autopar.verification.check import PEAK_TOLERANCE, Check
 from autopar.verification.one_process import SEED
@@ -28,7 +26,7 @@ STEPS = 3
 
 def check_rank(
     label: str,
-    plan: Plan | StagedPlan,
+    plan: StagedPlan,
     captured: CapturedModel,
     tensors: Mapping[str, Any],
     wanted: Sequence[Step],
@@ -37,9 +35,8 @@ def check_rank(
     from autopar.runtime import count_messages
     from autopar.runtime.peak_memory import watch
 
-    made = _staged_module if isinstance(plan, StagedPlan) else _module
-    module, predicted, predicted_peak = made(captured, plan, tensors)
-    is_local = not isinstance(plan, StagedPlan)
+    module, predicted, predicted_peak = _prepared(captured, plan, tensors)
+    is_local = module.takes_slices
     errors = {"loss": (0.0, ""), "gradient": (0.0, ""), "state": (0.0, "")}
     first, counted, peak = 0.0, dict[Any, Any](), 0
     for number, (whole, step) in enumerate(zip(tensors["inputs"], wanted, strict=True)):
@@ -107,41 +104,27 @@ Prepared = tuple[Any, Sent, float]
 
 
 def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a rank gives its module of a global batch: with stages all of it."""
-    from autopar.runtime import DistributedModule
+    """What a rank gives its module of a global batch: its slices where it takes them."""
     from autopar.runtime.data import local_samples
 
-    if not isinstance(module, DistributedModule):
+    if not module.takes_slices:
         return whole
     return {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
 
 
-def _module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
-    """Of a plan without stages."""
-    from autopar.runtime import DistributedModule
-    from autopar.search.costs.evaluate import peak_without_optimizer
-    from autopar.values.cluster import load_cluster
-
-    local = emit(captured, plan, exact_random=True)
-    module = DistributedModule(local, tensors["values"], sync=False, seed=SEED, exact_random=True)
-    peak = peak_without_optimizer(plan, captured, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
-    on_host = module.device.type == "cpu"
-    return module, messages_of(captured, plan, on_host=on_host, exact_random=True), peak
-
-
-def _staged_module(captured: CapturedModel, plan: Any, tensors: Mapping[str, Any]) -> Prepared:
-    """Of a plan with stages, on this rank's."""
-    from autopar.runtime import PipelinedModule
+def _prepared(captured: CapturedModel, plan: StagedPlan, tensors: Mapping[str, Any]) -> Prepared:
+    """Of a plan, on this rank's stages."""
+    from autopar.runtime import distributed_module
     from autopar.search.staged.staged_memory import peaks_without_optimizer
     from autopar.values.cluster import load_cluster
 
     stages = split_stages(captured, plan.cuts)
-    module = PipelinedModule(captured, stages, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)
-    on_host, numbers = module.device.type == "cpu", [stage.number for stage in module.stages]
-    sent = sent_by_rank(stages, plan, numbers, module.groups.rank, on_host=on_host, exact_random=True)
-    cluster = load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}")
-    peaks = peaks_without_optimizer(plan, stages, cluster)
-    return module, sent, peaks[module.pipeline_rank]
+    module = distributed_module(captured, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)
+    on_host = module.device.type == "cpu"
+    place = module.pipeline_rank
+    sent = sent_by_rank(stages, plan, plan.stages_of(place), module.groups.rank, on_host=on_host, exact_random=True)
+    peaks = peaks_without_optimizer(plan, stages, load_cluster(f"{plan.mesh.size}x{DEVICES[module.device.type]}"))
+    return module, sent, peaks[place]
 
 
 def _gradient_error(module: Any, gradients: Mapping[str, Tensor]) -> Error:

@@ -25,9 +25,9 @@ from autopar.errors import ArgumentError, MeshError, RankError
 from autopar.oracle import Step
 from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Plan, plan_from_json
+from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan, is_staged, staged_plan_from_json
+from autopar.values.staged_plan import StagedPlan
 from autopar.verification.check import Check, merge
 from autopar.verification.one_process import draws, reference_steps
 from autopar.verification.rank_check import DEVICES, check_rank
@@ -37,7 +37,7 @@ def verify_plans(
     captured: CapturedModel,
     values: Mapping[str, Tensor],
     inputs: Sequence[Mapping[str, Tensor]],
-    plans: Mapping[str, Plan | StagedPlan],
+    plans: Mapping[str, StagedPlan],
     *,
     wanted: Sequence[Step] | None = None,
     reference: CapturedModel | None = None,
@@ -65,7 +65,7 @@ def verify_plans(
         raise ArgumentError(f"plans are to be verified on {device!r}: choose one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
-    sizes = {num_ranks(plan) for plan in plans.values()}
+    sizes = {plan.world for plan in plans.values()}
     assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         folder = Path(name)
@@ -97,11 +97,6 @@ def verify_plans(
             del store
 
 
-def num_ranks(plan: Plan | StagedPlan) -> int:
-    """Processes that a plan runs on."""
-    return plan.world if isinstance(plan, StagedPlan) else plan.mesh.size
-
-
 class _quiet_threads:
     """One thread a process: many ranks share few cores."""
 
@@ -117,7 +112,7 @@ class _quiet_threads:
 
 
 def _results(
-    folder: Path, plans: Mapping[str, Plan | StagedPlan], processes: list[Any], timeout_seconds: float
+    folder: Path, plans: Mapping[str, StagedPlan], processes: list[Any], timeout_seconds: float
 ) -> Iterator[Check]:
     for number, label in enumerate(plans):
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
@@ -156,8 +151,7 @@ def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> No
     dist.barrier()
     wanted = [Step(**step) for step in torch.load(folder / "wanted.pt", weights_only=True, mmap=True)]
     for number, (label, text) in enumerate(texts.items()):
-        plan = staged_plan_from_json(text) if is_staged(text) else plan_from_json(text)
-        check = check_rank(label, plan, captured, tensors, wanted)
+        check = check_rank(label, plan_from_json(text), captured, tensors, wanted)
         gathered: list[Check] = [check] * world
         dist.all_gather_object(gathered, check)
         if rank == 0:

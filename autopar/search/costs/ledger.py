@@ -4,7 +4,6 @@ Seconds are of a step; bytes are those that a rank holds at the peak, the first 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -16,34 +15,10 @@ from autopar.lower.program import Program
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.folding import pattern
 from autopar.search.costs.pricing import Pricer
+from autopar.values.explanation import Item, Ledger
 from autopar.values.graph import target_name
 from autopar.values.placement import Layout
 from autopar.values.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """`count` things of one kind, alike but for the numbers in their paths; `amount` is theirs together.
-
-    over: the mesh axes that a collective joins.
-    """
-
-    kind: str
-    what: str
-    count: int
-    amount: float
-    over: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """Items, dearest first. peak: what runs at the peak. levels: link level -> seconds of collectives whose slowest
-    links are of that level."""
-
-    seconds: tuple[Item, ...]
-    nbytes: tuple[Item, ...]
-    peak: str
-    levels: dict[str, float]
 
 
 def ledger(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:

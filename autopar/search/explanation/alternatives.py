@@ -5,20 +5,19 @@ part. A technique is forbidden everywhere; a decision is what one kind of op, or
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from torch import fx
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Op, Program, Tensor
+from autopar.rules.words import WHOLE, Tags, dim_tags, factor_tags
+from autopar.rules.words import describe as words
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.ledger import describe
 from autopar.search.costs.pricing import Pricer
-from autopar.search.costs.words import WHOLE, Tags, dim_tags, factor_tags
-from autopar.search.costs.words import describe as words
 from autopar.search.exact.completion import within
 from autopar.search.exact.ilp import solve
 from autopar.search.find_exactly import TRIAL_GAP, make_problem
@@ -28,27 +27,9 @@ from autopar.search.graph.extract import extract
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
+from autopar.values.explanation import Alternative
 from autopar.values.placement import Layout, Placement, Shard
 from autopar.values.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """What is forbidden, what is done instead ("" where that is many things), and seconds, a lower bound on those of
-    any such plan, and bytes; or `why_not`. plan: the best of these."""
-
-    without: str
-    instead: str = ""
-    seconds: float | None = None
-    bound: float = 0.0
-    nbytes: float = 0.0
-    why_not: str = ""
-    plan: Plan | None = field(default=None, repr=False, compare=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the plan."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
-
 
 Question = tuple[str, Callable[[float], Alternative]]
 """What it is about, and its answer within so many seconds of solving."""

@@ -7,63 +7,22 @@ are compared.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.program import Op, Program, make_program
 from autopar.passes.split_stages import split_stages
 from autopar.rules.rule import layouts
+from autopar.rules.words import dim_tags
 from autopar.search.costs.ledger import describe
-from autopar.search.costs.words import dim_tags
 from autopar.search.explanation.alternatives import stored_as, words_of
 from autopar.values.blocks import block_of, kind_of
+from autopar.values.difference import Change, Difference
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
 from autopar.values.staged_plan import StagedPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """`count` things of one kind, alike but for the numbers in their paths, that are `left` here and `right` there."""
-
-    kind: str
-    what: str
-    count: int
-    left: str
-    right: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """facts: what the plans are for, where that differs; seconds of a step and bytes at the peak by kind, of both."""
-
-    model: str
-    facts: Mapping[str, tuple[str, str]]
-    changes: tuple[Change, ...]
-    seconds: Mapping[str, tuple[float, float]]
-    nbytes: Mapping[str, tuple[float, float]]
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is decided differently, and nothing costs another amount."""
-        both = (*self.seconds.values(), *self.nbytes.values())
-        return not self.facts and not self.changes and all(a == b for a, b in both)
-
-    def __str__(self) -> str:
-        from autopar.report.diff_text import diff_text
-
-        return diff_text(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**asdict(self), "is_empty": self.is_empty}
-
-
-AnyPlan = Plan | StagedPlan
-
-
-def compare(left: AnyPlan, right: AnyPlan, left_graph: CapturedModel, right_graph: CapturedModel) -> Difference:
+def compare(left: StagedPlan, right: StagedPlan, left_graph: CapturedModel, right_graph: CapturedModel) -> Difference:
     """The difference of two plans, each with the graph that it is for.
 
     Raises:
@@ -110,10 +69,10 @@ def _absent(kind: str) -> str:
     }.get(kind, "not there")
 
 
-def _seconds(left: AnyPlan, right: AnyPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _seconds(left: StagedPlan, right: StagedPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Of a step by kind, in kinds that both plans have."""
     one, other = left.estimate.seconds, right.estimate.seconds
-    if isinstance(left, StagedPlan) == isinstance(right, StagedPlan):
+    if (left.num_stages > 1) == (right.num_stages > 1):
         return one, other
     bubbles = one.get("bubble", 0.0), other.get("bubble", 0.0)
     totals = left.estimate.step_seconds, right.estimate.step_seconds
@@ -121,10 +80,8 @@ def _seconds(left: AnyPlan, right: AnyPlan) -> tuple[Mapping[str, float], Mappin
     return first, second
 
 
-def _decisions(plan: AnyPlan, graph: CapturedModel) -> dict[tuple[str, str, str], str]:
-    """Those of a plan, or of all its stages, and the stage of each block."""
-    if isinstance(plan, Plan):
-        return _decided(plan, make_program(graph))
+def _decisions(plan: StagedPlan, graph: CapturedModel) -> dict[tuple[str, str, str], str]:
+    """Those of all its stages, and of several the stage of each block."""
     out: dict[tuple[str, str, str], str] = {}
     for number, stage in enumerate(split_stages(graph, plan.cuts)):
         program, where = make_program(stage), f"stage {number} of {plan.num_stages}"
@@ -133,7 +90,7 @@ def _decisions(plan: AnyPlan, graph: CapturedModel) -> dict[tuple[str, str, str]
                 continue
             if out.setdefault(key, said) != said:
                 out[key] = f"{out[key]}; in stage {number} {said}"
-        for op in program.ops:
+        for op in program.ops if plan.num_stages > 1 else ():
             if block := block_of(op.module):
                 out.setdefault(("stage", kind_of(block), block), where)
     return out
@@ -173,13 +130,13 @@ def _given(op: Op, plan: Plan) -> str:
     return f"({'; '.join(dict.fromkeys(map(str, given)))})"
 
 
-def _facts(left: AnyPlan, right: AnyPlan) -> dict[str, tuple[str, str]]:
-    def pipeline(plan: AnyPlan) -> str:
-        if isinstance(plan, Plan):
+def _facts(left: StagedPlan, right: StagedPlan) -> dict[str, tuple[str, str]]:
+    def pipeline(plan: StagedPlan) -> str:
+        if plan.num_stages == 1:
             return "none"
         return f"{plan.num_stages} stages on {plan.pipeline} ranks, {plan.schedule}"
 
-    def limit(plan: AnyPlan) -> str:
+    def limit(plan: StagedPlan) -> str:
         own = plan.config.memory_nbytes
         return "what the device has" if own is None else f"{own / 1e9:.4g} GB"
 
@@ -196,8 +153,8 @@ def _facts(left: AnyPlan, right: AnyPlan) -> dict[str, tuple[str, str]]:
     }
 
 
-def _num_buckets(plan: Plan | StagedPlan) -> int:
-    return len(plan.buckets) if isinstance(plan, Plan) else sum(len(stage.buckets) for stage in plan.stages)
+def _num_buckets(plan: StagedPlan) -> int:
+    return sum(len(stage.buckets) for stage in plan.stages)
 
 
 def _pairs(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, tuple[float, float]]:

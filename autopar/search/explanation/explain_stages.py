@@ -13,10 +13,8 @@ schedule and micro-batches; bounds are those of that search. Other schedules are
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.cost_models.collectives import cheapest
 from autopar.cost_models.links import axis_links
@@ -26,10 +24,10 @@ from autopar.cost_models.timeline import simulate
 from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import make_program
 from autopar.passes.split_stages import split_stages
-from autopar.search.costs.ledger import Item, Ledger, ledger
+from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.explanation.explain import EACH, LEAST, Offer, changes
+from autopar.search.explanation.questions import Questions, changes
 from autopar.search.joint.candidates import SEARCHED, Candidate
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Setup
@@ -42,93 +40,16 @@ from autopar.search.staged.stages import StagePrice, in_flight, price_stage, pri
 from autopar.search.timeline.staged_buckets import MARK, in_buckets
 from autopar.values.blocks import blocks_text
 from autopar.values.cluster import Cluster
+from autopar.values.explanation import Explanation, Item, Ledger, Offer, StageFacts
 from autopar.values.graph import CapturedModel, requires_grad
-from autopar.values.plan import Plan
 from autopar.values.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFacts:
-    """One stage: seconds of a micro-batch, of its message to the next and once a step; bytes by kind at its own peak,
-    and what the further micro-batches in flight keep beside."""
-
-    number: int
-    rank: int
-    blocks: str
-    forward: float
-    backward: float
-    sent: float
-    once: float
-    memory: Mapping[str, float]
-    flying: int
-    in_flight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedExplanation:
-    """All of it. limit: bytes a device. parts: of the step, in seconds. items: what the slowest stage's seconds and
-    bytes are. schedules: the same stages in another order, seconds and bytes. near, not_below: what the search met.
-    unanswered: what the time given did not suffice for.
-    """
-
-    plan: StagedPlan
-    limit: float
-    parts: Mapping[str, float]
-    stages: tuple[StageFacts, ...]
-    slowest: int
-    items: Ledger
-    offers: tuple[Offer, ...]
-    schedules: Mapping[str, tuple[float, float] | str]
-    near: Mapping[str, float]
-    not_below: Mapping[str, float]
-    baselines: Mapping[str, float | str]
-    unanswered: tuple[str, ...]
-
-    def __str__(self) -> str:
-        from autopar.report.explain_stages_text import explain_stages_text
-
-        return explain_stages_text(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values; of the plan its estimate."""
-        body = {name: getattr(self, name) for name in ("parts", "slowest", "schedules", "near", "not_below")}
-        return {
-            "model": self.plan.model,
-            "estimate": asdict(self.plan.estimate),
-            "limit_nbytes": self.limit,
-            **body,
-            "stages": [asdict(stage) for stage in self.stages],
-            "ledger": asdict(self.items),
-            "offers": [asdict(offer) for offer in self.offers],
-            "baselines": dict(self.baselines),
-            "unanswered": list(self.unanswered),
-        }
-
-
 def explain_stages(
-    plan: StagedPlan,
-    captured: CapturedModel,
-    cluster: Cluster,
-    *,
-    seconds: float = 60.0,
-    relative_gap: float = 5e-3,
-    progress: Callable[[str], None] | None = None,
-) -> StagedExplanation:
-    """The explanation of a plan of `captured` on `cluster`, questions asked until `seconds` are over.
-
-    Raises:
-        PlanMismatchError: if the plan is for another model.
-    """
-    plan.check(captured)
-    asker = _Asker(
-        plan=plan,
-        captured=captured,
-        cluster=cluster,
-        deadline=time.monotonic() + seconds,
-        each=seconds * EACH,
-        relative_gap=relative_gap,
-        tell=progress or (lambda _: None),
-    )
+    plan: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: Questions, relative_gap: float
+) -> Explanation:
+    """The explanation of a plan of several stages."""
+    asker = _Asker(plan=plan, captured=captured, cluster=cluster, questions=asked, relative_gap=relative_gap)
     return asker.run()
 
 
@@ -163,16 +84,14 @@ class _Asker:
     plan: StagedPlan
     captured: CapturedModel
     cluster: Cluster
-    deadline: float
-    each: float
+    questions: Questions
     relative_gap: float
-    tell: Callable[[str], None]
 
-    def run(self) -> StagedExplanation:
+    def run(self) -> Explanation:
         given, cluster = self.plan, self.cluster
         part, parts = part_of(cluster, given.pipeline), split_stages(self.captured, given.cuts)
         limit = memory_limit(cluster, given.config)
-        self.tell("pricing the stages")
+        self.questions.tell("pricing the stages")
         plan = self.plan = priced(given, parts, cluster, part)
         prices = self._prices(parts, part)
         slowest = max(range(plan.num_stages), key=lambda s: prices[s].passing)
@@ -180,25 +99,25 @@ class _Asker:
         own = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         sent = {name: after[name] for name in parts[slowest].sends}
         searched = plan.estimate.solver.get("search", {})
-        unanswered: list[str] = []
         offers = [
             self._offer(change, machine, room, parts)
             for change, machine, room in changes(cluster, limit)
-            if room > 0 and self._asks(change, unanswered)
+            if room > 0 and self.questions.asks(change)
         ]
-        return StagedExplanation(
+        return Explanation(
             plan=plan,
             limit=limit,
             parts=step_parts(plan, prices),
             stages=self._facts(parts, prices),
             slowest=slowest,
-            items=self._items(ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent), prices[slowest]),
+            ledger=self._items(ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent), prices[slowest]),
             offers=tuple(offers),
             schedules=self._schedules(parts, part),
             near=searched.get("near", {}),
             not_below=searched.get("not_below", {}),
-            baselines=self._baselines(own, unanswered),
-            unanswered=tuple(unanswered),
+            baselines=self._baselines(own),
+            unanswered=tuple(self.questions.unanswered),
+            is_in_buckets=MARK in plan.estimate.solver,
         )
 
     def _prices(self, parts: Sequence[CapturedModel], part: Cluster) -> list[StagePrice]:
@@ -243,14 +162,6 @@ class _Asker:
             if price.memory is not None
         )
 
-    def _asks(self, what: str, unanswered: list[str]) -> bool:
-        """Whether there is time for one more question; tells which one."""
-        if self.deadline - time.monotonic() < LEAST:
-            unanswered.append(what)
-            return False
-        self.tell(f"asking: {what}")
-        return True
-
     def _offer(self, change: str, cluster: Cluster, limit: float, parts: Sequence[CapturedModel]) -> Offer:
         """The plan as it is under the change, and the best with its arrangement."""
         plan = self.plan
@@ -277,7 +188,7 @@ class _Asker:
             ),
         )
         is_marked = MARK in plan.estimate.solver  # the search counts without buckets: no bound of it holds
-        left = max(min(self.deadline - time.monotonic(), self.each), 0.1)
+        left = self.questions.left()
         try:
             joint.bound(key)
             while not joint.sharpen(key, math.inf):
@@ -318,7 +229,7 @@ class _Asker:
                 out[name] = str(error)
         return out
 
-    def _baselines(self, pricer: Pricer, unanswered: list[str]) -> dict[str, float | str]:
+    def _baselines(self, pricer: Pricer) -> dict[str, float | str]:
         """Named kinds in as many stages, on the same mesh and schedule."""
         plan, out = self.plan, dict[str, float | str]()
         if plan.estimate.baselines:
@@ -326,11 +237,9 @@ class _Asker:
         chunks, program = plan.num_stages // plan.pipeline, make_program(self.captured)
         for kind in BASELINES:
             text = f"{kind}:pp={plan.pipeline},vpp={chunks},schedule={plan.schedule}"
-            if self._asks(f"baseline {text}", unanswered):
+            if self.questions.asks(f"baseline {text}"):
                 try:
-                    made: Plan | StagedPlan = staged_baseline(
-                        parse_configuration(text), program, pricer.for_another(), self.cluster
-                    )
+                    made = staged_baseline(parse_configuration(text), program, pricer.for_another(), self.cluster)
                     if MARK in plan.estimate.solver:
                         made = in_buckets(made, self.captured, self.cluster)
                     out[made.origin] = made.estimate.step_seconds

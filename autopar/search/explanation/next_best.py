@@ -33,7 +33,7 @@ from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan, check_microbatches
+from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
 
 DECISIONS = 6
 """How many of the dearest decisions are forbidden, one at a time."""
@@ -45,18 +45,15 @@ SHARE, LEAST = 0.25, 0.05
 """What one question may take of the time given; the share of that below which none is asked."""
 
 
-Some = Plan | StagedPlan
-
-
 def next_best(
-    plan: Some,
+    plan: StagedPlan,
     program: Program,
     cluster: Cluster,
     count: int,
     *,
     seconds: float = SECONDS,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[Some, ...]:
+) -> tuple[StagedPlan, ...]:
     """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
 
     program: of the plan's graph, or of that with another number of micro-batches.
@@ -70,17 +67,18 @@ def next_best(
         rest = min(deadline - time.monotonic(), share)
         return rest if rest > LEAST * share else 0.0
 
-    found: list[Some] = []
+    found: list[StagedPlan] = []
     without = frozenset(op.name for op in program.ops if not op.has_backward)
     seen = {_decisions(plan, without)}
-    candidates: Iterator[tuple[Some, str]]
-    if isinstance(plan, StagedPlan):
+    candidates: Iterator[tuple[StagedPlan, str]]
+    if plan.num_stages > 1:
         candidates = _pipelines(plan, program, cluster, left, tell)
     else:
-        candidates = _candidates(plan, program, cluster, left, tell)
+        found_on_mesh = _candidates(plan.single, program, cluster, left, tell)
+        candidates = ((one_stage(other), what) for other, what in found_on_mesh)
     number = f"{program.microbatches} micro-batches, " if program.microbatches != plan.microbatches else ""
     for other, what in candidates:
-        is_marked = MARK in other.estimate.solver or (isinstance(other, Plan) and other.buckets)
+        is_marked = MARK in other.estimate.solver or (other.num_stages == 1 and other.single.buckets)
         if MARK in plan.estimate.solver and not is_marked:
             other = in_buckets(other, program.captured, cluster)
         key = _decisions(other, without)
@@ -92,13 +90,16 @@ def next_best(
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
 
-def _decisions(plan: Some, without: frozenset[str]) -> tuple[object, ...]:
+def _decisions(plan: StagedPlan, without: frozenset[str]) -> tuple[object, ...]:
     """What makes two plans one: `origin` and the rest say where they come from.
 
     without: ops that have no backward pass, for which invariant and replicated are one.
     """
-    if isinstance(plan, StagedPlan):
-        return plan.pipeline, plan.schedule, plan.cuts, *(_decisions(stage, without) for stage in plan.stages)
+    return plan.pipeline, plan.schedule, plan.cuts, *(_decided(stage, without) for stage in plan.stages)
+
+
+def _decided(plan: Plan, without: frozenset[str]) -> tuple[object, ...]:
+    """The same of a stage."""
     choices = {
         op: tuple("replicate" if word == "invariant" else word for word in choice) if op in without else choice
         for op, choice in plan.choices.items()
@@ -117,8 +118,8 @@ def _decisions(plan: Some, without: frozenset[str]) -> tuple[object, ...]:
 
 def _candidates(
     plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
-) -> Iterator[tuple[Some, str]]:
-    """Plans as they are found, with words for each."""
+) -> Iterator[tuple[Plan, str]]:
+    """Plans of one stage as they are found, with words for each."""
     buckets = MARK in plan.estimate.solver
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
     limit = memory_limit(cluster, plan.config)
@@ -161,7 +162,7 @@ def _candidates(
 
 def _pipelines(
     plan: StagedPlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
-) -> Iterator[tuple[Some, str]]:
+) -> Iterator[tuple[StagedPlan, str]]:
     """The best plans of other arrangements, and without stages."""
     num_blocks = len(starts_of(program)) + 1
     near = sorted(
@@ -187,7 +188,7 @@ def _pipelines(
             )
             try:
                 if p == 1:
-                    yield _planned(program, pricer, left()), words
+                    yield one_stage(_planned(program, pricer, left())), words
                     continue
                 finish = finisher(cluster) if MARK in plan.estimate.solver else None
                 made = best_staged(program, pricer, cluster, p, schedule, chunks, whole, finish=finish).plan

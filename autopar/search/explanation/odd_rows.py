@@ -1,29 +1,12 @@
 """Which products take long for the lengths of their rows alone? Of 16-bit numbers, on a GPU (`cost_models.gemm`)."""
 
-from dataclasses import dataclass
-
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
+from autopar.values.explanation import OddRows
 from autopar.values.plan import Plan
 
 NOISE = 1e-6
 """Part of an op's seconds below which a difference is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OddRows:
-    """Products with rows of these lengths on a rank, which are no whole pieces of 16 bytes. seconds: of a step; padded:
-    if their rows were. name: the module of the first; count: how many ops."""
-
-    name: str
-    rows: tuple[int, ...]
-    count: int
-    seconds: float
-    padded: float
-
-    @property
-    def lost(self) -> float:
-        return self.seconds - self.padded
 
 
 def odd_rows(plan: Plan, program: Program, pricer: Pricer) -> tuple[OddRows, ...]:

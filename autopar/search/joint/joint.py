@@ -39,7 +39,6 @@ from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.memory_bounds import MemoryBounds
 from autopar.search.joint.programs import Programs
 from autopar.search.joint.questions import (
-    Answer,
     Question,
     Refined,
     Refining,
@@ -56,6 +55,7 @@ from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.joint.together import Together
 from autopar.search.meshes import Arrangement, divisors
 from autopar.values.graph import CapturedModel
+from autopar.values.staged_plan import StagedPlan, one_stage
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
@@ -196,11 +196,13 @@ class Joint:
         )
         return sorted(self._scouts, key=self.bound)
 
-    def at_hand(self, keys: Sequence[Candidate], seconds: float | None) -> Iterator[tuple[Candidate, Answer, float]]:
+    def at_hand(
+        self, keys: Sequence[Candidate], seconds: float | None
+    ) -> Iterator[tuple[Candidate, StagedPlan, float]]:
         how = {"fold": self.setup.fold, "flatten": self.setup.flatten}
         for key, plan in at_hand(keys, self.program, self.pricer, seconds, **how):
             self._best = min(self._best, plan.estimate.in_turn_seconds)
-            yield key, plan, plan.estimate.in_turn_seconds
+            yield key, one_stage(plan), plan.estimate.in_turn_seconds
 
     def foresee(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
@@ -320,10 +322,10 @@ class Joint:
                 return self._relaxing(key, n, self._step.times(fewer) if key.chunks == 1 else n)
         return self._relaxing(key, key.microbatches, self._step.times(key))
 
-    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float]:
+    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[StagedPlan, float, float]:
         return self._taken(key, self._ahead.of(self._solving(key, cutoff, seconds)))
 
-    def _taken(self, key: Candidate, came: Solved) -> tuple[Answer, float, float]:
+    def _taken(self, key: Candidate, came: Solved) -> tuple[StagedPlan, float, float]:
         self._own[key] = max(self._own.get(key, 0.0), came.own)
         self._ways[key] = came.way or self._ways.get(key)
         self._prices.remember(key.arrangement.pipeline, came.prices)
@@ -356,7 +358,7 @@ class Joint:
             self._best = min(self._best, came.found[1])
         return came
 
-    def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Answer, float, float] | None:
+    def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[StagedPlan, float, float] | None:
         """By a way through its step; a guessed one without a plan. Without stages it is solved with more time, unless
         nothing but starts that buckets do not share is between its plan and its bound."""
         if key.schedule:

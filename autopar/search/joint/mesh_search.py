@@ -23,7 +23,7 @@ from autopar.search.joint.best_first import PROVED, Outcome, best_first
 from autopar.search.joint.candidates import Candidate, candidates, num_devices
 from autopar.search.joint.helpers import Helpers, spare_helpers
 from autopar.search.joint.joint import MANY, Joint
-from autopar.search.joint.questions import Answer, Setup
+from autopar.search.joint.questions import Setup
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
 from autopar.search.microbatches import with_reason
@@ -32,8 +32,8 @@ from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import check_microbatches
+from autopar.values.plan import TrainConfig
+from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
 
 NEAR = 8
 """How many alternatives a plan names."""
@@ -72,9 +72,9 @@ def search_meshes(
     buckets: bool = False,
     flatten: bool = True,
     tell: Callable[[str], None] = lambda _: None,
-    finish: Callable[[Answer, Program], Answer] = lambda answer, _: answer,
+    finish: Callable[[StagedPlan, Program], StagedPlan] = lambda answer, _: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
-) -> tuple[Answer, CapturedModel]:
+) -> tuple[StagedPlan, CapturedModel]:
     """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
     `microbatches` is given, all divisors of `batch`, with the graph that it is for.
 
@@ -157,7 +157,7 @@ def search_meshes(
                 raise _nothing_fits(joint, outcome, why)
             best = _worth_finishing(outcome)
             begin(best[-1][0].microbatches)
-            finished: list[Answer] = []
+            finished: list[StagedPlan] = []
             for key, answer in best:
                 taken = time.monotonic() - began
                 plan = _certified(key, answer, outcome, joint, len(asked), with_baselines, taken, mesh)
@@ -186,7 +186,7 @@ def _runs(key: Candidate) -> bool:
     return True
 
 
-def _worth_finishing(outcome: Outcome[Candidate, Answer]) -> list[tuple[Candidate, Answer]]:
+def _worth_finishing(outcome: Outcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
     """The best answer with everything in turn, which is what bounds are of; then one that takes less as it runs, more
     of it beside compute, if another was met that does."""
     assert outcome.answer is not None and outcome.key is not None
@@ -199,14 +199,14 @@ def _worth_finishing(outcome: Outcome[Candidate, Answer]) -> list[tuple[Candidat
 
 def _certified(
     key: Candidate,
-    plan: Answer,
-    outcome: Outcome[Candidate, Answer],
+    plan: StagedPlan,
+    outcome: Outcome[Candidate, StagedPlan],
     joint: Joint,
     count: int,
     with_baselines: bool,
     seconds: float,
     mesh: Mesh | None,
-) -> Answer:
+) -> StagedPlan:
     """A plan found with the bound of the whole space and what there is to say of it."""
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
     left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items() if k != key)
@@ -228,14 +228,15 @@ def _certified(
         facts["in_turn"] = {"plan": str(outcome.key), "in_turn_seconds": least, "step_seconds": as_it_runs}
     estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
     plan = plan.with_estimate(estimate)
-    if with_baselines and outcome.status == PROVED and isinstance(plan, Plan):
+    if with_baselines and outcome.status == PROVED and plan.num_stages == 1:
         program, pricer = joint.program(key.microbatches), joint.pricer(key)
         setup = joint.setup
-        return compare(plan, program, pricer.alone, joint.tell, buckets=setup.buckets, flatten=setup.flatten)
+        best = compare(plan.single, program, pricer.alone, joint.tell, buckets=setup.buckets, flatten=setup.flatten)
+        return one_stage(best)
     return plan
 
 
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, Answer], why: str | None) -> InfeasibleError:
+def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
 
     why: a step is one micro-batch.

@@ -9,10 +9,8 @@ from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import Way
 from autopar.search.meshes import Arrangement
 from autopar.values.cluster import Cluster
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import TrainConfig
 from autopar.values.staged_plan import StagedPlan
-
-Answer = Plan | StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class Solved:
     prices: of memory, where it binds.
     """
 
-    found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+    found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
     own: float
     way: Way | None
     prices: dict[int, float]

@@ -14,10 +14,11 @@ from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
 from autopar.search.joint.critical_path import Way
 from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
-from autopar.search.joint.questions import Answer, Solved, Solving
+from autopar.search.joint.questions import Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program
 from autopar.values.plan import Plan
+from autopar.values.staged_plan import StagedPlan, one_stage
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""
@@ -39,7 +40,7 @@ class Solver:
     _ways: dict[Candidate, Way | None] = field(default_factory=dict)
 
     def solved(self, asked: Solving) -> Solved:
-        found: tuple[Answer, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+        found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
         try:
             found = self._solve(asked)
         except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
@@ -52,7 +53,7 @@ class Solver:
             prices=dict(self.bounds.prices.of(key.arrangement.pipeline)),
         )
 
-    def _solve(self, asked: Solving) -> tuple[Answer, float, float]:
+    def _solve(self, asked: Solving) -> tuple[StagedPlan, float, float]:
         key, cutoff, setup, step = asked.key, asked.cutoff, self.bounds.setup, self.bounds.step
         p = key.arrangement.pipeline
         program, pricer = self.bounds.program(key.microbatches), self.bounds.pricer(key)
@@ -115,7 +116,7 @@ class Solver:
                     relative_gap=setup.relative_gap,
                     fold=setup.fold,
                 )
-            return plan, plan.estimate.in_turn_seconds, plan.estimate.bound
+            return one_stage(plan), plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
             found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff)
         except CutoffError as error:

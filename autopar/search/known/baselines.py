@@ -21,10 +21,10 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Op, Program, Tensor, make_program
 from autopar.lower.redistributions import redistribute
+from autopar.rules.words import dim_tags, factor_tags
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.storages import storages
-from autopar.search.costs.words import dim_tags, factor_tags
 from autopar.search.exact.ilp import solve
 from autopar.search.fitting import fitting
 from autopar.search.graph.build import Builder, build

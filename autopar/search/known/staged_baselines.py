@@ -18,7 +18,7 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.staged_plan import StagedPlan, one_stage
 
 TRIES = 4
 """How often the whole model is planned with less memory until its stages fit."""
@@ -27,7 +27,7 @@ LESS = 0.98
 
 def make_configuration(
     text: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig
-) -> Plan | StagedPlan:
+) -> StagedPlan:
     """The plan of a named configuration, in stages if it has several pipeline ranks; `mesh` is that of each.
 
     Raises:
@@ -37,7 +37,7 @@ def make_configuration(
     """
     said = parse_configuration(text)
     if said.pp == 1:
-        return make_baseline(text, captured, cluster, mesh, config)
+        return one_stage(make_baseline(text, captured, cluster, mesh, config))
     said.check_pipeline(captured.microbatches)
     part = part_of(cluster, said.pp)
     return staged_baseline(said, make_program(captured), make_pricer(mesh=mesh, cluster=part, config=config), cluster)

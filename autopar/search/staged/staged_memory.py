@@ -27,6 +27,7 @@ from autopar.lower.holding import LEAVES, MEMORY_KINDS, Holding
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import make_program
+from autopar.search.costs.evaluate import peak_without_optimizer
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.strategy_graph import Floats
 from autopar.search.staged.split_passes import split_passes
@@ -225,6 +226,8 @@ def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], c
 
     cluster: what a stage has.
     """
+    if plan.num_stages == 1:
+        return [peak_without_optimizer(plan.single, stages[0], cluster)]
     return [sum(kinds.values()) for kinds in held_without_optimizer(plan, stages, cluster)]
 
 

@@ -80,24 +80,22 @@ class PlanTimeline:
 
 
 def plan_timeline(
-    plan: Plan | StagedPlan,
-    captured: CapturedModel | Sequence[CapturedModel],
+    plan: StagedPlan,
+    graphs: Sequence[CapturedModel],
     cluster: Cluster,
     overlap: Overlap | None = None,
 ) -> PlanTimeline:
-    """The timeline of one step; `captured` is a plan's graph, or the graphs of its stages (`passes.split_stages`).
+    """The timeline of one step; `graphs` are those of the plan's stages (`passes.split_stages`).
 
     overlap: None for none.
 
     Raises:
         MeshError: if the cluster cannot be shared out over so many pipeline ranks.
     """
-    if isinstance(plan, StagedPlan):
-        assert not isinstance(captured, CapturedModel)
-        return _staged(plan, captured, cluster, overlap)
-    assert isinstance(captured, CapturedModel)
+    if plan.num_stages > 1:
+        return _staged(plan, graphs, cluster, overlap)
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    return program_timeline(plan, make_program(captured), pricer, overlap)
+    return program_timeline(plan.single, make_program(graphs[0]), pricer, overlap)
 
 
 def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:

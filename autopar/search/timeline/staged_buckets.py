@@ -21,7 +21,7 @@ from autopar.search.timeline.buckets import choose_buckets, used_last, with_buck
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.values.staged_plan import SPLITTING, StagedPlan
+from autopar.values.staged_plan import SPLITTING, StagedPlan, one_stage
 
 SMALLER, FILLED = 2, 0.9
 """How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""
@@ -29,16 +29,13 @@ MARK = "in_buckets"
 """What `estimate.solver` has of a plan that was priced in buckets, whether some pay or not."""
 
 
-def in_buckets(
-    plan: Plan | StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True
-) -> Plan | StagedPlan:
-    """A plan of `captured`, that of one micro-batch, with buckets, in stages or not; marked so. What was proved of it
-    is said of every collective alone."""
-    found: Plan | StagedPlan
-    if isinstance(plan, StagedPlan):
-        found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
+def in_buckets(plan: StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> StagedPlan:
+    """A plan of `captured`, that of one micro-batch, with buckets; marked so. What was proved of it is said of every
+    collective alone."""
+    if plan.num_stages == 1:
+        found = one_stage(with_buckets(plan.single, captured, cluster, flatten=flatten))
     else:
-        found = with_buckets(plan, captured, cluster, flatten=flatten)
+        found = stages_in_buckets(plan, split_stages(captured, plan.cuts), cluster, flatten=flatten)
     return found.with_estimate(marked(replace(found.estimate, bounded_alone=True)))
 
 
