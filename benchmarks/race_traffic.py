@@ -6,7 +6,7 @@ rank to each. N is the whole tensor; the ranks of a group stand in order; the fi
 """
 
 from autopar.lower.messages import messages_of
-from autopar.values.graph import LocalModel
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
 
 RING_PASSES = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1}

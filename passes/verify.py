@@ -12,7 +12,8 @@ from torch import fx
 from autopar.errors import PassError
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices, layouts
-from autopar.values.graph import LocalModel, operands, requires_grad
+from autopar.values.graph import operands, requires_grad
+from autopar.values.local_model import LocalModel
 from autopar.values.placement import INVARIANT
 from autopar.values.plan import Plan
 

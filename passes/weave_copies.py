@@ -24,7 +24,8 @@ from autopar.errors import BatchError
 from autopar.ops import collectives
 from autopar.ops.copies import added, site_of, step_loss
 from autopar.passes.graph_tools import copied_name, output_node
-from autopar.values.graph import Accumulation, CapturedModel, InputSpec, LocalModel, is_random, operands
+from autopar.values.graph import Accumulation, CapturedModel, InputSpec, is_random, operands
+from autopar.values.local_model import LocalModel
 
 COPIES = 2
 _ALWAYS = (collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce, collectives.all_to_all,

@@ -10,10 +10,9 @@ from torch import Tensor, fx, nn
 
 import autopar.capture as capturing
 from autopar.capture import capture
-from autopar.capture.expand import LABELS
 from autopar.capture.repeats import Repeat, longest_repeat
 from autopar.oracle.reference import buffers_of, parameters_of, run_captured
-from autopar.values.graph import CapturedModel, operands, target_name
+from autopar.values.graph import LABELS, CapturedModel, operands, target_name
 from autopar.values.inputs import bind_inputs
 
 

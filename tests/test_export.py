@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from autopar.api.model_plan import model_plan
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.export.folder import export_folder
-from autopar.export.regions import sections
 from autopar.export.source import generate
 from autopar.export.training import index_limits
 from autopar.lower.emit import emit
+from autopar.lower.regions import sections
 from autopar.ops.groups import Groups, use_groups
 from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
@@ -31,8 +31,9 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.calls import Call
 from autopar.values.cluster import load_cluster
-from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan, TrainConfig

@@ -13,7 +13,7 @@ from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
-from autopar.values.graph import LocalModel
+from autopar.values.local_model import LocalModel
 from autopar.values.placement import parse_layout
 from autopar.values.plan import Plan
 from tests.process_group import ranks

@@ -10,7 +10,7 @@ from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.random_plan import random_plan
-from autopar.values.graph import LocalModel
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import local_shape
 from autopar.values.plan import TrainConfig

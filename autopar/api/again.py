@@ -21,7 +21,8 @@ from autopar.runtime.parts import Described, described
 from autopar.values.binding import as_planned
 from autopar.values.calls import Call
 from autopar.values.cluster import Cluster, load_cluster, resized
-from autopar.values.graph import BufferSpec, CapturedModel, LocalModel, ParameterSpec
+from autopar.values.graph import BufferSpec, CapturedModel, ParameterSpec
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.plan import Plan
 from autopar.values.precision import PRECISIONS, with_storage

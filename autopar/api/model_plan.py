@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from autopar.errors import PlanMismatchError
 from autopar.values.calls import Call, call_from_json, call_of
 from autopar.values.cluster import Cluster, load_cluster
-from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.graph import CapturedModel
+from autopar.values.local_model import LocalModel
 from autopar.values.plan_file import plan_from_json, plan_text
 from autopar.values.staged_plan import StagedPlan
 

@@ -17,10 +17,7 @@ from autopar.capture.import_program import by_identity, placeholder
 from autopar.capture.repeats import Repeat
 from autopar.passes.graph_tools import outputs, tidy, verify
 from autopar.passes.normalize.random import number_sites
-from autopar.values.graph import CapturedModel, operands, target_name
-
-LABELS = ("site",)
-"""Keywords that tell calls apart and must differ between copies."""
+from autopar.values.graph import LABELS, CapturedModel, operands, target_name
 
 
 class NotAlikeError(Exception):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.values.graph import operands
+from autopar.values.graph import LABELS, operands
 
 
 class Text(NamedTuple):
@@ -25,10 +25,6 @@ class Text(NamedTuple):
 
     def inside(self, precedence: int) -> str:
         return self.source if self.precedence >= precedence else f"({self.source})"
-
-
-LABELS = ("site",)
-"""Keywords that tell call sites apart and differ from block to block."""
 
 
 class Label(NamedTuple):

@@ -15,7 +15,8 @@ from autopar.export.source import generate
 from autopar.export.training import training_script
 from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
-from autopar.values.graph import CapturedModel, LocalModel, dtype_of, requires_grad
+from autopar.values.graph import CapturedModel, dtype_of, requires_grad
+from autopar.values.local_model import LocalModel
 from autopar.values.staged_plan import StagedPlan
 
 

@@ -16,11 +16,12 @@ from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
 from autopar.export.naming import Names, identifier, parameter_names
-from autopar.export.regions import Region, Sections, sections, state_names
+from autopar.lower.regions import Region, Sections, sections, state_names
 from autopar.ops.own_gradient import is_own
 from autopar.values.blocks import title
 from autopar.values.custom_ops import defining_module
-from autopar.values.graph import LocalModel, operands
+from autopar.values.graph import operands
+from autopar.values.local_model import LocalModel
 
 INDENT = "    "
 

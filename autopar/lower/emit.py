@@ -28,7 +28,8 @@ from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import is_splittable
-from autopar.values.graph import CapturedModel, LocalModel, operands, requires_grad
+from autopar.values.graph import CapturedModel, operands, requires_grad
+from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, is_even, local_shape
 from autopar.values.plan import Plan
 from autopar.values.redistribution import SUMS, Step, messages, step_between

@@ -26,7 +26,7 @@ from autopar.report.stages_table import stages_table
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
 from autopar.values.cluster import Cluster, load_cluster
-from autopar.values.graph import LocalModel
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Estimate, Plan, Way
 from autopar.values.redistribution import Message

@@ -4,7 +4,7 @@ from autopar.export.body import is_collective
 from autopar.export.expressions import short_name
 from autopar.lower.emit import is_replayed
 from autopar.report.units import nbytes_text, seconds_text
-from autopar.values.graph import LocalModel
+from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
 
 

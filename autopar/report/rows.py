@@ -11,9 +11,10 @@ from torch import fx
 
 from autopar.export.body import is_collective
 from autopar.export.expressions import is_light, short_name
-from autopar.export.regions import Region, sections
+from autopar.lower.regions import Region, sections
 from autopar.values.blocks import relative, title
-from autopar.values.graph import LocalModel, operands
+from autopar.values.graph import operands
+from autopar.values.local_model import LocalModel
 from autopar.values.placement import Shard
 from autopar.values.redistribution import Message
 

@@ -19,7 +19,8 @@ from autopar.passes.hoist_parameters import Hoisted, hoist_parameters
 from autopar.passes.prefetch import prefetch
 from autopar.passes.start_and_wait import start_and_wait
 from autopar.runtime.reductions import Late
-from autopar.values.graph import Accumulation, LocalModel
+from autopar.values.graph import Accumulation
+from autopar.values.local_model import LocalModel
 
 Run = Callable[[fx.GraphModule, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
 """(graph, values of parameters, inputs of a micro-batch) -> its loss and, if labels are counted, how many count."""

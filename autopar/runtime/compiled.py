@@ -21,7 +21,8 @@ from autopar.ops.random import Draws
 from autopar.ops.regather import regathering
 from autopar.runtime.backends import backend_of
 from autopar.runtime.pieces import Piece, pieces
-from autopar.values.graph import LocalModel, operands
+from autopar.values.graph import operands
+from autopar.values.local_model import LocalModel
 
 Run = Callable[..., Any]
 OF_TRACING = (

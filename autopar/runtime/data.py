@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, local_ranges, local_shape
 from autopar.values.plan import Plan
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import DistributedModule
-
 
 class Ranked(Protocol):
     """What runs on this rank: a whole module, or a stage of one."""
@@ -28,6 +25,15 @@ class Ranked(Protocol):
     def groups(self) -> Groups: ...
     @property
     def device(self) -> torch.device: ...
+
+
+class Distributed(Ranked, Protocol):
+    """A module without stages, as batches see it."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ def _own_part(
     return padded, ranges, tuple((mine, true) for mine, (_, true) in zip(padded, ranges, strict=True))
 
 
-def local_batch(module: "DistributedModule", batch: Any) -> LocalBatch:
+def local_batch(module: Distributed, batch: Any) -> LocalBatch:
     """Slices of a global batch in the batch's own structure; what is no input of the model stays as it is.
 
     They follow each other as the micro-batches do.
@@ -110,7 +116,7 @@ def local_batch(module: "DistributedModule", batch: Any) -> LocalBatch:
         return batch
     args, kwargs = arguments_of(batch)
     leaves, rebuild = flatten_inputs(args, kwargs)
-    specs = {spec.path: spec for spec in module.local.captured.inputs}
+    specs = {spec.path: spec for spec in module.inputs}
     taken = [local_samples(module, specs[path], leaf) if path in specs else leaf for path, leaf in leaves]
     new_args, new_kwargs = rebuild(taken)
     if isinstance(batch, Tensor):
@@ -125,7 +131,7 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def local_samples(module: "DistributedModule", spec: InputSpec, value: Tensor) -> Tensor:
+def local_samples(module: Distributed, spec: InputSpec, value: Tensor) -> Tensor:
     """This rank's part of one input of a step, micro-batch after micro-batch."""
     count = module.plan.microbatches
     if count == 1 or not value.dim():
@@ -145,7 +151,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         BatchError: if the inputs are not all split alike in their first dim, or the dataset has no whole batch.
     """
 
-    def __init__(self, dataset: Sized, module: "DistributedModule", *, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, dataset: Sized, module: Distributed, *, shuffle: bool = True, seed: int = 0) -> None:
         self.num_samples = len(dataset)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         microbatch, self.start, self.length = _rows(module)
@@ -173,10 +179,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
             yield [index for start in starts for index in order[start : start + self.length]]
 
 
-def _rows(module: "DistributedModule") -> tuple[int, int, int]:
+def _rows(module: Distributed) -> tuple[int, int, int]:
     """Size of a micro-batch, and start and number of this rank's rows of it."""
     mesh, found = module.plan.mesh, {}
-    for spec in module.local.captured.inputs:
+    for spec in module.inputs:
         if spec.shape:
             layout: Layout = module.plan.layouts[spec.placeholder]
             ranges = local_ranges(spec.shape, layout, mesh, mesh.coordinate(module.groups.rank))

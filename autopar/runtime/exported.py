@@ -22,8 +22,9 @@ from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.pipeline import Code, PipelinedModule
 from autopar.runtime.trainable import Trainable
-from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.guards import BufferGuard
+from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, local_shape
 from autopar.values.plan import Plan
 from autopar.values.plan_file import load_plan

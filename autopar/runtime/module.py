@@ -43,8 +43,9 @@ from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
-from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec
+from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.inputs import bind_inputs
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.plan import Estimate, Plan
 from autopar.values.staged_plan import one_stage

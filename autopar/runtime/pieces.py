@@ -1,6 +1,6 @@
 """How does a graph fall into pieces that compile alone? The regions of the export, and what stands between them.
 
-Equal regions (`autopar.export.regions`) share the graph of the first; the numbers that label call sites are told apart
+Equal regions (`autopar.lower.regions`) share the graph of the first; the numbers that label call sites are told apart
 by the draws that a piece is called with. What brings a parameter that no block owns to its uses stays outside, so that
 what is not kept of it for backward is as without pieces.
 """
@@ -12,9 +12,10 @@ from typing import Any
 from torch import fx, nn
 
 from autopar.errors import ArgumentError
-from autopar.export.regions import Region, sections, state_names
+from autopar.lower.regions import Region, sections, state_names
 from autopar.ops import collectives
-from autopar.values.graph import LocalModel, operands
+from autopar.values.graph import operands
+from autopar.values.local_model import LocalModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -36,8 +36,9 @@ from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part
 from autopar.runtime.variants import Asked, Captor
-from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, LocalModel, ParameterSpec, dtype_of
+from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec, dtype_of
 from autopar.values.inputs import bind_inputs
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.plan import Estimate
 from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan

@@ -23,7 +23,8 @@ from autopar.runtime.data import local_input
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.split_backward import backward_input
 from autopar.runtime.state import State
-from autopar.values.graph import Accumulation, LocalModel
+from autopar.values.graph import Accumulation
+from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
 from autopar.values.staged_plan import PIPELINE
 

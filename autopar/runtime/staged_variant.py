@@ -15,7 +15,8 @@ from autopar.ops.random import Draws
 from autopar.runtime.stage import sent_dtype
 from autopar.runtime.state import State
 from autopar.runtime.variant import Part, ends_of, given_back
-from autopar.values.graph import CapturedModel, LocalModel
+from autopar.values.graph import CapturedModel
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.placement import local_shape
 from autopar.values.staged_plan import StagedPlan

@@ -28,7 +28,8 @@ from autopar.runtime.parameters import (
     to_dtensor,
 )
 from autopar.runtime.private_torch import local_tensor, stored_like
-from autopar.values.graph import BufferSpec, LocalModel, ParameterSpec
+from autopar.values.graph import BufferSpec, ParameterSpec
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, Shard
 

@@ -19,7 +19,8 @@ from autopar.runtime.data import local_input
 from autopar.runtime.parameters import local_part, padded_part, to_dtensor
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
-from autopar.values.graph import BufferSpec, InputSpec, LocalModel, ParameterSpec
+from autopar.values.graph import BufferSpec, InputSpec, ParameterSpec
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.placement import Layout
 from autopar.values.plan import Plan

@@ -21,9 +21,10 @@ from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.variant import DTENSOR, GATHERED
 from autopar.values.binding import form_of, is_alike
 from autopar.values.calls import Call
-from autopar.values.graph import CapturedModel, InputSpec, LocalModel, requires_grad
+from autopar.values.graph import CapturedModel, InputSpec, requires_grad
 from autopar.values.guards import holds
 from autopar.values.inputs import bind_inputs, flatten_inputs
+from autopar.values.local_model import LocalModel
 from autopar.values.outputs import FOLLOWING, Returned
 
 MANY = 8

@@ -16,15 +16,11 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from autopar.values.guards import BufferGuard
-
-if TYPE_CHECKING:
-    from autopar.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,23 +166,6 @@ class CapturedModel:
         return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalModel:
-    """The graph that every rank runs: a captured graph under a plan (`lower.emit`).
-
-    Placeholders have the captured graph's names and order, and local shapes (`meta["val"]`). The output's
-    `meta["ends"]` is how many of its values are the captured graph's `ends`. Every other node also carries
-
-        node.meta["layouts"]   tuple of Layout, one a result
-        node.meta["global"]    tuple of global shapes, one a result
-        node.meta["messages"]  (forward, backward) tuples of `redistribution.Message` that it sends, if any
-    """
-
-    captured: CapturedModel
-    plan: "Plan"
-    graph: fx.Graph
-
-
 def target_name(target: object) -> str:
     """Stable name of a node's target: `aten.linear.default`, `cross_entropy`, `getitem`."""
     if isinstance(target, torch._ops.OpOverload):
@@ -205,6 +184,10 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     out: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda n: out.append(n))
     return tuple(out)
+
+
+LABELS = ("site",)
+"""Keywords that tell call sites apart, and differ from block to block."""
 
 
 SWITCHES = {"dropout": 0.0, "dropout_p": 0.0, "train": False, "training": False}

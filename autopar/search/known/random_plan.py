@@ -11,7 +11,8 @@ from autopar.passes.split_stages import split_stages
 from autopar.rules.rule import is_splittable, layouts
 from autopar.search.costs.bucket_ways import ways_between
 from autopar.search.costs.storages import input_layouts, orders, storages
-from autopar.values.graph import CapturedModel, LocalModel, requires_grad
+from autopar.values.graph import CapturedModel, requires_grad
+from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan, TrainConfig

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.export.expressions import LABELS
 from autopar.values.blocks import block_of, choose_depth, relative
-from autopar.values.graph import LocalModel, operands, target_name
+from autopar.values.graph import LABELS, operands, target_name
+from autopar.values.local_model import LocalModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
