@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from autopar.calibration.check import Row, compared, median_errors
+from autopar.calibration.check import CheckRow, compared, median_errors
 from autopar.calibration.file import calibration_toml
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.measure import Effort
@@ -159,7 +159,7 @@ def compared_steps(
 
 
 def print_collectives(
-    rows: tuple[Row, ...], errors: dict[str, float], fitted: dict[str, float], console: Console
+    rows: tuple[CheckRow, ...], errors: dict[str, float], fitted: dict[str, float], console: Console
 ) -> None:
     for row in rows:
         console.print(

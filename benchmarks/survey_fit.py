@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 from autopar.cost_models.gradient_exchange.all_reduce import RingAllReduce
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
-from autopar.cost_models.gradient_exchange.contract import Architecture, Schedule
+from autopar.cost_models.gradient_exchange.contract import Architecture, ExchangeSchedule
 from autopar.cost_models.gradient_exchange.exchange import exchange
 from autopar.cost_models.gradient_exchange.merged_gradients import MergedGradients
 from autopar.cost_models.gradient_exchange.network import Network
@@ -156,7 +156,7 @@ def line_rate(network: str) -> float:
     return float(match[1]) * 1e9 / 8
 
 
-def system(row: Row, constants: Constants, overhead_seconds: float = 0.0) -> tuple[Architecture, Schedule]:
+def system(row: Row, constants: Constants, overhead_seconds: float = 0.0) -> tuple[Architecture, ExchangeSchedule]:
     """The survey's method: Horovod with NCCL's ring for all-to-all, BytePS with a server a machine otherwise.
 
     `overhead_seconds`: of ByteScheduler on all-to-all.
@@ -164,7 +164,7 @@ def system(row: Row, constants: Constants, overhead_seconds: float = 0.0) -> tup
     link = constants.network(row)
     servers = ParameterServer(network=link, servers=link.nodes)
     ring = RingAllReduce(network=link)
-    systems: dict[str, tuple[Architecture, Schedule]] = {
+    systems: dict[str, tuple[Architecture, ExchangeSchedule]] = {
         "BSP-A2A": (ring, BulkSynchronous()),
         "BSP-PS": (servers, BulkSynchronous(overhead_seconds=constants.pack_seconds)),
         "WFBP-A2A": (ring, WaitFree()),

@@ -62,7 +62,7 @@ class Hop(NamedTuple):
         return self.members - 1 if self.in_node else self.logarithm
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """`hops` slowest level first; `regular` as in `links.Links`."""
 
     size: int
@@ -81,101 +81,101 @@ class Cost(NamedTuple):
         return Cost(count * self.alpha_seconds, count * self.seconds_per_byte)
 
 
-Algorithm = Callable[[Group], Cost | None]
+Algorithm = Callable[[RankGroup], Cost | None]
 """None: the algorithm does not serve such a group."""
 
 
-def ring_pass(group: Group) -> Cost:
+def ring_pass(group: RankGroup) -> Cost:
     return Cost(_ring_alpha(group.hops), (group.size - 1) / group.size / _ring_rate(group.hops))
 
 
-def ring_chain(group: Group) -> Cost:
+def ring_chain(group: RankGroup) -> Cost:
     return Cost(_ring_alpha(group.hops), 1 / _ring_rate(group.hops))
 
 
-def tree_all_reduce(group: Group) -> Cost | None:
+def tree_all_reduce(group: RankGroup) -> Cost | None:
     if not group.regular or all(hop.in_node for hop in group.hops):
         return None
     alpha = 2 * sum(hop.depth * hop.alpha for hop in group.hops)
     return Cost(alpha, max(_tree_traffic(hop) / hop.rate for hop in group.hops))
 
 
-def tree_broadcast(group: Group) -> Cost | None:
+def tree_broadcast(group: RankGroup) -> Cost | None:
     if not group.regular or all(hop.in_node for hop in group.hops):
         return None
     return Cost(sum(hop.depth * hop.alpha for hop in group.hops), 1 / _ring_rate(group.hops))
 
 
-def halving_doubling(group: Group) -> Cost | None:
+def halving_doubling(group: RankGroup) -> Cost | None:
     if not _is_power_of_two(group):
         return None
     alpha = sum(hop.logarithm * hop.alpha for hop in group.hops)
     return Cost(alpha, sum((hop.members - 1) / hop.members / hop.rate for hop in group.hops))
 
 
-def recursive_doubling(group: Group) -> Cost | None:
+def recursive_doubling(group: RankGroup) -> Cost | None:
     if not _is_power_of_two(group):
         return None
     return _binomial_whole(group)
 
 
-def binomial_broadcast(group: Group) -> Cost:
+def binomial_broadcast(group: RankGroup) -> Cost:
     if group.regular:
         return _binomial_whole(group)
     steps, slowest = (group.size - 1).bit_length(), shift(group)
     return slowest.times(steps)
 
 
-def binomial_scatter(group: Group) -> Cost:
+def binomial_scatter(group: RankGroup) -> Cost:
     if group.regular:
         return Cost(sum(hop.logarithm * hop.alpha for hop in group.hops), _scattered(group.hops))
     steps, slowest = (group.size - 1).bit_length(), shift(group)
     return Cost(steps * slowest.alpha_seconds, (group.size - 1) / group.size * slowest.seconds_per_byte)
 
 
-def scatter_gather(group: Group) -> Cost:
+def scatter_gather(group: RankGroup) -> Cost:
     return binomial_scatter(group).plus(ring_pass(group))
 
 
-def pairwise(group: Group) -> Cost:
+def pairwise(group: RankGroup) -> Cost:
     alpha = sum(hop.peers * hop.alpha for hop in group.hops)
     return Cost(alpha, max(hop.peers / hop.bandwidth for hop in group.hops) / group.size)
 
 
-def bruck(group: Group) -> Cost:
+def bruck(group: RankGroup) -> Cost:
     steps = (group.size - 1).bit_length()
     alpha, bandwidth = max(hop.alpha for hop in group.hops), min(hop.bandwidth for hop in group.hops)
     return Cost(steps * alpha, steps / 2 / bandwidth)
 
 
-def shift(group: Group) -> Cost:
+def shift(group: RankGroup) -> Cost:
     return Cost(max(hop.alpha for hop in group.hops), 1 / min(hop.bandwidth for hop in group.hops))
 
 
-def hierarchical_pass(group: Group) -> Cost | None:
+def hierarchical_pass(group: RankGroup) -> Cost | None:
     return _by_levels(group, [(hop.members - 1) / hop.members / hop.rate for hop in group.hops])
 
 
-def hierarchical_all_to_all(group: Group) -> Cost | None:
+def hierarchical_all_to_all(group: RankGroup) -> Cost | None:
     return _by_levels(group, [(hop.members - 1) / hop.members / hop.bandwidth for hop in group.hops])
 
 
-def hierarchical_broadcast(group: Group) -> Cost | None:
+def hierarchical_broadcast(group: RankGroup) -> Cost | None:
     return _by_levels(group, [1 / hop.bandwidth for hop in group.hops])
 
 
-def hierarchical_scatter(group: Group) -> Cost | None:
+def hierarchical_scatter(group: RankGroup) -> Cost | None:
     return _by_levels(group, [_scattered(group.hops)])
 
 
-def in_network(group: Group) -> Cost | None:
+def in_network(group: RankGroup) -> Cost | None:
     """The hops' constants are those of the switches at each level."""
     if not group.regular:
         return None
     return Cost(sum(hop.alpha for hop in group.hops), max(_switch_traffic(hop) / hop.rate for hop in group.hops))
 
 
-def in_network_tree(group: Group) -> Cost | None:
+def in_network_tree(group: RankGroup) -> Cost | None:
     """The hops' constants are those of the switches inside nodes, of links between them."""
     if not group.regular or len({hop.in_node for hop in group.hops}) == 1:
         return None
@@ -187,7 +187,7 @@ def in_network_tree(group: Group) -> Cost | None:
 def twice(algorithm: Algorithm) -> Algorithm:
     """All-reduce from the algorithm of its two halves, reduce-scatter and all-gather."""
 
-    def both(group: Group) -> Cost | None:
+    def both(group: RankGroup) -> Cost | None:
         half = algorithm(group)
         return None if half is None else half.times(2)
 
@@ -210,7 +210,7 @@ def _switch_traffic(hop: Hop) -> float:
     return (hop.members + 1) / hop.members if hop.in_node else 1.0
 
 
-def _binomial_whole(group: Group) -> Cost:
+def _binomial_whole(group: RankGroup) -> Cost:
     alpha = sum(hop.logarithm * hop.alpha for hop in group.hops)
     return Cost(alpha, sum(hop.logarithm / hop.bandwidth for hop in group.hops))
 
@@ -220,13 +220,13 @@ def _scattered(hops: Sequence[Hop]) -> float:
     return sum((hop.members - 1) / parts / hop.bandwidth for hop, parts in zip(hops, held, strict=True))
 
 
-def _by_levels(group: Group, betas: Sequence[float]) -> Cost | None:
+def _by_levels(group: RankGroup, betas: Sequence[float]) -> Cost | None:
     if not group.regular or len(group.hops) == 1:
         return None
     return Cost(sum((hop.members - 1) * hop.alpha for hop in group.hops), sum(betas))
 
 
-def _is_power_of_two(group: Group) -> bool:
+def _is_power_of_two(group: RankGroup) -> bool:
     return group.regular and all(hop.members.bit_count() == 1 for hop in group.hops)
 
 

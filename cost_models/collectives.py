@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Group, Hop
+from autopar.cost_models.algorithms import ALGORITHMS, LIBRARIES, Hop, RankGroup
 from autopar.cost_models.links import Crossing, Links
 from autopar.errors import ArgumentError
 from autopar.values.link import Line
@@ -224,7 +224,7 @@ def _forms(kind: str, algorithm: str, links: Links) -> list[Form]:
     found = []
     for protocol, chosen in _on_every_level(lines):
         hops = tuple(_hop(line, crossing) for line, crossing in zip(chosen, links.crossings, strict=True))
-        cost = ALGORITHMS[kind][algorithm](Group(links.size, hops, links.regular))
+        cost = ALGORITHMS[kind][algorithm](RankGroup(links.size, hops, links.regular))
         above, up_to = max(line.above for line in chosen), min(line.up_to for line in chosen)
         if cost is not None and above < up_to:
             launch = max(line.launch for line in chosen)

@@ -13,7 +13,7 @@ import torch
 
 from autopar.api.planning import plan
 from autopar.calibration.check import check_ranks, compared, median_errors
-from autopar.calibration.command import Request, run
+from autopar.calibration.command import CalibrationRequest, run
 from autopar.calibration.file import calibration_toml, check_writable
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.fit_device import fit_device
@@ -302,16 +302,16 @@ def test_requests_are_refused_before_anything_is_measured(tmp_path: Path, monkey
     monkeypatch.delenv("RANK", raising=False)
     for wrong in ({}, {"out": tmp_path / "a.toml", "check": tmp_path / "a.toml"}):
         with pytest.raises(ArgumentError, match="one of them"):
-            Request(**wrong)
+            CalibrationRequest(**wrong)
     with pytest.raises(ArgumentError, match="tolerance"):
-        Request(check=tmp_path / "a.toml", tolerance=0.0)
+        CalibrationRequest(check=tmp_path / "a.toml", tolerance=0.0)
     with pytest.raises(MeshError, match="no process group"):
-        run(Request(out=tmp_path / "a.toml"), console)
+        run(CalibrationRequest(out=tmp_path / "a.toml"), console)
     with pytest.raises(ClusterError, match="cannot be read"):
-        run(Request(check=tmp_path / "missing.toml", processes=2), console)
+        run(CalibrationRequest(check=tmp_path / "missing.toml", processes=2), console)
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ClusterError, match="not TOML"):
-        run(Request(check=tmp_path / "bad.toml", processes=2), console)
+        run(CalibrationRequest(check=tmp_path / "bad.toml", processes=2), console)
     with pytest.raises(ClusterError, match=r"must end in \.toml"):
         check_writable(tmp_path / "a.json")
     with pytest.raises(ClusterError, match="make it first"):

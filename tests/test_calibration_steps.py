@@ -16,7 +16,7 @@ from autopar.calibration.fit_steps import fit_steps
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.reference_steps import STEPS, predicted_step, training_step
 from autopar.calibration.samples import Measurements, StepSample, WorkSample
-from autopar.ops.recompute import Call
+from autopar.ops.recompute import ReplayedCall
 from autopar.values.cluster import load_cluster
 from autopar.values.device import Device
 from autopar.values.link import LinkLevel
@@ -82,13 +82,13 @@ def test_a_step_runs_again_what_its_price_says_and_the_update_is_what_is_left_ou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replayed: list[str] = []
-    replay = Call.replay
+    replay = ReplayedCall.replay
 
-    def noted(call: Call) -> None:
+    def noted(call: ReplayedCall) -> None:
         replayed.append(str(call.function))
         replay(call)
 
-    monkeypatch.setattr(Call, "replay", noted)
+    monkeypatch.setattr(ReplayedCall, "replay", noted)
     program, _ = reference_steps.planned(2, "small")
     training_step(2, "small", torch.device("cpu"), "run again")()
     names = reference_steps.run_again(program)

@@ -12,7 +12,7 @@ import pytest
 from autopar.cost_models.gradient_exchange.all_reduce import HierarchicalAllReduce, RingAllReduce, TreeAllReduce
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
-from autopar.cost_models.gradient_exchange.contract import Architecture, Schedule
+from autopar.cost_models.gradient_exchange.contract import Architecture, ExchangeSchedule
 from autopar.cost_models.gradient_exchange.exchange import exchange
 from autopar.cost_models.gradient_exchange.horovod import Horovod
 from autopar.cost_models.gradient_exchange.merged_gradients import (
@@ -190,7 +190,7 @@ def test_merging_is_never_worse_than_one_message_or_one_a_gradient(seed: int) ->
             assert merged <= exchange(model, architecture, other).seconds + 1e-12
 
 
-def systems(link: Network) -> list[tuple[Architecture, Schedule]]:
+def systems(link: Network) -> list[tuple[Architecture, ExchangeSchedule]]:
     return [(architecture, schedule) for architecture in architectures(link, 2) for schedule in schedules()]
 
 

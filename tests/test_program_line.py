@@ -10,7 +10,7 @@ from test_programs_alike import fields_of
 from torch import Tensor, nn
 
 from autopar.api.captures import Captures
-from autopar.capture.rebatch import Batches, Line
+from autopar.capture.rebatch import Batches, BatchLine
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
 from autopar.search.graph.build import build
@@ -26,7 +26,7 @@ from tests.zoo_graphs import zoo_graph
 BATCH = 12
 
 
-def line_of(family: str) -> tuple[Batches, Line]:
+def line_of(family: str) -> tuple[Batches, BatchLine]:
     batches = Batches(capture=lambda size: zoo_graph(family, size), batch=BATCH)
     batches.at(4)
     assert batches.line is not None

@@ -14,7 +14,7 @@ from autopar.values.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckRow:
     """One measurement; `subject` is what medians are taken over."""
 
     subject: str
@@ -44,7 +44,7 @@ def check_ranks(cluster: Cluster, num_ranks: int, level_sizes: Sequence[int] | N
         )
 
 
-def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
+def compared(cluster: Cluster, measured: Measurements) -> tuple[CheckRow, ...]:
     """A row a measurement.
 
     Raises:
@@ -53,7 +53,7 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
     """
     check_ranks(cluster, measured.origin.num_ranks, measured.origin.level_sizes)
     rows = [
-        Row(
+        CheckRow(
             subject=sample.kind,
             what=f"{nbytes_text(sample.nbytes)}, groups of {sample.group_size}{_level_text(sample.level, cluster)}",
             nbytes=sample.nbytes,
@@ -63,7 +63,7 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
         for sample in measured.collectives
     ]
     rows += [
-        Row(
+        CheckRow(
             subject=sample.subject,
             what=sample.name,
             nbytes=sample.nbytes,
@@ -73,7 +73,7 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
         for sample in measured.work
     ]
     rows += [
-        Row(
+        CheckRow(
             subject="steps",
             what=f"a {sample.size} decoder's, {sample.batch} samples, {sample.kind}",
             nbytes=0,
@@ -85,7 +85,7 @@ def compared(cluster: Cluster, measured: Measurements) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def median_errors(rows: Sequence[Row]) -> dict[str, float]:
+def median_errors(rows: Sequence[CheckRow]) -> dict[str, float]:
     """Subject -> median of the absolute errors."""
     return {
         subject: float(np.median([abs(row.error) for row in rows if row.subject == subject]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from autopar.calibration.check import Row, check_ranks, compared, median_errors
+from autopar.calibration.check import CheckRow, check_ranks, compared, median_errors
 from autopar.calibration.file import calibration_toml, check_writable
 from autopar.calibration.fit import fit_cluster
 from autopar.calibration.fit_skew import fit_skew
@@ -23,7 +23,7 @@ from autopar.values.link import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CalibrationRequest:
     """What the command line asked for. processes: how many to start here; None under torchrun."""
 
     out: Path | None = None
@@ -52,7 +52,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run(request: Request, console: Console) -> dict[str, Any]:
+def run(request: CalibrationRequest, console: Console) -> dict[str, Any]:
     """Measure, then fit and write, or compare; the result as JSON values, `passed` among them.
 
     Under torchrun all ranks call this; ranks other than the first get `{"passed": ...}` alone.
@@ -71,7 +71,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     return _compare(request, cluster, measured, console)
 
 
-def _measured(request: Request, cluster: Cluster | None, console: Console) -> Measurements:
+def _measured(request: CalibrationRequest, cluster: Cluster | None, console: Console) -> Measurements:
     if request.processes is None and "RANK" not in os.environ:
         raise MeshError(
             "there is no process group to measure: start this with torchrun (torchrun --nproc-per-node 4 -m "
@@ -100,7 +100,7 @@ def _measured(request: Request, cluster: Cluster | None, console: Console) -> Me
                 dist.destroy_process_group()
 
 
-def _write(request: Request, measured: Measurements, console: Console) -> dict[str, Any]:
+def _write(request: CalibrationRequest, measured: Measurements, console: Console) -> dict[str, Any]:
     assert request.out is not None
     cluster = fit_cluster(measured, request.name or request.out.stem)
     request.out.write_text(calibration_toml(cluster, measured), encoding="utf-8")
@@ -151,7 +151,7 @@ def _groups_text(line: Line) -> str:
     return f"groups of {line.members}" if line.members else "any group"
 
 
-def _compare(request: Request, cluster: Cluster, measured: Measurements, console: Console) -> dict[str, Any]:
+def _compare(request: CalibrationRequest, cluster: Cluster, measured: Measurements, console: Console) -> dict[str, Any]:
     rows = compared(cluster, measured)
     medians = median_errors(rows)
     console.print(
@@ -192,7 +192,7 @@ def _compare(request: Request, cluster: Cluster, measured: Measurements, console
     }
 
 
-def _passes(rows: tuple[Row, ...], tolerance: float) -> bool:
+def _passes(rows: tuple[CheckRow, ...], tolerance: float) -> bool:
     return all(error <= tolerance for error in median_errors(rows).values())
 
 
@@ -200,7 +200,7 @@ def _errors_text(medians: dict[str, float]) -> str:
     return ", ".join(f"{subject} {error:.0%}" for subject, error in medians.items())
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: CheckRow) -> dict[str, Any]:
     return {
         "subject": row.subject,
         "what": row.what,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.calibration.samples import CollectiveSample
-from autopar.calibration.timing import Rounds, Tell
+from autopar.calibration.timing import Tell, TimedRounds
 from autopar.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ops.groups import Groups, use_groups
 from autopar.runtime.groups import build_groups
@@ -73,7 +73,7 @@ class CollectiveRounds:
         source = torch.ones(max(nbytes for _, _, nbytes in self.wanted) // ELEMENT_SIZE, device=device)
         calls = [collective_call(kind, place.axes, nbytes, source, self.groups) for place, kind, nbytes in self.wanted]
         with use_groups(self.groups), torch.no_grad():
-            self.rounds = Rounds(calls, device, tell, "collectives")
+            self.rounds = TimedRounds(calls, device, tell, "collectives")
 
     def run(self, tell: Tell) -> None:
         with use_groups(self.groups), torch.no_grad():

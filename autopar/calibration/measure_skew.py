@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopar.calibration.measure_collectives import ELEMENT_SIZE, collective_call, measuring_mesh
 from autopar.calibration.samples import SkewSample
-from autopar.calibration.timing import Rounds, Tell
+from autopar.calibration.timing import Tell, TimedRounds
 from autopar.ops.groups import use_groups
 from autopar.runtime.groups import build_groups
 
@@ -41,7 +41,7 @@ class SkewRounds:
             alone = _products(x, count), collective_call(kind, place.axes, NBYTES, source, self.groups)
             calls += [*alone, _in_turn(*alone)]
         with use_groups(self.groups), torch.no_grad():
-            self.rounds = Rounds(calls, device, tell, "computation and collectives in turn")
+            self.rounds = TimedRounds(calls, device, tell, "computation and collectives in turn")
 
     def run(self, tell: Tell) -> None:
         with use_groups(self.groups), torch.no_grad():

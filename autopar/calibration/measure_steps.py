@@ -10,7 +10,7 @@ import torch
 
 from autopar.calibration.reference_steps import SIZES, STEPS, training_step
 from autopar.calibration.samples import StepSample
-from autopar.calibration.timing import Rounds, Tell
+from autopar.calibration.timing import Tell, TimedRounds
 
 IN_A_ROW = 5
 """Some time slices of the scheduler, as `timing.SAMPLE_SECONDS`."""
@@ -22,7 +22,7 @@ class StepRounds:
     def __init__(self, dtypes: Sequence[str], *, device: torch.device, tell: Tell) -> None:
         self.steps = [step for step in STEPS[device.type] if SIZES[step[0]].precision in dtypes]
         calls = [_in_a_row(training_step(batch, size, device, kind)) for size, batch, kind in self.steps]
-        self.rounds = Rounds(calls, device, tell, "training steps")
+        self.rounds = TimedRounds(calls, device, tell, "training steps")
 
     def run(self, tell: Tell) -> None:
         self.rounds.run(tell)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.calibration.samples import WorkSample
-from autopar.calibration.timing import REPLAYS, Rounds, Tell, replayed
+from autopar.calibration.timing import REPLAYS, Tell, TimedRounds, replayed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -56,7 +56,7 @@ ATTENTION_DTYPE = {"cpu": "fp32", "cuda": "bf16"}
 ELEMENTS = {"cpu": (16, 32_768, 262_144, 1_048_576), "cuda": (16, 1_048_576, 16_777_216, 67_108_864)}
 
 
-class Work(NamedTuple):
+class MeasuredWork(NamedTuple):
     name: str
     dtype: str
     product: tuple[int, ...]
@@ -77,7 +77,7 @@ class WorkRounds:
             make(count, device) for count in ELEMENTS[device.type] for make in (_silu, _product_of_two, _softmax)
         ]
         calls = [replayed(work.call, device) for work in self.works]
-        self.rounds = Rounds(calls, device, tell, "operations", times=REPLAYS[device.type])
+        self.rounds = TimedRounds(calls, device, tell, "operations", times=REPLAYS[device.type])
 
     def run(self, tell: Tell) -> None:
         self.rounds.run(tell)
@@ -97,7 +97,7 @@ class WorkRounds:
         )
 
 
-def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> Work:
+def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> MeasuredWork:
     rows, inner, columns = shape
     x = torch.randn(rows, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
     weight = torch.randn(columns, inner, dtype=DTYPES[dtype], device=device, requires_grad=True)
@@ -105,34 +105,34 @@ def _product(shape: tuple[int, int, int], dtype: str, device: torch.device) -> W
     call = _both_ways(lambda: F.linear(x, weight), (x, weight))
     name = f"{rows} x {inner} x {columns}"
     nbytes = elements * x.element_size()
-    return Work(name, dtype, (rows, columns, inner), nbytes, 2 * nbytes, call)
+    return MeasuredWork(name, dtype, (rows, columns, inner), nbytes, 2 * nbytes, call)
 
 
-def _attention(size: tuple[int, ...], dtype: str, device: torch.device) -> Work:
+def _attention(size: tuple[int, ...], dtype: str, device: torch.device) -> MeasuredWork:
     q, k, v = (torch.randn(size, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
     call = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v))
     nbytes = float(q.numel() * q.element_size())
-    return Work(f"{' x '.join(map(str, size))}, causal", dtype, (), 4 * nbytes, 8 * nbytes, call, size)
+    return MeasuredWork(f"{' x '.join(map(str, size))}, causal", dtype, (), 4 * nbytes, 8 * nbytes, call, size)
 
 
-def _silu(count: int, device: torch.device) -> Work:
+def _silu(count: int, device: torch.device) -> MeasuredWork:
     x = torch.randn(count, device=device, requires_grad=True)
     return _memory_bound(f"silu of {count}", count, (2, 3), _both_ways(lambda: F.silu(x), (x,)))
 
 
-def _product_of_two(count: int, device: torch.device) -> Work:
+def _product_of_two(count: int, device: torch.device) -> MeasuredWork:
     x, y = (torch.randn(count, device=device, requires_grad=True) for _ in range(2))
     return _memory_bound(f"mul of {count}", count, (3, 5), _both_ways(lambda: x * y, (x, y)))
 
 
-def _softmax(count: int, device: torch.device) -> Work:
+def _softmax(count: int, device: torch.device) -> MeasuredWork:
     x = torch.randn(max(1, count // 128), min(128, count), device=device, requires_grad=True)
     return _memory_bound(f"softmax of {count}", count, (2, 3), _both_ways(lambda: x.softmax(-1), (x,)))
 
 
-def _memory_bound(name: str, count: int, times: tuple[int, int], call: Callable[[], object]) -> Work:
+def _memory_bound(name: str, count: int, times: tuple[int, int], call: Callable[[], object]) -> MeasuredWork:
     """`times` that planning counts an element as read or written, forward and backward."""
-    return Work(name, "fp32", (), 4.0 * times[0] * count, 4.0 * times[1] * count, call)
+    return MeasuredWork(name, "fp32", (), 4.0 * times[0] * count, 4.0 * times[1] * count, call)
 
 
 def _both_ways(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:

@@ -34,7 +34,7 @@ from autopar.values.precision import PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ModelSize:
     """Of a decoder of two blocks, and of its samples."""
 
     hidden: int
@@ -45,8 +45,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
-    "large": Size(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
+    "small": ModelSize(hidden=160, heads=5, words=256, seq=40, precision="fp32"),
+    "large": ModelSize(hidden=2048, heads=16, words=32768, seq=2048, precision="bf16"),
 }
 KINDS = ("whole", "no update", "run again", "in pieces")
 STEPS = {
@@ -65,7 +65,7 @@ class Block(nn.Module):
     """Makes its calls by `call(function, *arguments)`, as a plan's module does. in_pieces: norms and GELU are made of
     elementwise calls, as some models write them."""
 
-    def __init__(self, size: Size, call: Call, in_pieces: bool) -> None:
+    def __init__(self, size: ModelSize, call: Call, in_pieces: bool) -> None:
         super().__init__()
         hidden, self.heads, self.call, self.in_pieces = size.hidden, size.heads, call, in_pieces
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
@@ -102,7 +102,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Gives its loss."""
 
-    def __init__(self, size: Size, call: Call, in_pieces: bool = False) -> None:
+    def __init__(self, size: ModelSize, call: Call, in_pieces: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(size.words, size.hidden), nn.Embedding(size.seq, size.hidden)
         self.blocks = nn.ModuleList(Block(size, call, in_pieces) for _ in range(LAYERS))

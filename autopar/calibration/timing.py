@@ -25,7 +25,7 @@ and its clock, which starts when it gets the core, would say that it is alone.""
 MOST_REPEATS = 5000
 
 
-class Rounds:
+class TimedRounds:
     """Calls that all ranks make, as many of them and in the same order; making this warms them up.
 
     times: how often each does what is measured.

@@ -16,8 +16,8 @@ from autopar.capture.import_program import without_gradients
 from autopar.capture.loss import LossModule, OutputModule
 from autopar.capture.one_trace import setting, traced_once
 from autopar.capture.python_state import (
-    Change,
     Constants,
+    StateChange,
     UnknownChangeError,
     asked_begin,
     line_of_change,
@@ -148,7 +148,7 @@ def _check_next(
         _run_on_fakes(model, module, tensors, constants)
     changes = state.changes
     state.begin = begin = next_begin(changes, constants, decisions)
-    changing = list[Change]()
+    changing = list[StateChange]()
     for after in paths:
         module.branches.path = after
         try:
@@ -189,7 +189,7 @@ def _changing(
     model: nn.Module,
     module: LossModule,
     tensors: Sequence[tuple[str, Tensor]],
-    changes: Sequence[Change],
+    changes: Sequence[StateChange],
     decisions: Decisions,
 ) -> CaptureError:
     """What goes on changing, and where."""

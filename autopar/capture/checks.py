@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.complaints import name_of, only_raises, only_tells, raised, text_of
-from autopar.capture.sources import COMPARED, Source, asked, evaluate, function_of, source_of
+from autopar.capture.sources import COMPARED, CodeSource, asked, evaluate, function_of, source_of
 from autopar.capture.user_frame import is_machinery
 
 CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not_implemented", "_assert"}
@@ -28,7 +28,7 @@ CHECKERS = {"_check", "_check_value", "_check_index", "_check_type", "_check_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class ValueCheck:
     """A tested value as part of a statement that only raises or tells.
 
     wanted: the value without a complaint. others: tests that must all be answered wrongly too before there is one, each
@@ -53,7 +53,7 @@ class _Root:
     raises: bool
 
 
-def find_check(frame: FrameType, stop: CodeType) -> Check | None:
+def find_check(frame: FrameType, stop: CodeType) -> ValueCheck | None:
     """The check whose test asks a question in `frame`; None for what is no check, or one whose error is caught.
 
     stop: the code of the function that calls the model, beyond which nobody looks.
@@ -68,7 +68,7 @@ def find_check(frame: FrameType, stop: CodeType) -> Check | None:
 class Comparison:
     """A number is asked for and compared with `other`, which a check tests. compare: of the two in this order."""
 
-    check: Check
+    check: ValueCheck
     compare: Callable[[Any, Any], Any]
     other: float
 
@@ -140,7 +140,7 @@ def violated_of(tests: Sequence[tuple[ast.expr, bool]], all_of_them: bool, frame
     return found
 
 
-def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> Check | None:
+def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> ValueCheck | None:
     """From the tested expression to the statement; through `return` to the caller."""
     asker: FrameType | None = frame
     flipped, others = False, list[tuple[ast.expr, bool]]()
@@ -171,7 +171,7 @@ def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> 
                 position = next(i for i, value in enumerate(child.values) if value is step)
                 others += [(value, wants) for value in child.values[position + 1 :]]
             child = step
-        return Check(
+        return ValueCheck(
             wanted=wants != flipped,
             others=tuple(others),
             frame=asker,
@@ -181,14 +181,14 @@ def _climb(frame: FrameType, stop: CodeType, tested: ast.expr | None = None) -> 
     return None
 
 
-def _path(node: ast.AST, top: ast.AST, source: Source) -> Iterator[ast.AST]:
+def _path(node: ast.AST, top: ast.AST, source: CodeSource) -> Iterator[ast.AST]:
     """`node` and what is around it, below `top`."""
     while node is not top:
         yield node
         node = source.parents[node]
 
 
-def _top(node: ast.expr, source: Source) -> ast.expr:
+def _top(node: ast.expr, source: CodeSource) -> ast.expr:
     """The largest expression whose truth follows from that of `node` and of tests beside it."""
     while True:
         parent = source.parents.get(node)
@@ -200,7 +200,7 @@ def _top(node: ast.expr, source: Source) -> ast.expr:
             return node
 
 
-def _compared(node: ast.expr, source: Source) -> ast.expr:
+def _compared(node: ast.expr, source: CodeSource) -> ast.expr:
     """The largest expression around a number that is made of arithmetic, comparisons and tests."""
     while isinstance(parent := source.parents.get(node), ast.Compare | ast.BinOp | ast.UnaryOp | ast.BoolOp):
         node = parent
@@ -216,12 +216,12 @@ def _is_bool(call: ast.AST | None, argument: ast.AST) -> bool:
     )
 
 
-def _is_flipped(node: ast.AST, top: ast.AST, source: Source) -> bool:
+def _is_flipped(node: ast.AST, top: ast.AST, source: CodeSource) -> bool:
     above = [source.parents[step] for step in _path(node, top, source)]
     return sum(isinstance(step, ast.UnaryOp) for step in above) % 2 == 1
 
 
-def _root(top: ast.expr, source: Source, frame: FrameType, is_number: bool = False) -> _Root | None:
+def _root(top: ast.expr, source: CodeSource, frame: FrameType, is_number: bool = False) -> _Root | None:
     """What complains where the test `top` is not as wanted, None where anything else depends on it.
 
     is_number: a tensor stands for it, which may be compared before it is tested.
@@ -245,7 +245,7 @@ def _root(top: ast.expr, source: Source, frame: FrameType, is_number: bool = Fal
 
 
 def _root_of_variable(
-    assignment: ast.Assign, name: str, source: Source, frame: FrameType, is_number: bool
+    assignment: ast.Assign, name: str, source: CodeSource, frame: FrameType, is_number: bool
 ) -> _Root | None:
     """The check that is the only reader of a variable, which is assigned once."""
     function = function_of(assignment, source)
@@ -270,7 +270,7 @@ def _root_of_variable(
     return _Root(root.wanted != _is_flipped(loads[0], top, source), root.statement, root.complaint, root.raises)
 
 
-def _is_complaint(node: ast.AST, source: Source) -> bool:
+def _is_complaint(node: ast.AST, source: CodeSource) -> bool:
     """Whether an expression is evaluated only where an error is raised."""
     child = node
     while (parent := source.parents.get(child)) is not None:

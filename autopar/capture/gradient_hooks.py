@@ -20,7 +20,7 @@ from autopar.capture.fake_twin import fake_like, is_fake
 from autopar.capture.opaque import Opaque, active_opaques
 from autopar.capture.user_frame import innermost, own_frame
 from autopar.errors import CaptureError
-from autopar.ops.own_gradient import Hooked, Slot
+from autopar.ops.own_gradient import ArgumentSlot, Hooked
 from autopar.passes.graph_tools import tidy
 from autopar.values.graph import CapturedModel
 
@@ -317,13 +317,13 @@ def _program(hook: Hook, graph: fx.GraphModule, count: int) -> tuple[Hooked, tup
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 _refuse(hook, f"draws random numbers ({node.target}), which ranks could not agree on")
             numbers[node] = count + len(constants) + len(steps)
-            slot_of: Any = lambda n: Slot(numbers[n])  # noqa: E731
+            slot_of: Any = lambda n: ArgumentSlot(numbers[n])  # noqa: E731
             slots: Any = fx.node.map_arg((node.args, dict(node.kwargs)), slot_of)
             args, kwargs = _plain(slots[0]), tuple((k, _plain(v)) for k, v in sorted(slots[1].items()))
             steps.append((str(node.target), args, kwargs))
     output: Any = next(n for n in graph.graph.nodes if n.op == "output").args[0]
     results = [output] if isinstance(output, fx.Node) or output is None else list(output)
-    made = tuple(Slot(numbers[n]) if isinstance(n, fx.Node) else None for n in results)
+    made = tuple(ArgumentSlot(numbers[n]) if isinstance(n, fx.Node) else None for n in results)
     return Hooked(count, tuple(steps), made), tuple(constants)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.branches import Branches
-from autopar.capture.checks import Check
+from autopar.capture.checks import ValueCheck
 from autopar.capture.known_values import KnownValues
 from autopar.capture.real_values import real_values
 from autopar.capture.shadows import Shadows
@@ -61,7 +61,7 @@ class Knowledge:
         self.known.set(made, kept, frozenset())
         return made
 
-    def keep(self, holds: Tensor, check: Check) -> None:
+    def keep(self, holds: Tensor, check: ValueCheck) -> None:
         """Leave a condition in the trace."""
         kind = ERROR if check.raises else WARNING
         place, _ = place_of(check.frame)

@@ -24,7 +24,7 @@ from autopar.capture.real_values import outside_traces
 from autopar.capture.recomputing import gradients_kept, is_recomputing
 from autopar.capture.user_frame import own_frame
 from autopar.errors import CaptureError
-from autopar.ops.own_gradient import Applied, Slot, filled
+from autopar.ops.own_gradient import Applied, ArgumentSlot, filled
 from autopar.values.inputs import leaves_of, mapped_tensors
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, torch.layout)
@@ -76,7 +76,7 @@ def _applied(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def slots(value: Any) -> Any:
         if isinstance(value, Tensor):
             tensors.append(value)
-            return Slot(len(tensors) - 1)
+            return ArgumentSlot(len(tensors) - 1)
         if type(value) in (tuple, list):
             return type(value)(slots(part) for part in value)
         if type(value) is dict:

@@ -47,7 +47,7 @@ _MISSING = _Missing()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """What a run changed of a holder: all its parts before and after."""
 
     holder: Holder
@@ -104,7 +104,7 @@ class PythonState:
     moved: whose random numbers were drawn."""
 
     begin: list[Begin] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[StateChange] = field(default_factory=list)
     moved: str = ""
     _reached: Reached | None = None
 
@@ -144,7 +144,7 @@ class Snapshot:
     def __init__(self, reached: Reached) -> None:
         self._held = [(holder, holder.parts()) for holder in reached.holders.values()]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """What is not as it was."""
         found = []
         for holder, was in self._held:
@@ -152,7 +152,7 @@ class Snapshot:
             if isinstance(holder.owner, nn.Module):
                 was, now = ({k: v for k, v in parts.items() if k not in TABLES} for parts in (was, now))
             if was.keys() != now.keys() or not all(_alike(value, now[key]) for key, value in was.items()):
-                found.append(Change(holder, was, now))
+                found.append(StateChange(holder, was, now))
         return sorted(found, key=lambda change: not isinstance(change.holder.owner, nn.Module))
 
     def restore(self) -> None:
@@ -209,7 +209,7 @@ class Constants(TorchDispatchMode):
         return made
 
 
-def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decisions) -> list[Begin]:
+def next_begin(changes: Sequence[StateChange], constants: Constants, decisions: Decisions) -> list[Begin]:
     """What the next call begins with, after a run that left `changes`: constants as they are, other tensors unknown."""
 
     def known(value: Any, label: str) -> Any:
@@ -225,7 +225,7 @@ def next_begin(changes: Sequence[Change], constants: Constants, decisions: Decis
                     inside.set(key, own)
         return value
 
-    def put(change: Change) -> Begin:
+    def put(change: StateChange) -> Begin:
         parts = {k: known(v, change.holder.where(k)) for k, v in change.now.items()}
 
         def begin(model: nn.Module) -> None:
@@ -251,7 +251,7 @@ def _unknown_number(value: Any, model: nn.Module) -> Any:
     return Number((first * NOBODYS).to(kind))
 
 
-def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decisions) -> list[Begin]:
+def asked_begin(changes: Sequence[StateChange], reached: Reached, decisions: Decisions) -> list[Begin]:
     """Stand-ins for what goes on changing, to be put after `next_begin`.
 
     Raises:
@@ -269,7 +269,7 @@ def asked_begin(changes: Sequence[Change], reached: Reached, decisions: Decision
     return found
 
 
-def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[Begin]:
+def _exchanged(change: StateChange, reached: Reached, decisions: Decisions) -> list[Begin]:
     """Another container wherever this one is."""
     owner, places = change.holder.owner, reached.parents.get(id(change.holder.owner), [])
     if not places or tracked(owner, change.label, decisions) is None:
@@ -284,7 +284,7 @@ def _exchanged(change: Change, reached: Reached, decisions: Decisions) -> list[B
     return [exchange]
 
 
-def _stand_in(change: Change, key: Any, decisions: Decisions) -> Begin:
+def _stand_in(change: StateChange, key: Any, decisions: Decisions) -> Begin:
     """Another value at a place; `was` is what the call that begins so finds there."""
     was, now, label = change.was.get(key, _MISSING), change.now.get(key, _MISSING), change.holder.where(key)
     if was is None or was is _MISSING:
@@ -342,7 +342,7 @@ def line_of_draw(run: Callable[[], Any]) -> str | None:
     return line_of(run, _draws)
 
 
-def line_of_change(run: Callable[[], Any], change: Change) -> str | None:
+def line_of_change(run: Callable[[], Any], change: StateChange) -> str | None:
     """Of the line that writes what a run was seen to change."""
     key = None if change.has_other_parts or change.holder.whole else change.keys[0]
 

@@ -32,7 +32,7 @@ class NotLinearError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Line:
+class BatchLine:
     """Graphs at the ends of a line, alike but for numbers, at `sizes` samples, the second of them the whole batch."""
 
     small: CapturedModel
@@ -70,7 +70,7 @@ class Batches:
     batch: int
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None
     lines: list[tuple[int, int]] = field(init=False)
-    line: Line | None = field(init=False, default=None)
+    line: BatchLine | None = field(init=False, default=None)
     _captured: dict[int, CapturedModel] = field(default_factory=dict)
     _ends: dict[int, CapturedModel] = field(default_factory=dict)
     _beside: dict[int, Forked] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Batches:
                 self.distrust()
         return self.captured(size)
 
-    def find_line(self) -> Line | None:
+    def find_line(self) -> BatchLine | None:
         """The first line, whose ends may have to be captured, if graphs are on any."""
         while self.line is None and self.lines:
             few, whole = self.lines[0]
@@ -103,7 +103,7 @@ class Batches:
                 large = self.captured(whole)  # first: the other may come from beside meanwhile
                 small = self._end(few)
                 check_alike(small, large)
-                self.line = Line(small=small, large=large, sizes=(few, whole))
+                self.line = BatchLine(small=small, large=large, sizes=(few, whole))
             except (NotLinearError, ValueError):  # some models do not run on so few; those that do may not be linear
                 self.distrust()
         return self.line
@@ -217,13 +217,13 @@ def check_alike(a: CapturedModel, b: CapturedModel) -> None:
             raise NotLinearError(f"{one.name} and {other.name}")
 
 
-class Deferred(CapturedModel):
+class DeferredGraph(CapturedModel):
     """A captured model whose graph is made when it is first looked at."""
 
     make: Callable[[], CapturedModel]
 
     @classmethod
-    def like(cls, model: CapturedModel, make: Callable[[], CapturedModel], **changes: Any) -> "Deferred":
+    def like(cls, model: CapturedModel, make: Callable[[], CapturedModel], **changes: Any) -> "DeferredGraph":
         """All but the graph a model's, with `changes`; `make` gives the graph."""
         own = {f.name: getattr(model, f.name) for f in fields(CapturedModel) if f.name != "graph"}
         made = object.__new__(cls)

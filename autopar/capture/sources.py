@@ -25,7 +25,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CodeSource:
     tree: ast.Module
     parents: dict[ast.AST, ast.AST]
     at: dict[tuple[int, int, int, int], list[ast.expr]]
@@ -33,7 +33,7 @@ class Source:
     """Lines whose errors are caught."""
 
 
-def asked(frame: FrameType, source: Source) -> ast.expr | None:
+def asked(frame: FrameType, source: CodeSource) -> ast.expr | None:
     """The expression whose value the current instruction tests, or that it calls.
 
     Jumps carry the position of the statement in some versions of Python, so that what was computed just before says it.
@@ -57,25 +57,25 @@ def evaluate(expression: ast.expr, frame: FrameType) -> Any:
     return eval(compile(ast.Expression(expression), "<check>", "eval"), frame.f_globals, frame.f_locals)
 
 
-def statement_of(node: ast.AST, source: Source) -> ast.stmt:
+def statement_of(node: ast.AST, source: CodeSource) -> ast.stmt:
     while not isinstance(node, ast.stmt):
         node = source.parents[node]
     return node
 
 
-def function_of(node: ast.AST | None, source: Source) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_of(node: ast.AST | None, source: CodeSource) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     while node is not None and not isinstance(node, FUNCTIONS):
         node = source.parents.get(node)
     return node
 
 
-def source_of(filename: str) -> Source | None:
+def source_of(filename: str) -> CodeSource | None:
     lines = linecache.getlines(filename)
     return _parsed("".join(lines)) if lines else None
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> Source | None:
+def _parsed(text: str) -> CodeSource | None:
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -89,7 +89,7 @@ def _parsed(text: str) -> Source | None:
             at.setdefault((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), []).append(node)
         if isinstance(node, ast.Try | ast.With) and _catches(node):
             guarded.append((node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno))
-    return Source(tree, parents, at, tuple(guarded))
+    return CodeSource(tree, parents, at, tuple(guarded))
 
 
 def _catches(node: ast.Try | ast.With) -> bool:

@@ -27,7 +27,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Measure links and devices under torchrun (or with --processes 4), and write or check a cluster file."""
-    from autopar.calibration.command import Request, is_first_rank, run
+    from autopar.calibration.command import CalibrationRequest, is_first_rank, run
     from autopar.calibration.measure import BRIEF, Effort
 
     given: dict[str, Any] = {
@@ -39,7 +39,7 @@ def calibrate(
         "num_rounds": rounds,
     }
     effort = replace(BRIEF if check else Effort(), **{key: value for key, value in given.items() if value is not None})
-    request = Request(
+    request = CalibrationRequest(
         out=out,
         check=check,
         tolerance=tolerance,

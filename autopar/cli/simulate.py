@@ -13,7 +13,7 @@ from rich.table import Table
 from autopar.cli.simulate_rows import read_csv, read_row
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.gradient_exchange.network import network_of
-from autopar.cost_models.gradient_exchange.recommend import Choice, recommend
+from autopar.cost_models.gradient_exchange.recommend import ExchangeChoice, recommend
 from autopar.cost_models.gradient_exchange.transformer_gradients import transformer_gradients
 from autopar.cost_models.links import axis_links
 from autopar.cost_models.step_memory import step_memory
@@ -134,7 +134,7 @@ def _write_trace(row: dict[str, str], path: Path) -> float:
     return timeline.makespan
 
 
-def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -> tuple[Choice, ...]:
+def exchange_choices(row: dict[str, str], where: str, spare_machines: int = 0) -> tuple[ExchangeChoice, ...]:
     """Every exchange system for the gradients of one configuration, fastest first.
 
     Raises:

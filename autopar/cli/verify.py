@@ -16,7 +16,7 @@ from autopar.api.model_plan import ModelPlan, load_plan
 from autopar.api.planning import check_choice, search_plan
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
 from autopar.models import load_model
-from autopar.oracle import Step, Subject, Tolerance, check_module
+from autopar.oracle import Subject, Tolerance, TrainedStep, check_module
 from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.passes.split_stages import split_stages
 from autopar.report.units import nbytes_text
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class VerifyRequest:
     """What the command line asked for."""
 
     spec: str
@@ -55,7 +55,7 @@ class Request:
     overrides: dict[str, str] | None = None
 
 
-def run(request: Request, console: Console) -> dict[str, Any]:
+def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     """Verify, printing rows as plans finish; the result as JSON values, `passed` among them.
 
     Raises:
@@ -115,7 +115,7 @@ def run(request: Request, console: Console) -> dict[str, Any]:
     return _result(request, mesh, checks, console)
 
 
-def module_steps_checked(subject: Subject, precision: str, console: Console) -> tuple[tuple[Step, ...], bool]:
+def module_steps_checked(subject: Subject, precision: str, console: Console) -> tuple[tuple[TrainedStep, ...], bool]:
     """What the module itself does in each step, equal to the graph on one process; and whether ranks can be compared
     with that. They draw other random numbers than the module, which the graph alone can draw as they do.
 
@@ -137,12 +137,12 @@ def module_steps_checked(subject: Subject, precision: str, console: Console) -> 
     return checked.steps, is_exact
 
 
-def _captured(request: Request, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
+def _captured(request: VerifyRequest, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
     captured, _ = captured_model(model, call, request.precision, microbatches=microbatches)
     return promote_casts(captured) if request.precision == "fp64" else captured
 
 
-def _as_planned(request: Request, saved: ModelPlan) -> Request:
+def _as_planned(request: VerifyRequest, saved: ModelPlan) -> VerifyRequest:
     """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
     source = saved.source or {}
     batch = saved.call.batch() if saved.call is not None else None
@@ -160,7 +160,7 @@ def _as_planned(request: Request, saved: ModelPlan) -> Request:
     )
 
 
-def _as_configured(request: Request, mesh: Mesh, call: Call) -> Request:
+def _as_configured(request: VerifyRequest, mesh: Mesh, call: Call) -> VerifyRequest:
     """The number of micro-batches that the named configurations say."""
     asked = request.microbatches or 1
     counts = {n: configured(n, _machine(n, mesh), mesh, True, call.batch(), asked)[1] for n in request.baselines}
@@ -175,7 +175,7 @@ def _machine(baseline: str, mesh: Mesh) -> Cluster:
     return load_cluster(f"{parse_configuration(baseline).pp * mesh.size}xcpu")
 
 
-def _mesh(request: Request, saved: StagedPlan | None) -> Mesh:
+def _mesh(request: VerifyRequest, saved: StagedPlan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
             raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
@@ -187,7 +187,7 @@ def _mesh(request: Request, saved: StagedPlan | None) -> Mesh:
 
 
 def _plans(
-    request: Request,
+    request: VerifyRequest,
     captured: CapturedModel,
     mesh: Mesh,
     saved: ModelPlan | None,
@@ -228,7 +228,7 @@ def _woven(plan: StagedPlan) -> StagedPlan:
     return one_stage(replace(plan.single, copies=2))
 
 
-def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
+def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
     """A random plan, in stages cut at random if a pipeline is asked for."""
     from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 
@@ -276,7 +276,7 @@ def _print_row(check: Check, precision: str, console: Console) -> None:
                 )
 
 
-def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
+def _result(request: VerifyRequest, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
     loss, gradient = TOLERANCES[request.precision]
     failed = [f"{check.plan} ({', '.join(wrong)})" for check in checks if (wrong := check.wrong(loss, gradient))]
     farthest = max((check.peak_error for check in checks), key=abs, default=0.0)

@@ -17,7 +17,7 @@ from autopar.values.redistribution import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class LoweredCall:
     """An op, or a step of the tensor that `results` names. `gradients`: which operands get a gradient from it.
 
     part: of a collective in two calls, `START` is where forward begins and backward ends it, `WAIT` the other.
@@ -34,17 +34,19 @@ class Call:
 START, WAIT = "start", "wait"
 
 
-def make_calls(program: Program, plan: Plan, target: Target, redistributed: dict[str, Redistributed]) -> list[Call]:
+def make_calls(
+    program: Program, plan: Plan, target: Target, redistributed: dict[str, Redistributed]
+) -> list[LoweredCall]:
     """All calls of the forward pass, in order."""
     seen: set[Value] = set()
-    calls: list[Call] = []
+    calls: list[LoweredCall] = []
 
-    def travel(name: str, layout: Layout) -> Iterator[Call]:
+    def travel(name: str, layout: Layout) -> Iterator[LoweredCall]:
         one = redistributed[name]
         for step in one.path(layout):
             if (name, step.target) not in seen:
                 seen.add((name, step.target))
-                yield Call(
+                yield LoweredCall(
                     step=step,
                     operands=((name, step.source),),
                     results=((name, step.target),),
@@ -57,7 +59,7 @@ def make_calls(program: Program, plan: Plan, target: Target, redistributed: dict
             calls += travel(name, layout)
         named = zip(op.results, price.results, strict=True)
         calls.append(
-            Call(
+            LoweredCall(
                 op=op,
                 operands=tuple(zip(op.operands, price.operands, strict=True)),
                 results=tuple(None if name is None else (name, layout) for name, layout in named),

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.calls import Call
+from autopar.lower.calls import LoweredCall
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import Program, make_program
 from autopar.lower.redistributions import wanted_by_output
@@ -129,9 +129,9 @@ class _Emission:
         output.meta["ends"] = len(self.captured.ends)
         return self.graph
 
-    def _modules(self) -> Callable[[Call], str]:
+    def _modules(self) -> Callable[[LoweredCall], str]:
         """The module for which a redistribution is made: that of the next op, "" for the graph's output."""
-        of: dict[Call, str] = {}
+        of: dict[LoweredCall, str] = {}
         module = ""
         for call in reversed(self.step.calls):
             if call.op is not None:
@@ -150,7 +150,7 @@ class _Emission:
                     self._describe(copy, node, (layout,), "")
         self.made[node.name, layout] = copy
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: LoweredCall) -> None:
         op, target = call.op, self.step.target
         assert op is not None
         node, names = self.captured.nodes[op.name], self.plan.choices[op.name]
@@ -174,7 +174,7 @@ class _Emission:
                 self._describe(part, self.captured.nodes[name], (layout,), op.module)
                 self.made[name, layout] = part
 
-    def _redistribute(self, call: Call, module: str) -> None:
+    def _redistribute(self, call: LoweredCall, module: str) -> None:
         step = call.step
         assert step is not None
         (name, layout), (value,) = call.operands[0], call.results
@@ -202,7 +202,7 @@ class _Emission:
             keywords["bits"] = 8 * sum_size
         return keywords
 
-    def _is_again(self, call: Call) -> bool:
+    def _is_again(self, call: LoweredCall) -> bool:
         """Whether a call is run again in backward, or may copy (a view of any strides) what is."""
         again = self.step.recomputation
         if call.op is not None:

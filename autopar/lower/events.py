@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.lower.buckets import Bucket, bucket_messages
-from autopar.lower.calls import WAIT, Call
+from autopar.lower.calls import WAIT, LoweredCall
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value, saved_of
@@ -128,7 +128,7 @@ class _Finder:
             if one.tensor.kind == "parameter" and one.tensor.requires_grad:
                 yield Event(kind="optimizer", name=name)
 
-    def _forward(self, number: int, call: Call) -> Iterator[Event]:
+    def _forward(self, number: int, call: LoweredCall) -> Iterator[Event]:
         if call.part == WAIT or self._is_left_out(call):
             return
         reads = tuple(("value", *value, -1) for value in call.operands)
@@ -142,7 +142,7 @@ class _Finder:
         elif number == self.lowered.first[group]:
             yield self._of_group(group, "value", number)
 
-    def _group(self, call: Call) -> Bucket | None:
+    def _group(self, call: LoweredCall) -> Bucket | None:
         value = call.results[0]
         return None if value is None else self.fused.get(value)
 
@@ -157,7 +157,7 @@ class _Finder:
             yield replace(event, kind=message.kind, messages=(message,), inside=True)
 
     def _of_step(
-        self, call: Call, number: int, reads: tuple[Fact, ...], makes: tuple[Fact, ...], *, is_back: bool = False
+        self, call: LoweredCall, number: int, reads: tuple[Fact, ...], makes: tuple[Fact, ...], *, is_back: bool = False
     ) -> Event:
         """A redistribution step of the forward or the backward pass."""
         assert call.step is not None
@@ -202,7 +202,7 @@ class _Finder:
             if not self._is_left_out(call):
                 yield from self._recomputed(number, call, position) if again else self._backward(number, call)
 
-    def _is_left_out(self, call: Call) -> bool:
+    def _is_left_out(self, call: LoweredCall) -> bool:
         """Whether it is none that a parameter travels by, if only those are asked for."""
         if not self.only_parameters:
             return False
@@ -227,7 +227,7 @@ class _Finder:
                 found[position].append((value, number, again))
         return found
 
-    def _waits(self, call: Call) -> int:
+    def _waits(self, call: LoweredCall) -> int:
         """The op at whose backward a call is recomputed."""
         if call.op is not None:
             return self.lowered.recomputation.ops[call.op.position]
@@ -267,7 +267,7 @@ class _Finder:
         if root in self.fused:
             yield ("gathered", *root, -1)
 
-    def _recomputed(self, number: int, call: Call, position: int) -> Iterator[Event]:
+    def _recomputed(self, number: int, call: LoweredCall, position: int) -> Iterator[Event]:
         reads = tuple(fact for value in call.operands for fact in self._remade(value, position))
         makes = tuple(("again", *value, -1) for value in call.results if value is not None)
         if call.op is not None:
@@ -275,7 +275,7 @@ class _Finder:
         else:
             yield replace(self._of_step(call, number, reads, makes), again=True)
 
-    def _backward(self, number: int, call: Call) -> Iterator[Event]:
+    def _backward(self, number: int, call: LoweredCall) -> Iterator[Event]:
         group = self._group(call) if call.step is not None else None
         if group is not None:
             if number == self.lowered.first[group]:

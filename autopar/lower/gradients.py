@@ -4,15 +4,14 @@ A gradient lives from the backward of a value's last reader to that of its produ
 storage may be the gradient of several values.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopar.lower.calls import Call
+from autopar.lower.calls import LoweredCall
 from autopar.lower.holding import Holding
 from autopar.lower.program import Op
 from autopar.lower.recomputation import Value
@@ -30,7 +29,7 @@ Noted = Collection[int] | None
 
 
 @dataclass(slots=True, eq=False)
-class Gradient:
+class HeldGradient:
     """A gradient's storage: since when, and how many values' gradients it is. copied: it is a leaf's own copy of one
     that lies or is held elsewhere, which only a first gradient is: another is added to what the leaf has. width: how
     many times as wide it was summed, and is, as it was made."""
@@ -61,41 +60,53 @@ class Released(NamedTuple):
     last: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPass:
+    """What of a step runs backward, and of which sizes.
+
+    moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. nbytes: of
+    a value. received: bytes of the gradient that a step gives. skipped: tensors whose redistributions have no part in
+    the pass. wanted: values that get gradients. buckets: of a call that travels in one the number of the first, whose
+    backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from outside before
+    all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as `grad` does,
+    or are handed both. A permuted one is copied too, as it comes. noted: of the first of two parts, which gives all
+    back when it ends, the calls for which it notes what comes to them; nothing is added to that in place. width: how
+    many times as wide a parameter's gradients are summed in buckets as they are made.
+    """
+
+    calls: Sequence[LoweredCall]
+    moments: Mapping[int, int]
+    begins: frozenset[int]
+    nbytes: Callable[[Value], int]
+    received: Callable[[Step, str], int]
+    skipped: Callable[[str], bool]
+    wanted: Wanted
+    buckets: Mapping[int, int]
+    outside: Sequence[Value]
+    copies: bool
+    noted: Noted
+    width: Callable[[str], int]
+
+
 class Gradients:
     """Gradients of a backward pass, or of the part of it that gives gradients to `wanted` values.
-
-    moments: of each call's backward pass, by its number. begins: calls that gradients come to from outside. skipped:
-    tensors whose redistributions have no part in the pass. buckets: of a call that travels in one the number of the
-    first, whose backward comes last: until then what arrived for them waits. outside: leaves that get a gradient from
-    outside before all else. copies: leaves copy one from outside that is all they get, and one that others hold too, as
-    `grad` does, or are handed both. A permuted one is copied too, as it comes. noted: of the first of two parts, which
-    gives all back when it ends, the calls for which it notes what comes to them; nothing is added to that in place.
-    received: bytes of the gradient that a step gives. width: how many times as wide a parameter's gradients are
-    summed in buckets as they are made.
 
     summed: bytes of sums that were written anew, by moment. came: when a value's gradient did last. released: what the
     pass let go; held: what it leaves, on leaves; arrived: what came to each call; passed: what came to leaves from
     outside; lent: leaves that a call hands one from outside as it is; turned: values whose gradient is permuted.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        moments: Mapping[int, int],
-        begins: frozenset[int],
-        nbytes: Callable[[Value], int],
-        received: Callable[[Step, str], int],
-        skipped: Callable[[str], bool],
-        wanted: Wanted = lambda _: True,
-        buckets: Mapping[int, int] = MappingProxyType({}),
-        outside: Iterable[Value] = (),
-        copies: bool = True,
-        noted: Noted = None,
-        width: Callable[[str], int] = lambda _: 1,
-    ) -> None:
-        self.nbytes, self.received, self.copies, self.width = nbytes, received, copies, width
-        self.buckets, self.noted = buckets, noted or ()
-        self.waiting: dict[int, list[tuple[Call, list[Gradient | None]]]] = {}
+    def __init__(self, backward: BackwardPass) -> None:
+        calls, moments, skipped, copies, noted = (
+            backward.calls,
+            backward.moments,
+            backward.skipped,
+            backward.copies,
+            backward.noted,
+        )
+        self.nbytes, self.received, self.copies, self.width = backward.nbytes, backward.received, copies, backward.width
+        self.buckets, self.noted = backward.buckets, noted or ()
+        self.waiting: dict[int, list[tuple[LoweredCall, list[HeldGradient | None]]]] = {}
         self.permuted: dict[Value | None, Tensor] = {}  # those from outside, as they lie
         self.expanded: dict[Value | None, Tensor] = {}
         self.turned: set[Value | None] = set()
@@ -103,32 +114,32 @@ class Gradients:
         self.came: dict[Value, int] = {}
         self.made = {v for c in calls if c.step is None or not skipped(c.operands[0][0]) for v in c.results}
         self.released: list[Released] = []
-        self.held: dict[Value, Gradient] = {}
-        self.arrived: dict[int, Gradient] = {}
+        self.held: dict[Value, HeldGradient] = {}
+        self.arrived: dict[int, HeldGradient] = {}
         self.lent: set[Value] = set()
         begin = min(moments.values(), default=0)
-        given = {value: Gradient("", 0, begin, begin, owners=OUTSIDE) for value in outside}
+        given = {value: HeldGradient("", 0, begin, begin, owners=OUTSIDE) for value in backward.outside}
         self.passed = tuple(given.values())
         self.held.update(given)
         for number in reversed(range(len(calls))):
             call = calls[number]
             if call.step is None or not skipped(call.operands[0][0]):
-                self._back(number, call, moments[number], number in begins, wanted)
+                self._back(number, call, moments[number], number in backward.begins, backward.wanted)
         for value, gradient in given.items():
             if copies and self.held[value] is gradient:
-                self.held[value] = Gradient(value[0], nbytes(value), begin, begin, copied=True)
+                self.held[value] = HeldGradient(value[0], self.nbytes(value), begin, begin, copied=True)
         end = max(moments.values(), default=0)
         strided = [v for v, g in self.held.items() if (not g.name and self._is_permuted(v)) or v in self.expanded]
         for value in strided:  # what a leaf has lies as the leaf does
             since = self.came.get(value, end) if noted is None else end
-            self.held[value] = Gradient(value[0], nbytes(value), since, end, copied=True)
+            self.held[value] = HeldGradient(value[0], self.nbytes(value), since, end, copied=True)
 
-    def _back(self, number: int, call: Call, now: int, begins: bool, wanted: Wanted) -> None:
+    def _back(self, number: int, call: LoweredCall, now: int, begins: bool, wanted: Wanted) -> None:
         """What one call makes, hands on, adds up and lets go."""
         given = [self.held.pop(value, None) for value in call.results if value is not None]
         arrived = next((g for g in given if g is not None), None)
         if arrived is None and begins:
-            arrived = Gradient("", 0, now, now, owners=OUTSIDE)
+            arrived = HeldGradient("", 0, now, now, owners=OUTSIDE)
         if arrived is not None:
             self.arrived[number] = arrived
             arrived.owners += number in self.noted
@@ -143,7 +154,7 @@ class Gradients:
             if gradient is not None:
                 self._release(gradient, now)
 
-    def _together(self, first: int, number: int, call: Call, given: list[Gradient | None], now: int) -> None:
+    def _together(self, first: int, number: int, call: LoweredCall, given: list[HeldGradient | None], now: int) -> None:
         """A call of a bucket; with the last of them all are reduced."""
         self.waiting.setdefault(first, []).append((call, given))
         if number != first:
@@ -152,20 +163,20 @@ class Gradients:
         for own, arrived in calls:
             if any(own.gradients) and any(gradient is not None for gradient in arrived):
                 value, width = own.operands[0], self.width(own.operands[0][0])
-                self._arrive(value, Gradient(value[0], width * self.nbytes(value), now, now, width=width), now)
+                self._arrive(value, HeldGradient(value[0], width * self.nbytes(value), now, now, width=width), now)
         for _, arrived in calls:
             for gradient in arrived:
                 if gradient is not None:
                     self._release(gradient, now)
 
-    def _given(self, call: Call, slot: int, value: Value, arrived: Gradient, now: int) -> Gradient:
+    def _given(self, call: LoweredCall, slot: int, value: Value, arrived: HeldGradient, now: int) -> HeldGradient:
         """The gradient that a call's backward gives one operand; a leaf copies what is not its own, views excepted."""
         if call.op is not None:
             name = short_name(call.op.node)
             (result, *_) = call.results
             if name == "mean" and result is not None and _is_split_sum(value[1], result[1]):
                 self.expanded[value] = expanded_gradient(call.op.node)
-                return Gradient(value[0], self.nbytes(result), now, now)
+                return HeldGradient(value[0], self.nbytes(result), now, now)
             is_turned = call.results[0] in self.turned
             if (name in PERMUTING and not is_turned) or (name in RESHAPING and is_turned) or name == ATTENTION:
                 self.turned.add(value)
@@ -185,9 +196,9 @@ class Gradients:
             arrived.owners += 1
             return arrived
         nbytes = self.nbytes(value) if call.step is None else self.received(call.step, value[0])
-        return Gradient(value[0], nbytes, now, now, copied=handed)
+        return HeldGradient(value[0], nbytes, now, now, copied=handed)
 
-    def _is_strided(self, call: Call, value: Value, arrived: Gradient) -> bool:
+    def _is_strided(self, call: LoweredCall, value: Value, arrived: HeldGradient) -> bool:
         """Whether a reshape copies a gradient: one from outside, which is contiguous, after a permutation."""
         assert call.op is not None
         node, result = call.op.node, call.results[0]
@@ -216,7 +227,7 @@ class Gradients:
             self.expanded[value] = self.expanded[result].view(op.operand_shapes[0])
         return False
 
-    def _arrive(self, value: Value, new: Gradient, now: int) -> None:
+    def _arrive(self, value: Value, new: HeldGradient, now: int) -> None:
         """Autograd adds in place where nothing else holds the sum so far, and else writes a new one."""
         old = self.held.get(value)
         self.came[value] = now
@@ -226,13 +237,13 @@ class Gradients:
             old.last = now
             self._release(new, now)
         else:
-            self.held[value] = Gradient(value[0], self.nbytes(value), now, now)
+            self.held[value] = HeldGradient(value[0], self.nbytes(value), now, now)
             self.expanded.pop(value, None)
             self.summed[now] = self.summed.get(now, 0) + self.nbytes(value)
             self._release(old, now)
             self._release(new, now)
 
-    def _release(self, gradient: Gradient, now: int) -> None:
+    def _release(self, gradient: HeldGradient, now: int) -> None:
         gradient.owners -= 1
         if not gradient.owners:
             gradient.last = now

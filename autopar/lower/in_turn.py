@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from autopar.lower.calls import Call
+from autopar.lower.calls import LoweredCall
 from autopar.lower.recomputation import Value
 from autopar.values.placement import Layout
 
 
 def in_turn(
-    calls: Sequence[Call],
+    calls: Sequence[LoweredCall],
     backward: Mapping[int, int],
     gathered: Mapping[int, list[Value]],
     root: Callable[[str, Layout], Value],

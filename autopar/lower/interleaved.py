@@ -8,7 +8,7 @@ two calls is one that starts and one that waits, as `passes.start_and_wait` has 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.lower.calls import START, WAIT, Call
+from autopar.lower.calls import START, WAIT, LoweredCall
 from autopar.lower.program import Op, Program, Tensor
 from autopar.lower.recomputation import Value
 from autopar.passes.graph_tools import copied_name
@@ -109,18 +109,18 @@ def sends(step: Step) -> bool:
     return step.forward in COLLECTIVES or step.backward in COLLECTIVES
 
 
-def interleaved_calls(calls: Sequence[Call], program: Program, plan: Plan) -> list[Call]:
+def interleaved_calls(calls: Sequence[LoweredCall], program: Program, plan: Plan) -> list[LoweredCall]:
     """The calls of both copies, given one copy after the other, in the order in which they run."""
     makers = {value: call for call in calls for value in call.results if value is not None}
 
-    def reads(call: Call) -> Iterable[Call]:
+    def reads(call: LoweredCall) -> Iterable[LoweredCall]:
         return (makers[value] for value in call.operands if value in makers)
 
-    def is_sent(call: Call) -> bool:
+    def is_sent(call: LoweredCall) -> bool:
         return call.step is not None and _copy(call, program) is not None and _splits(call, call.step, plan)
 
     first = _leading(calls, program, makers)
-    lists: list[list[Call]] = [[] for _ in range(program.copies)]
+    lists: list[list[LoweredCall]] = [[] for _ in range(program.copies)]
     for call in calls:
         if call not in first:
             lists[_copy(call, program) or 0].append(call)
@@ -131,19 +131,19 @@ def interleaved_calls(calls: Sequence[Call], program: Program, plan: Plan) -> li
     return _in_two(order, {call for call in calls if is_sent(call)})
 
 
-def _copy(call: Call, program: Program) -> int | None:
+def _copy(call: LoweredCall, program: Program) -> int | None:
     return program.copy_of.get(call.operands[0][0] if call.op is None else call.op.name)
 
 
-def _splits(call: Call, step: Step, plan: Plan) -> bool:
+def _splits(call: LoweredCall, step: Step, plan: Plan) -> bool:
     """Not what is made again for backward."""
     return sends(step) and step.target not in plan.remade.get(call.operands[0][0], ())
 
 
-def _leading(calls: Sequence[Call], program: Program, makers: Mapping[Value, Call]) -> set[Call]:
+def _leading(calls: Sequence[LoweredCall], program: Program, makers: Mapping[Value, LoweredCall]) -> set[LoweredCall]:
     """The calls that count labels, which come before all else."""
     counts = set(program.mutated[-program.copies :]) if program.captured.results[len(_buffers(program)) :] else set()
-    found: set[Call] = set()
+    found: set[LoweredCall] = set()
     for call in reversed(calls):
         made = {value[0] for value in call.results if value is not None}
         if made & counts or call in found:
@@ -156,14 +156,14 @@ def _buffers(program: Program) -> list[str]:
     return [b.placeholder for b in program.captured.buffers if b.mutated_by]
 
 
-def _in_two(order: Sequence[Call], sent: set[Call]) -> list[Call]:
+def _in_two(order: Sequence[LoweredCall], sent: set[LoweredCall]) -> list[LoweredCall]:
     """Collectives whose reader does not follow at once start where they stand and end before it."""
     place = {call: number for number, call in enumerate(order)}
     reader: dict[Value, int] = {}
     for call in reversed(order):
         reader.update((value, place[call]) for value in call.operands)
-    waits: dict[int, list[Call]] = {}
-    out: list[Call] = []
+    waits: dict[int, list[LoweredCall]] = {}
+    out: list[LoweredCall] = []
     for number, call in enumerate(order):
         out += waits.pop(number, [])
         value = call.results[0]

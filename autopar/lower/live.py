@@ -22,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 
 from autopar.lower.buckets import Bucket, gathered_from
-from autopar.lower.calls import START, WAIT, Call
+from autopar.lower.calls import START, WAIT, LoweredCall
 from autopar.lower.collective_buffers import buffer_nbytes, buffer_spans, keeps_padding, least_nbytes
-from autopar.lower.gradients import Gradients, Noted, Wanted, gradient_holdings
+from autopar.lower.gradients import BackwardPass, Gradients, Noted, Wanted, gradient_holdings
 from autopar.lower.holding import Holding, bytes_at
 from autopar.lower.in_turn import in_turn
 from autopar.lower.lowered_step import LoweredStep
@@ -249,16 +249,21 @@ class Live:
             for j in redistributed
             if j.tensor.requires_grad and (SINK, 0, j.source) in j.wanted
         }
-        outside = filter(wanted, passed)
-        own = (self.calls, self.backward, begin, self._size, self._given, self.step.is_once_a_step)
         return Gradients(
-            *own,
-            wanted,
-            buckets,
-            outside,
-            copies,
-            noted,
-            lambda name: self.target.widening(self.redistributed[name].tensor),
+            BackwardPass(
+                calls=self.calls,
+                moments=self.backward,
+                begins=begin,
+                nbytes=self._size,
+                received=self._given,
+                skipped=self.step.is_once_a_step,
+                wanted=wanted,
+                buckets=buckets,
+                outside=[value for value in passed if wanted(value)],
+                copies=copies,
+                noted=noted,
+                width=lambda name: self.target.widening(self.redistributed[name].tensor),
+            )
         )
 
     def _gradients(self) -> None:
@@ -279,7 +284,7 @@ class Live:
         """What of a backward pass is live for a while, or is added to what there is."""
         return gradient_holdings(found, self.redistributed, self.end, self.program.captured.received, self.several)
 
-    def _temporary(self, number: int, call: Call) -> None:
+    def _temporary(self, number: int, call: LoweredCall) -> None:
         """Temporary bytes of one call, and what autograd keeps inside it."""
         forward, backward = number, self.backward[number]
         if (group := self.step.group(call)) is not None:

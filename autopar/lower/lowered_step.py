@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autopar.lower.buckets import Bucket, find_buckets
-from autopar.lower.calls import WAIT, Call, make_calls
+from autopar.lower.calls import WAIT, LoweredCall, make_calls
 from autopar.lower.interleaved import interleaved_calls, running
 from autopar.lower.program import Program
 from autopar.lower.recomputation import Recomputation, Value, find_recomputation, root_of
@@ -37,7 +37,7 @@ class LoweredStep:
     target: Target
     redistributed: dict[str, Redistributed]
     recomputation: Recomputation
-    calls: list[Call]
+    calls: list[LoweredCall]
     at: dict[int, int]
     fused: dict[Value, Bucket]
     first: dict[Bucket, int]
@@ -49,7 +49,7 @@ class LoweredStep:
         """The value whose storage a tensor in a layout is."""
         return root_of(self.program, self.plan, self.target, self.redistributed, name, layout)
 
-    def group(self, call: Call) -> Bucket | None:
+    def group(self, call: LoweredCall) -> Bucket | None:
         """The bucket that a step travels with."""
         value = call.results[0]
         return None if call.step is None or value is None else self.fused.get(value)
@@ -125,7 +125,7 @@ def _first_calls(step: LoweredStep) -> dict[Bucket, int]:
 
 
 def _moments(
-    calls: list[Call], at: dict[int, int], recomputation: Recomputation
+    calls: list[LoweredCall], at: dict[int, int], recomputation: Recomputation
 ) -> tuple[dict[int, int], dict[int, int], int]:
     """Of backward passes, of recomputations, and of the optimizer's step."""
     steps = {v: i for i, c in enumerate(calls) if c.step is not None and c.part != WAIT for v in c.results}

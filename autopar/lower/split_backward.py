@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from autopar.lower.calls import Call
+from autopar.lower.calls import LoweredCall
 from autopar.lower.events import Event
 from autopar.lower.lowered_step import LoweredStep
 from autopar.lower.recomputation import Value
@@ -29,7 +29,7 @@ class Cut:
     later: set[Value]
     heads: set[int]
 
-    def is_first(self, call: Call) -> bool:
+    def is_first(self, call: LoweredCall) -> bool:
         """Whether the first part runs a call's backward pass, or some of it."""
         return any(value in self.way for value in call.results) or not any(v in self.later for v in call.results)
 
@@ -58,7 +58,7 @@ def split_events(step: LoweredStep, events: Iterable[Event]) -> tuple[tuple[Even
     return tuple(first), tuple(second)
 
 
-def _halves(event: Event, call: Call, cut: Cut) -> tuple[list[Event], list[Event]]:
+def _halves(event: Event, call: LoweredCall, cut: Cut) -> tuple[list[Event], list[Event]]:
     """What each part runs of a call's backward pass, and of a gather for it."""
     wanted = [slot for slot, has_gradient in enumerate(call.gradients) if has_gradient]
     later = frozenset(slot for slot in wanted if call.operands[slot] in cut.later)
@@ -73,7 +73,7 @@ def _halves(event: Event, call: Call, cut: Cut) -> tuple[list[Event], list[Event
     return [_towards(event, call, frozenset(wanted) - later)], [_towards(event, call, later)]
 
 
-def _towards(event: Event, call: Call, slots: frozenset[int]) -> Event:
+def _towards(event: Event, call: LoweredCall, slots: frozenset[int]) -> Event:
     """A head's backward pass, the part that gives these operands their gradients."""
     makes = tuple(("gradient", *call.operands[slot], -1) for slot in sorted(slots))
     return replace(event, towards=slots, makes=makes)

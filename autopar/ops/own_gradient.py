@@ -19,7 +19,7 @@ from autopar.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArgumentSlot:
     """Stands for the operand of that number among a call's arguments."""
 
     number: int
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """`function.apply`, an `autograd.Function` of the user's, of arguments in which each `Slot` is an operand.
+    """`function.apply`, an `autograd.Function` of the user's, of arguments in which each `ArgumentSlot` is an operand.
 
     constant: numbers of those results that carry no gradient, though they are floating.
     """
@@ -150,7 +150,7 @@ def _read(module: str, file: str) -> Any:
 
 
 Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""An op by name, and its arguments, in which a `Slot` is a value made before: operands, then results of steps."""
+"""An op by name, and its arguments, in which a `ArgumentSlot` is a value made before: operands, then results of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Hooked:
 
     count: int
     steps: tuple[Step, ...]
-    results: tuple[Slot | None, ...]
+    results: tuple[ArgumentSlot | None, ...]
 
     @property
     def __name__(self) -> str:
@@ -212,7 +212,7 @@ class _Renew(torch.autograd.Function):
 
 def filled(value: Any, operands: Sequence[Any]) -> Any:
     """Arguments with operands in place of their slots."""
-    if isinstance(value, Slot):
+    if isinstance(value, ArgumentSlot):
         return operands[value.number]
     if isinstance(value, (tuple, list)):
         return type(value)(filled(part, operands) for part in value)

@@ -33,8 +33,8 @@ class Slot:
 
     __slots__ = ("__weakref__", "call", "tensor")
 
-    def __init__(self, call: "Call") -> None:
-        self.call: Call | None = call
+    def __init__(self, call: "ReplayedCall") -> None:
+        self.call: ReplayedCall | None = call
         self.tensor: Tensor | None = None
 
     def made(self) -> Tensor:
@@ -54,7 +54,7 @@ def slot_of(tensor: Tensor) -> Slot | None:
     return source if isinstance(source, Slot) else None
 
 
-class Call:
+class ReplayedCall:
     """One call to be replayed: its arguments, tensors packed, and slots by number while something waits for them."""
 
     __slots__ = ("args", "context", "function", "gradients", "kwargs", "order", "places", "results", "saved")
@@ -68,7 +68,7 @@ class Call:
         self.results: dict[int, weakref.ref[Slot]] = {}
         self.saved: dict[int, weakref.ref[Slot]] = {}
 
-    def waiting(self) -> "Iterator[Call]":
+    def waiting(self) -> "Iterator[ReplayedCall]":
         """Calls that must be replayed before this one."""
         for container, key in self.places:
             part = container[key]
@@ -124,7 +124,7 @@ def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if context is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     arguments = _Arguments(args, kwargs)
-    call = Call(function, arguments, context)
+    call = ReplayedCall(function, arguments, context)
 
     def keep(number: int, _: Tensor) -> Slot:
         slot = Slot(call)
@@ -208,7 +208,7 @@ def _taken(kept: Any) -> Tensor:
     return kept.made() if isinstance(kept, Slot) else unpack(kept)
 
 
-def _replay(last: Call) -> None:
+def _replay(last: ReplayedCall) -> None:
     """Replay a call and, in the order of the forward pass, all that it waits for."""
     found = {last.order: last}
     stack = [last]

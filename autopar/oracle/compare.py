@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.oracle.steps import Step
+from autopar.oracle.steps import TrainedStep
 
 FLOOR = 1e-5
 """Smaller than this part of the largest gradient entry, what is zero in truth (a bias before batch norm over an image)
@@ -18,7 +18,7 @@ misses by rounding in fp64. Half of it would do; at a fifth two of 630 models ar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class StepDifference:
     """How far two runs are apart. kind: `loss`, `gradient` or `state`; name: of the tensor; step: from 1 on.
 
     found, wanted: the two losses, or the norms of the two tensors.
@@ -47,11 +47,11 @@ class Tolerance:
     loss: float
     gradient: float
 
-    def of(self, difference: Difference) -> float:
+    def of(self, difference: StepDifference) -> float:
         return self.loss if difference.kind == "loss" else self.gradient
 
 
-def compare_steps(found: Sequence[Step], wanted: Sequence[Step]) -> list[Difference]:
+def compare_steps(found: Sequence[TrainedStep], wanted: Sequence[TrainedStep]) -> list[StepDifference]:
     """Of each kind the largest difference of the first step, then of the next, of error 0 where there is none."""
     differences = []
     for number, (own, other) in enumerate(zip(found, wanted, strict=True), 1):
@@ -62,7 +62,7 @@ def compare_steps(found: Sequence[Step], wanted: Sequence[Step]) -> list[Differe
     return differences
 
 
-def first_beyond(differences: Sequence[Difference], tolerance: Tolerance) -> Difference | None:
+def first_beyond(differences: Sequence[StepDifference], tolerance: Tolerance) -> StepDifference | None:
     """The first difference that rounding does not explain; not a number never is explained."""
     return next((d for d in differences if not d.error <= tolerance.of(d)), None)
 
@@ -82,13 +82,13 @@ def relative_error(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 def _worst(
     kind: str, number: int, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], floor: float
-) -> list[Difference]:
+) -> list[StepDifference]:
     all_of = [_difference(kind, name, number, found[name], wanted[name], floor) for name in wanted]
     return [max(all_of, key=lambda d: (d.error != d.error, d.error))] if all_of else []
 
 
-def _difference(kind: str, name: str, step: int, found: Tensor, wanted: Tensor, floor: float) -> Difference:
-    return Difference(
+def _difference(kind: str, name: str, step: int, found: Tensor, wanted: Tensor, floor: float) -> StepDifference:
+    return StepDifference(
         kind=kind,
         name=name,
         step=step,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError, FidelityError
-from autopar.oracle.compare import Difference, Tolerance, compare_steps, first_beyond
+from autopar.oracle.compare import StepDifference, Tolerance, compare_steps, first_beyond
 from autopar.oracle.first_difference import first_difference
 from autopar.oracle.reference import buffers_of, parameters_of
-from autopar.oracle.steps import Again, Arguments, Step, graph_steps, module_steps, other_samples
+from autopar.oracle.steps import Again, Arguments, TrainedStep, graph_steps, module_steps, other_samples
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import flatten_inputs
 
@@ -79,8 +79,8 @@ def not_checkable(model: nn.Module, args: Any, kwargs: Any) -> str:
 class Checked:
     """Steps of the module, and how far those of the graph are from them, all within tolerance."""
 
-    steps: tuple[Step, ...]
-    differences: tuple[Difference, ...]
+    steps: tuple[TrainedStep, ...]
+    differences: tuple[StepDifference, ...]
 
 
 def check_module(
@@ -119,7 +119,7 @@ def check_module(
     raise FidelityError(_explain(subject, values, calls, found))
 
 
-def _explain(subject: Subject, values: dict[str, Tensor], calls: list[Arguments], found: Difference) -> str:
+def _explain(subject: Subject, values: dict[str, Tensor], calls: list[Arguments], found: StepDifference) -> str:
     name = type(subject.model).__name__
     if found.step > 1:
         why = (

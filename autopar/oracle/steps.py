@@ -26,7 +26,7 @@ SEED = 20_240_229
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainedStep:
     """One step: the loss, the gradient of each trainable parameter, and the state after it, by the names of the model.
 
     gradients: zeros where autograd leaves None.
@@ -48,7 +48,7 @@ def module_steps(
     calls: Sequence[Arguments],
     loss_fn: Callable[..., Any] | None = None,
     context: Callable[[], Any] = nullcontext,
-) -> tuple[Step, ...]:
+) -> tuple[TrainedStep, ...]:
     """Steps of the module itself, one after the other, in the mode that it is in; it is left as it was.
 
     Args:
@@ -103,7 +103,7 @@ def own_copy(given: Tensor, device: torch.device) -> Tensor:
     return given.detach().clone().to(device).requires_grad_(given.requires_grad)
 
 
-def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> Step:
+def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> TrainedStep:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     trained = {spec.names[0] for spec in captured.parameters if spec.trainable}
@@ -113,7 +113,7 @@ def _read(model: nn.Module, captured: CapturedModel, loss: Tensor) -> Step:
     }
     state = {spec.names[0]: buffers[spec.names[0]] for spec in captured.buffers}
     state |= {spec.names[0]: parameters[spec.names[0]] for spec in captured.parameters}
-    return Step(
+    return TrainedStep(
         loss=loss.detach().clone(),
         gradients=gradients,
         state={name: value.detach().clone() for name, value in state.items()},
@@ -129,7 +129,7 @@ def graph_steps(
     values: Mapping[str, Tensor],
     calls: Sequence[Arguments],
     again: Again | None = None,
-) -> tuple[Step, ...]:
+) -> tuple[TrainedStep, ...]:
     """The same steps of the graph.
 
     Args:
@@ -173,7 +173,7 @@ def graph_steps(
             if spec.trainable and (leaf := leaves[spec.placeholder]) is not None
         }
         state = {names[name]: value.clone() for name, value in (parameters | buffers).items()}
-        steps.append(Step(loss=loss.detach(), gradients=gradients, state=state))
+        steps.append(TrainedStep(loss=loss.detach(), gradients=gradients, state=state))
     if again is not None and turned and not _holds(captured, buffers):
         _check_turns(turned)
     return tuple(steps)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from autopar.cost_models.gradient_exchange.recommend import Choice
+from autopar.cost_models.gradient_exchange.recommend import ExchangeChoice
 
 
-def exchange_table(choices: Sequence[Choice], most: int = 12) -> Table:
+def exchange_table(choices: Sequence[ExchangeChoice], most: int = 12) -> Table:
     """The `most` fastest, the one to take first."""
     table = Table("architecture", "schedule", "step s", "not hidden s", "speedup", title="Exchange of gradients")
     for choice in choices[:most]:

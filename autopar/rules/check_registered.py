@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
-from autopar.ops.own_gradient import Applied, Slot
+from autopar.ops.own_gradient import Applied, ArgumentSlot
 from autopar.rules.describe import dim_name, grads_of
 from autopar.rules.discovered import call_of
 from autopar.rules.proof import difference, is_float, run, tensors_of
@@ -78,7 +78,7 @@ def _node(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.N
             tensors.append(value.detach())
             node = graph.placeholder(f"x{len(tensors)}")
             node.meta.update(val=value.to("meta"), requires_grad=value.requires_grad)
-            return node if is_op else Slot(len(tensors) - 1)
+            return node if is_op else ArgumentSlot(len(tensors) - 1)
         if isinstance(value, list | tuple):
             return type(value)(map(placed, value))
         return value

@@ -13,7 +13,7 @@ import torch
 from autopar.rules.apart import run_apart
 from autopar.rules.proof import Function
 from autopar.rules.rule import Choice, Shapes
-from autopar.rules.split_search import Found, RunsOtherwiseError, SplitSearch, TooLongError
+from autopar.rules.split_search import FoundSplits, RunsOtherwiseError, SplitSearch, TooLongError
 
 CRASHES = 8
 """Of how many combinations of parts a kernel may end its process."""
@@ -21,7 +21,7 @@ CRASHES = 8
 
 def discover(
     function: Function, shapes: Shapes, results: Shapes, dtypes: Sequence[torch.dtype], graded: Sequence[bool]
-) -> Found | None:
+) -> FoundSplits | None:
     """What a call of such operands allows; None where it does not run on the CPU, or not in the time it is given."""
     now, left_out = mmap(-1, 4), set[int]()
     while True:

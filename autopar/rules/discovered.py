@@ -14,13 +14,13 @@ from autopar.rules.discover import discover
 from autopar.rules.kept import kept_by_autograd
 from autopar.rules.proof import Function
 from autopar.rules.rule import Dims, Factor, Rule, choices, replicated_rule
-from autopar.rules.split_search import Found, split_size
+from autopar.rules.split_search import FoundSplits, split_size
 from autopar.values.graph import is_random, operands, requires_grad
 from autopar.values.placement import PARTIAL, Shard
 
 TORCH = ("aten", "prims", "torchvision")
 """Namespaces of ops whose backward is linear in the gradient that arrives."""
-_FOUND: dict[Any, Found | None] = {}
+_FOUND: dict[Any, FoundSplits | None] = {}
 
 
 def discovered_rule(node: fx.Node) -> Rule:
@@ -74,7 +74,7 @@ def has_own_backward(node: fx.Node) -> bool:
     return is_own(target) or (isinstance(target, torch._ops.OpOverload) and target.namespace not in TORCH)
 
 
-def _with(rule: Rule, found: Found, node: fx.Node) -> Rule:
+def _with(rule: Rule, found: FoundSplits, node: fx.Node) -> Rule:
     """The rule with the factors that were found."""
     sources = operands(node)
     shapes, results = shapes_of(sources), tuple(tuple(v.shape) for v in result_values(node))

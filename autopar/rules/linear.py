@@ -5,6 +5,7 @@ operand; a bias is added once to the sum over split rows.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import fx
 
@@ -29,15 +30,21 @@ def _matmul_sizes(operand_shapes: Shapes, result_shapes: Shapes) -> tuple[int, i
     return numel(result_shapes[0][:-2]), a[-2], b[-1], a[-1]
 
 
+class ProductDims(NamedTuple):
+    """Dims of `left x right + bias`; bias_first: it is the first operand."""
+
+    left: Dims
+    right: Dims
+    bias: Dims | None
+    result: Dims
+    bias_first: bool = False
+
+
 def product_rule(
     node: fx.Node,
-    *,
-    left: Dims,
-    right: Dims,
-    bias: Dims | None,
-    result: Dims,
+    dims: ProductDims,
     factors: dict[str, Factor],
-    bias_first: bool = False,
+    *,
     flops: float,
     copied: tuple[int, int] = (0, 0),
     sizes: Sizes = _matmul_sizes,
@@ -46,17 +53,17 @@ def product_rule(
 
     `copied`: bytes of the broadcast copy that is kept in place of the left and right operand, 0 where none is made.
     """
-    sources = operands(node)
+    sources, (left, right, bias, result, bias_first) = operands(node), dims
     first = 1 if bias_first else 0
     second = first + 1
     added = frozenset() if bias is None else frozenset({0 if bias_first else 2})
-    dims = (left, right) if bias is None else (bias, left, right) if bias_first else (left, right, bias)
+    placed = (left, right) if bias is None else (bias, left, right) if bias_first else (left, right, bias)
     grads = grads_of(sources)
     kept = [nbytes if grads[other] else None for nbytes, other in zip(copied, (second, first), strict=True)]
     linear = tuple(added | {i} for i in (first, second))
     return Rule(
         factors={n: f for n, f in factors.items() if f.size > 1},
-        operands=dims,
+        operands=placed,
         results=(result,),
         added=added,
         linear=linear if all_float(node, sources) and sources[first] is not sources[second] else (),
@@ -87,11 +94,8 @@ def _linear(node: fx.Node) -> Rule:
     }
     return product_rule(
         node,
-        left=(*batch, rows),
-        right=(columns, rows),
-        bias=(columns,) if len(shapes) == 3 else None,
-        result=(*batch, columns),
-        factors=factors,
+        ProductDims((*batch, rows), (columns, rows), (columns,) if len(shapes) == 3 else None, (*batch, columns)),
+        factors,
         flops=2.0 * numel(x) * weight[0],
         sizes=_linear_sizes,
     )
@@ -123,12 +127,8 @@ def _batched(node: fx.Node, a: tuple[int, ...], b: tuple[int, ...], bias: tuple[
         added = tuple(out[offset + d] if size == result[offset + d] else None for d, size in enumerate(bias))
     return product_rule(
         node,
-        left=(*left, row, rows),
-        right=(*right, rows, columns),
-        bias=added,
-        bias_first=bias is not None,
-        result=out,
-        factors={
+        ProductDims((*left, row, rows), (*right, rows, columns), added, out, bias_first=bias is not None),
+        {
             **factors,
             row_dim: Factor(size=a[-2], even=False),
             "columns": Factor(size=b[-1], even=False),

@@ -24,7 +24,7 @@ EXACT = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ProofRun:
     """A call on operands, and what it makes of gradients of its results that arrive.
 
     graded: which operands have a gradient. gradients: of the operands, None for those that have none.
@@ -50,7 +50,7 @@ def is_float(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def run(call: Function, given: Sequence[Tensor], graded: Sequence[bool], arriving: Sequence[Tensor | None]) -> Run:
+def run(call: Function, given: Sequence[Tensor], graded: Sequence[bool], arriving: Sequence[Tensor | None]) -> ProofRun:
     """One run, which has operands of its own."""
     leaves = [x.detach().clone().requires_grad_(g and is_float(x)) for x, g in zip(given, graded, strict=True)]
     with torch.enable_grad(), torch.device("cpu"):
@@ -62,7 +62,7 @@ def run(call: Function, given: Sequence[Tensor], graded: Sequence[bool], arrivin
         if ends and wanted
         else [None] * len(wanted)
     )
-    return Run(
+    return ProofRun(
         operands=tuple(given),
         graded=tuple(graded),
         arriving=tuple(arriving),
@@ -72,14 +72,14 @@ def run(call: Function, given: Sequence[Tensor], graded: Sequence[bool], arrivin
 
 
 def holds(
-    call: Function, whole: Run, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
+    call: Function, whole: ProofRun, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
 ) -> bool:
     """Whether two parts of operands, cut at that fraction of each dim that is split, give what the whole does."""
     return not difference(call, whole, choice, at, tolerance, generator)
 
 
 def difference(
-    call: Function, whole: Run, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
+    call: Function, whole: ProofRun, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
 ) -> str:
     """What two parts make otherwise than the whole, "" for nothing."""
 

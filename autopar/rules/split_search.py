@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.rules.example_operands import DOMAINS, NARROW, Domain, elements, other_values, small_shapes, values
-from autopar.rules.proof import Function, Run, equal, holds, is_float, run, tensors_of
+from autopar.rules.proof import Function, ProofRun, equal, holds, is_float, run, tensors_of
 from autopar.rules.rule import Choice, Shapes
 from autopar.values.placement import PARTIAL, REPLICATE, Placement, Shard
 
@@ -36,7 +36,7 @@ EXACT, ROUNDED = 1e-9, 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundSplits:
     """What running a call shows.
 
     splits: choices that hold, one a factor. linear: sets of operands in which it is linear together.
@@ -103,9 +103,9 @@ class SplitSearch:
         places = [(i, d) for i, s in enumerate(self.small) for d, n in enumerate(s) if n > 1]
         self.aligned = {place: self._aligned(*place) for place in places}
 
-    def _trials(self) -> list[tuple[Domain, int, Run]]:
+    def _trials(self) -> list[tuple[Domain, int, ProofRun]]:
         """Runs on values of each kind that the call is finite on: two at least."""
-        found: list[tuple[Domain, int, Run]] = []
+        found: list[tuple[Domain, int, ProofRun]] = []
         shapes: Shapes = ()
         for number, domain in enumerate((*DOMAINS, *NARROW)):
             if found and (number >= len(DOMAINS) or (len(found) > 1 and elements(shapes) > MANY)):
@@ -121,7 +121,7 @@ class SplitSearch:
             raise failed
         return found if len(found) > 1 else [*found, self._trial(found[0][0], self.small) or found[0]]
 
-    def _trial(self, domain: Domain, shapes: Shapes) -> tuple[Domain, int, Run] | None:
+    def _trial(self, domain: Domain, shapes: Shapes) -> tuple[Domain, int, ProofRun] | None:
         places = min((n for s, d in zip(shapes, self.dtypes, strict=True) if d.is_floating_point for n in s), default=2)
         for below in sorted({max(places, 2), 2}, reverse=True):
             try:
@@ -136,7 +136,7 @@ class SplitSearch:
             return (domain, below, whole) if is_finite else None
         return None
 
-    def _run(self, domain: Domain, below: int, shapes: Shapes) -> Run:
+    def _run(self, domain: Domain, below: int, shapes: Shapes) -> ProofRun:
         given = [values(s, d, domain, below, self.generator) for s, d in zip(shapes, self.dtypes, strict=True)]
         made = tensors_of(self.call(*[x.clone() for x in given]))
         if [r.dim() for r in made] != [*map(len, self.results)]:
@@ -146,7 +146,7 @@ class SplitSearch:
         ]
         return run(self.call, given, self.graded, arriving)
 
-    def _must_be_pure(self, whole: Run) -> None:
+    def _must_be_pure(self, whole: ProofRun) -> None:
         """Equal values on equal operands, wherever in memory they are, and none written."""
         leaves = [x.clone() for x in whole.operands]
         with torch.no_grad():
@@ -163,7 +163,7 @@ class SplitSearch:
         if not alike:
             raise RunsOtherwiseError
 
-    def _tolerance(self, whole: Run) -> float:
+    def _tolerance(self, whole: ProofRun) -> float:
         """What parts may differ from the whole by rounding."""
         if any(d not in (torch.float64, torch.complex128) for d in self.dtypes if d.is_floating_point or d.is_complex):
             return 20 * max(torch.finfo(d).eps for d in self.dtypes if d.is_floating_point or d.is_complex)
@@ -186,7 +186,7 @@ class SplitSearch:
                 found += [choice for at in self._ways(choice)[-1:] if self._holds(first, choice, at)]
         return found
 
-    def found(self, allowed: frozenset[Choice]) -> Found:
+    def found(self, allowed: frozenset[Choice]) -> FoundSplits:
         """What holds on all of them; of choices, only those allowed are tried."""
         splits: list[Choice] = []
         used: set[tuple[int, int]] = set()
@@ -195,7 +195,7 @@ class SplitSearch:
             if place not in used and (split := next(filter(self._is_split, tried), None)):
                 splits.append(split)
                 used |= {(i, p.dim) for i, p in enumerate(split.operands) if isinstance(p, Shard)}
-        return Found(splits=tuple(splits), linear=self._linear(), linear_gradient=self._has_linear_gradient())
+        return FoundSplits(splits=tuple(splits), linear=self._linear(), linear_gradient=self._has_linear_gradient())
 
     def _aligned(self, operand: int, dim: int) -> tuple[frozenset[int] | None, ...]:
         """With which dims of each result a dim of an operand may be split; None where nothing there depends on it."""
@@ -287,7 +287,7 @@ class SplitSearch:
         size = split_size(choice, self.small, tuple(tuple(r.shape) for r in self.trials[0][2].results))
         return [Fraction(k, size) for k in sorted({1, size // 2})] if size > 1 else []
 
-    def _holds(self, whole: Run, choice: Choice, at: Fraction) -> bool:
+    def _holds(self, whole: ProofRun, choice: Choice, at: Fraction) -> bool:
         if self.call.left < 0:
             raise TooLongError
         return holds(self.call, whole, choice, at, self.tolerance, self.generator)
@@ -321,7 +321,7 @@ class SplitSearch:
             return all(t is None or self._holds_alike(t[2], choice) for t in trials) and any(trials)
         return False
 
-    def _holds_alike(self, whole: Run, choice: Choice) -> bool:
+    def _holds_alike(self, whole: ProofRun, choice: Choice) -> bool:
         """Whether a split holds on a run on larger operands, its dims having sizes of the ratios that they have."""
         shapes, made = (tuple(tuple(x.shape) for x in tensors) for tensors in (whole.operands, whole.results))
         size = split_size(choice, shapes, made)

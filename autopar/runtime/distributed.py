@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.lower.emit import emit_stage
-from autopar.passes.split_stages import split_stages
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.pipeline import PipelinedModule
+from autopar.runtime.pipeline import PipelinedModule, planned_stages
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import CapturedModel
 from autopar.values.staged_plan import StagedPlan
@@ -33,8 +31,8 @@ def distributed_module(
         PlanMismatchError: if the plan is for another model.
         MeshError, RankError, ArgumentError: as the modules.
     """
-    stages = split_stages(captured, plan.cuts)
+    stages = planned_stages(captured, plan, exact_random=exact_random)
     if plan.num_stages > 1:
-        return PipelinedModule(captured, stages, plan, values, exact_random=exact_random, **how)
-    local = emit_stage(stages, plan.stages, 0, exact_random=exact_random)
+        return PipelinedModule(stages, values, exact_random=exact_random, **how)
+    local = stages.local(0)
     return DistributedModule(local, values, exact_random=exact_random, **how)

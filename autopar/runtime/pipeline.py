@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.lower.emit import emit_stage
-from autopar.passes.split_stages import owners
+from autopar.passes.split_stages import owners, split_stages
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
 from autopar.runtime.data import LocalBatch, arguments_of, split_batch
@@ -45,20 +45,28 @@ from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
-    """What stages run: the local graph of each by number, how it is written, and what dtype the loss has."""
+class Stages:
+    """What runs: a whole model, its parts under a plan, and their code.
 
+    local: the graph of a part by number. written: how it is written. loss_dtype: what dtype the loss has.
+    """
+
+    captured: CapturedModel
+    parts: Sequence[CapturedModel]
+    plan: StagedPlan
     local: Callable[[int], LocalModel]
     written: Written
     loss_dtype: torch.dtype
 
 
-def captured_code(
-    captured: CapturedModel, stages: Sequence[CapturedModel], plan: StagedPlan, *, exact_random: bool
-) -> Code:
-    """The graphs of a captured model's stages."""
-    return Code(
-        local=lambda number: emit_stage(stages, plan.stages, number, exact_random=exact_random),
+def planned_stages(captured: CapturedModel, plan: StagedPlan, *, exact_random: bool = False) -> Stages:
+    """The stages of a captured model."""
+    parts = split_stages(captured, plan.cuts)
+    return Stages(
+        captured=captured,
+        parts=parts,
+        plan=plan,
+        local=lambda number: emit_stage(parts, plan.stages, number, exact_random=exact_random),
         written=written,
         loss_dtype=dtype_of(captured.nodes[captured.loss]),
     )
@@ -67,9 +75,8 @@ def captured_code(
 class PipelinedModule(Trainable):
     """One rank's stages of a model. All ranks construct it together, in the same order.
 
-    captured: the whole model; stages: its parts. values: whole parameters and buffers by placeholder; those on the meta
-        device are left empty. sync, bare, seed, exact_random: as of `DistributedModule`. code: what stages run, if not
-        the graphs of `stages`. captor, outputs: as of `DistributedModule`.
+    stages: what all ranks run. values: whole parameters and buffers by placeholder; those on the meta
+        device are left empty. sync, bare, seed, exact_random, captor, outputs: as of `DistributedModule`.
 
     Raises:
         MeshError: if the plan is not for as many ranks as there are processes.
@@ -82,31 +89,28 @@ class PipelinedModule(Trainable):
 
     def __init__(
         self,
-        captured: CapturedModel,
-        stages: Sequence[CapturedModel],
-        plan: StagedPlan,
+        stages: Stages,
         values: Mapping[str, Tensor],
         *,
         sync: bool = True,
         bare: bool = False,
         seed: int | None = None,
         exact_random: bool = False,
-        code: Code | None = None,
         captor: Captor | None = None,
         outputs: str = GATHERED,
     ) -> None:
         super().__init__()
         init()
-        code = code or captured_code(captured, stages, plan, exact_random=exact_random)
-        self._loss_dtype, self._code, self._parts = code.loss_dtype, code, stages
+        self._stages = stages
+        captured, plan, parts = stages.captured, stages.plan, stages.parts
         self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
         device = own_device()
         self.pipeline_rank = dist.get_rank() // plan.mesh.size
         with failing_together():
             schedule_class(plan.schedule)
-            self._owners = owners(stages)
+            self._owners = owners(parts)
             check_shared(captured, plan, self._owners)
-            locals_ = {s: code.local(s) for s in plan.stages_of(self.pipeline_rank)}
+            locals_ = {s: stages.local(s) for s in plan.stages_of(self.pipeline_rank)}
             check_names((name for spec in _specs(captured) for name in spec.names), dir(self))
         empty = [spec for spec in _specs(captured) if values[spec.placeholder].is_meta]
         agree({**_facts(captured, plan), "values": f"{len(empty)} of {len(_specs(captured))} on the meta device"})
@@ -128,7 +132,7 @@ class PipelinedModule(Trainable):
                 state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
                 state.register(self, values, sync=False)
                 splits = plan.schedule in SPLITTING
-                stage = Stage(number, local, state, self.groups, self, splits=splits, written=code.written)
+                stage = Stage(number, local, state, self.groups, self, splits=splits, written=stages.written)
                 stage.sends_away = _is_away(plan, number, number + 1)
                 stage.returns_away = _is_away(plan, number, number - 1)
                 self.stages.append(stage)
@@ -139,7 +143,7 @@ class PipelinedModule(Trainable):
         self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
         self.bind()
         install_check()
-        self._schedule = Schedule(plan, stages, self.stages, self.pipeline_group, self._loss_dtype)
+        self._schedule = Schedule(plan, parts, self.stages, self.pipeline_group, stages.loss_dtype)
         self._take_captor(captor, outputs, self._make_variant)
         self.training = captured.training
 
@@ -208,8 +212,8 @@ class PipelinedModule(Trainable):
     def _twin(self) -> "PipelinedModule":
         captor, empty = None if self._variants is None else self._variants.captor, without_values(self.captured)
         own: dict[str, Any] = {"seed": self.seed, "exact_random": self.exact_random, "captor": captor}
-        own |= {"outputs": self._outputs, "bare": self.bare, "code": self._code}
-        return type(self)(self.captured, self._parts, self.plan, empty, sync=False, **own)
+        own |= {"outputs": self._outputs, "bare": self.bare}
+        return type(self)(self._stages, empty, sync=False, **own)
 
     def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
         assert self._variants is not None
@@ -284,7 +288,7 @@ class PipelinedModule(Trainable):
             told[1] = 1.0 if (scale := gradient_scale(accumulation, last.counts)) is None else scale
         dist.broadcast(told, group=self.pipeline_group, group_src=source)
         loss, scale = told.unbind()
-        return loss.to(self._loss_dtype), None if accumulation.count is None else scale
+        return loss.to(self._stages.loss_dtype), None if accumulation.count is None else scale
 
     def _gradients(self, scale: Tensor | None) -> dict[str, Tensor]:
         """The step's gradients of this rank's parameters, by placeholder, summed over the stages that share them."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.random import Draws, use_draws
-from autopar.oracle import Step
+from autopar.oracle import TrainedStep
 from autopar.oracle.reference import run_captured
 from autopar.runtime.accumulate import total_loss
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, ParameterSpec, is_random
@@ -22,7 +22,7 @@ def draws(captured: CapturedModel) -> bool:
     return any(is_random(node) for node in captured.graph.nodes)
 
 
-def reference_steps(captured: CapturedModel, tensors: Mapping[str, Any], device: torch.device) -> list[Step]:
+def reference_steps(captured: CapturedModel, tensors: Mapping[str, Any], device: torch.device) -> list[TrainedStep]:
     """Steps of one process, on the CPU again."""
     values = {name: t.to(device) for name, t in tensors["values"].items()}
     specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)
@@ -33,7 +33,7 @@ def reference_steps(captured: CapturedModel, tensors: Mapping[str, Any], device:
         loss, gradients, written = reference_gradients(captured, values, inputs, number)
         values.update(written)
         steps.append(
-            Step(
+            TrainedStep(
                 loss=loss.cpu(),
                 gradients={names[name]: gradient.cpu() for name, gradient in gradients.items()},
                 state={names[name]: value.cpu().clone() for name, value in values.items()},

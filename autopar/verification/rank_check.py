@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.lower.messages import Sent, sent_by_rank
-from autopar.oracle import Step
+from autopar.oracle import TrainedStep
 from autopar.oracle.compare import FLOOR, relative_error
 from autopar.passes.split_stages import split_stages
 from autopar.values.graph import CapturedModel, ParameterSpec
@@ -29,7 +29,7 @@ def check_rank(
     plan: StagedPlan,
     captured: CapturedModel,
     tensors: Mapping[str, Any],
-    wanted: Sequence[Step],
+    wanted: Sequence[TrainedStep],
 ) -> Check:
     """This rank's view of one plan."""
     from autopar.runtime import count_messages

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import ArgumentError, MeshError, RankError
-from autopar.oracle import Step
+from autopar.oracle import TrainedStep
 from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.values.graph import CapturedModel
 from autopar.values.plan_file import plan_from_json
@@ -39,7 +39,7 @@ def verify_plans(
     inputs: Sequence[Mapping[str, Tensor]],
     plans: Mapping[str, StagedPlan],
     *,
-    wanted: Sequence[Step] | None = None,
+    wanted: Sequence[TrainedStep] | None = None,
     reference: CapturedModel | None = None,
     device: str = "cpu",
     timeout_seconds: float = 120.0,
@@ -149,7 +149,7 @@ def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> No
         whole = captured if draws(captured) else load((folder / "reference").read_bytes())
         torch.save([asdict(step) for step in reference_steps(whole, tensors, own)], folder / "wanted.pt")
     dist.barrier()
-    wanted = [Step(**step) for step in torch.load(folder / "wanted.pt", weights_only=True, mmap=True)]
+    wanted = [TrainedStep(**step) for step in torch.load(folder / "wanted.pt", weights_only=True, mmap=True)]
     for number, (label, text) in enumerate(texts.items()):
         check = check_rank(label, plan_from_json(text), captured, tensors, wanted)
         gathered: list[Check] = [check] * world

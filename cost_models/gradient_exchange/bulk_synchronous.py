@@ -7,7 +7,7 @@ Valiant 1990, "A Bridging Model for Parallel Computation".
 
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message
+from autopar.cost_models.gradient_exchange.contract import Architecture, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 
 
@@ -18,5 +18,5 @@ class BulkSynchronous:
     credit_nbytes: float = 0.0
     overhead_seconds: float = 0.0
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]:
-        return (Message(0, len(model.gradients) - 1, float(model.nbytes.sum())),)
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]:
+        return (GradientMessage(0, len(model.gradients) - 1, float(model.nbytes.sum())),)

@@ -9,7 +9,7 @@ are those of the survey's runs: partitions of 4,000,000 and a credit of 16,000,0
 
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message
+from autopar.cost_models.gradient_exchange.contract import Architecture, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 from autopar.errors import ArgumentError
 
@@ -29,10 +29,10 @@ class ByteScheduler:
         if not self.partition_nbytes > 0:
             raise ArgumentError(f"partitions of {self.partition_nbytes} bytes: give more than 0")
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]:
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]:
         out = []
         for k, gradient in enumerate(model.gradients):
             parts = max(1, -int(-gradient.nbytes // self.partition_nbytes))
             priority = float(len(model.gradients) - k)
-            out += [Message(k, k, gradient.nbytes / parts, priority)] * parts
+            out += [GradientMessage(k, k, gradient.nbytes / parts, priority)] * parts
         return tuple(out)

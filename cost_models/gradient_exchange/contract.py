@@ -11,7 +11,7 @@ from autopar.cost_models.gradient_exchange.model import ExchangeModel
 from autopar.cost_models.timeline import TaskList
 
 
-class Message(NamedTuple):
+class GradientMessage(NamedTuple):
     """Gradients `first` to `last`, or a part of one: `nbytes` sent `delay` seconds after the last is ready.
 
     The lowest `priority` of those that wait is sent first; of equals the first to be ready.
@@ -46,7 +46,7 @@ class Architecture(Protocol):
         """
 
 
-class Schedule(Protocol):
+class ExchangeSchedule(Protocol):
     """When which gradients are sent."""
 
     @property
@@ -64,4 +64,4 @@ class Schedule(Protocol):
     def overhead_seconds(self) -> float:
         """Seconds a step that the engine itself holds the device up after backward, as measured: packing, threads."""
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]: ...
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]: ...

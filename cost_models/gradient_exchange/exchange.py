@@ -7,7 +7,7 @@ last two is the answer; otherwise one step is, with the optimizer at its end.
 
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message, Schedule
+from autopar.cost_models.gradient_exchange.contract import Architecture, ExchangeSchedule, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 from autopar.cost_models.timeline import TaskList, Tasks, Timeline, simulate
 
@@ -15,12 +15,12 @@ _STEPS = 4  # of the survey's 24 rows none changes in its fifth digit with 3 or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ExchangeRun:
     """One step: its seconds, of which `exposed_seconds` are not computation; the tasks and their times."""
 
     model: ExchangeModel
     architecture: Architecture
-    schedule: Schedule
+    schedule: ExchangeSchedule
     seconds: float
     num_messages: int
     tasks: Tasks
@@ -38,7 +38,7 @@ class Exchange:
         return [("rank", stream) for stream in ("device", *self.architecture.streams, *waits)]
 
 
-def exchange(model: ExchangeModel, architecture: Architecture, schedule: Schedule) -> Exchange:
+def exchange(model: ExchangeModel, architecture: Architecture, schedule: ExchangeSchedule) -> ExchangeRun:
     """Simulate `model` with gradients sent as `schedule` says over `architecture`."""
     messages = schedule.messages(model, architecture)
     delays = 1 + len(architecture.streams)  # the first of a stream for each message that waits: delays do not queue
@@ -83,7 +83,7 @@ def exchange(model: ExchangeModel, architecture: Architecture, schedule: Schedul
     tasks = build.tasks((0.0, *[window] * len(architecture.streams), *[0.0] * _num_delays(messages)))
     timeline = simulate(tasks)
     begin = timeline.finish[ends[-2]] if schedule.overlaps_forward else 0.0
-    return Exchange(
+    return ExchangeRun(
         model=model,
         architecture=architecture,
         schedule=schedule,
@@ -95,5 +95,5 @@ def exchange(model: ExchangeModel, architecture: Architecture, schedule: Schedul
     )
 
 
-def _num_delays(messages: tuple[Message, ...]) -> int:
+def _num_delays(messages: tuple[GradientMessage, ...]) -> int:
     return len(messages) if any(message.delay for message in messages) else 0

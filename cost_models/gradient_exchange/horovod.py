@@ -7,7 +7,7 @@ HOROVOD_FUSION_THRESHOLD 64 MiB, HOROVOD_CYCLE_TIME 5 ms.
 import math
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message
+from autopar.cost_models.gradient_exchange.contract import Architecture, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 from autopar.errors import ArgumentError
 
@@ -28,8 +28,8 @@ class Horovod:
                 "must not be negative and the cycle must take some time"
             )
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]:
-        out: list[Message] = []
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]:
+        out: list[GradientMessage] = []
         ticks = [math.ceil(time / self.cycle_seconds) * self.cycle_seconds for time in model.ready.tolist()]
         first, total = 0, 0.0
         for k, nbytes in enumerate(model.nbytes.tolist()):
@@ -39,5 +39,7 @@ class Horovod:
             total += nbytes
         return (*out, self._message(model, ticks, first, len(ticks) - 1, total))
 
-    def _message(self, model: ExchangeModel, ticks: list[float], first: int, last: int, nbytes: float) -> Message:
-        return Message(first, last, nbytes, delay=max(0.0, ticks[last] - float(model.ready[last])))
+    def _message(
+        self, model: ExchangeModel, ticks: list[float], first: int, last: int, nbytes: float
+    ) -> GradientMessage:
+        return GradientMessage(first, last, nbytes, delay=max(0.0, ticks[last] - float(model.ready[last])))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message
+from autopar.cost_models.gradient_exchange.contract import Architecture, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 
 Floats = npt.NDArray[np.float64]
@@ -48,12 +48,14 @@ class MergedGradients:
     credit_nbytes: float = 0.0
     overhead_seconds: float = 0.0
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]:
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]:
         if self.believed is None:
             groups = optimal_merge(model.ready, model.nbytes, *architecture.line())
         else:
             groups = published_merge(model.ready, model.nbytes, *self.believed)
-        return tuple(Message(first, last, float(model.nbytes[first : last + 1].sum())) for first, last in groups)
+        return tuple(
+            GradientMessage(first, last, float(model.nbytes[first : last + 1].sum())) for first, last in groups
+        )
 
 
 def optimal_merge(ready: Floats, nbytes: Floats, alpha: float, beta: float) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from autopar.cost_models.gradient_exchange.all_reduce import (
 )
 from autopar.cost_models.gradient_exchange.bulk_synchronous import BulkSynchronous
 from autopar.cost_models.gradient_exchange.byte_scheduler import ByteScheduler
-from autopar.cost_models.gradient_exchange.contract import Architecture, Schedule
+from autopar.cost_models.gradient_exchange.contract import Architecture, ExchangeSchedule
 from autopar.cost_models.gradient_exchange.exchange import exchange
 from autopar.cost_models.gradient_exchange.horovod import Horovod
 from autopar.cost_models.gradient_exchange.merged_gradients import MergedGradients
@@ -28,7 +28,7 @@ from autopar.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ExchangeChoice:
     """A system and its predicted step; `speedup` over one device, all of them counted."""
 
     architecture: str
@@ -56,7 +56,7 @@ def architectures(network: Network, spare_machines: int = 0, links: Links | None
             yield ParameterServer(network=network, servers=servers)
 
 
-def schedules() -> tuple[Schedule, ...]:
+def schedules() -> tuple[ExchangeSchedule, ...]:
     """One of each, with its defaults."""
     return (BulkSynchronous(), WaitFree(), MergedGradients(), Horovod(), ByteScheduler())
 
@@ -68,7 +68,7 @@ def recommend(
     spare_machines: int = 0,
     links: Links | None = None,
     only: Iterable[str] = (),
-) -> tuple[Choice, ...]:
+) -> tuple[ExchangeChoice, ...]:
     """Every system that applies, fastest first; with `only`, those whose schedule has one of these names.
 
     Raises:
@@ -85,7 +85,7 @@ def recommend(
         for name in wanted:
             step = exchange(model, architecture, known[name])
             choices.append(
-                Choice(
+                ExchangeChoice(
                     architecture=architecture.name,
                     schedule=name,
                     seconds=step.seconds,

@@ -8,7 +8,7 @@ Awan et al. 2017, "S-Caffe".
 
 from dataclasses import dataclass
 
-from autopar.cost_models.gradient_exchange.contract import Architecture, Message
+from autopar.cost_models.gradient_exchange.contract import Architecture, GradientMessage
 from autopar.cost_models.gradient_exchange.model import ExchangeModel
 
 
@@ -19,5 +19,5 @@ class WaitFree:
     credit_nbytes: float = 0.0
     overhead_seconds: float = 0.0
 
-    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[Message, ...]:
-        return tuple(Message(k, k, gradient.nbytes) for k, gradient in enumerate(model.gradients))
+    def messages(self, model: ExchangeModel, architecture: Architecture) -> tuple[GradientMessage, ...]:
+        return tuple(GradientMessage(k, k, gradient.nbytes) for k, gradient in enumerate(model.gradients))

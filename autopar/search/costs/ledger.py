@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from autopar.lower.calls import Call
+from autopar.lower.calls import LoweredCall
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
 from autopar.lower.program import Program
@@ -77,7 +77,7 @@ def _moment(live: Live, number: int) -> str:
     return f"the {word} of {called} in {call.op.module or 'no module'}"
 
 
-def _pass(live: Live, number: int) -> tuple[str, Call | None]:
+def _pass(live: Live, number: int) -> tuple[str, LoweredCall | None]:
     """`forward`, `backward` or `replay` and its call; None for the optimizer's step."""
     if number < len(live.calls):
         return "forward", live.calls[number]

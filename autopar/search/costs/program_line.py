@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.rebatch import Between, Deferred, Line, NotLinearError
+from autopar.capture.rebatch import BatchLine, Between, DeferredGraph, NotLinearError
 from autopar.errors import BatchError
 from autopar.lower.program import Op, OpMaker, Program, Tensor, make_program
 from autopar.ops.cross_entropy import count_labels
@@ -29,7 +29,7 @@ class ProgramLine:
     """Programs of micro-batches on a line whose ends are alike. whole: of all samples at once. graph: that of one of so
     many micro-batches."""
 
-    line: Line
+    line: BatchLine
     whole: Program
     graph: Callable[[int], CapturedModel]
     _small: Program = field(init=False)
@@ -91,7 +91,7 @@ class ProgramLine:
         specs = between.specs(self.line.small, self.line.large)
         program = replace(
             whole,
-            captured=Deferred.like(self.line.large, lambda: self.graph(count), **specs),
+            captured=DeferredGraph.like(self.line.large, lambda: self.graph(count), **specs),
             ops=ops,
             tensors=tensors,
             form=self._forms.setdefault(tuple((like.signature, like.rule.alias) for like in likes), {}),

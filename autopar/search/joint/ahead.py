@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.capture.rebatch import Line
+from autopar.capture.rebatch import BatchLine
 from autopar.search.joint.helpers import Helpers, Told
 from autopar.values.graph import CapturedModel
 from autopar.values.serialize import dump
@@ -33,8 +33,8 @@ class Ahead:
     graph: Callable[[int], CapturedModel]
     needs: Callable[[Any], set[int]]
     setup: object
-    line: Callable[[], Line | None] = lambda: None
-    line_at_hand: Callable[[], Line | None] = lambda: None
+    line: Callable[[], BatchLine | None] = lambda: None
+    line_at_hand: Callable[[], BatchLine | None] = lambda: None
     helpers: Helpers | None = None
     _found: dict[Hashable, Any] = field(default_factory=dict)
     _asked: dict[Hashable, Future[Any]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """What a helper of the joint search runs: `python -m autopar.search.joint.helper` answers as `Joint` does."""
 
-from autopar.capture.rebatch import Line
+from autopar.capture.rebatch import BatchLine
 from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Setup
@@ -15,7 +15,7 @@ their number, and what is asked."""
 
 def main() -> None:
     graphs: dict[int, CapturedModel] = {}
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     joint: list[Joint] = []
 
     def graph(count: int) -> CapturedModel:
@@ -29,7 +29,7 @@ def main() -> None:
             joint[:] = [Joint(graph=graph, line=lambda: lines[0] if lines else None, setup=setup)]
         if ends is not None:
             small, large, sizes = ends
-            lines[:] = [Line(small=load(small), large=load(large), sizes=sizes)]
+            lines[:] = [BatchLine(small=load(small), large=load(large), sizes=sizes)]
         graphs.update({count: load(graph) for count, graph in new.items()})
         return joint[0].answer(question)
 

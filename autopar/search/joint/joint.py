@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.capture.rebatch import Line
+from autopar.capture.rebatch import BatchLine
 from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.search.alike_meshes import first_alike
@@ -79,8 +79,8 @@ class Joint:
     graph: Callable[[int], CapturedModel]
     setup: Setup
     tell: Callable[[str], None] = lambda _: None
-    line: Callable[[], Line | None] = lambda: None
-    line_at_hand: Callable[[], Line | None] = lambda: None
+    line: Callable[[], BatchLine | None] = lambda: None
+    line_at_hand: Callable[[], BatchLine | None] = lambda: None
     helpers: Helpers | None = None
     improved: Callable[[int], None] = lambda _: None
     programs: Programs = field(init=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autopar.capture.rebatch import Line, NotLinearError
+from autopar.capture.rebatch import BatchLine, NotLinearError
 from autopar.errors import BatchError, InfeasibleError
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.program_line import ProgramLine
@@ -15,7 +15,7 @@ class Programs:
     """graph: the captured model of one of so many micro-batches. line: what gives those, if any does."""
 
     graph: Callable[[int], CapturedModel]
-    line: Callable[[], Line | None]
+    line: Callable[[], BatchLine | None]
     graphs: dict[int, CapturedModel] = field(init=False, default_factory=dict)
     _programs: dict[int, Program] = field(init=False, default_factory=dict)
     _on_line: ProgramLine | None = field(init=False, default=None)
