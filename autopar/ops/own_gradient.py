@@ -150,7 +150,7 @@ def _read(module: str, file: str) -> Any:
 
 
 Step = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""An op by name, and its arguments, in which a `ArgumentSlot` is a value made before: operands, then results of steps."""
+"""An op by name, and its arguments, in which an `ArgumentSlot` is a value made before: operands, then results."""
 
 
 @dataclass(frozen=True, slots=True)
