@@ -232,10 +232,10 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run plans on processes of this machine and compare loss, gradients and bytes sent with one process."""
-    from autopar.cli.verify import Request, run
+    from autopar.cli.verify import VerifyRequest, run
 
     console = _console(as_json)
-    request = Request(
+    request = VerifyRequest(
         spec=model,
         mesh=mesh,
         plan=plan,

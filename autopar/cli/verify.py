@@ -29,14 +29,14 @@ from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.plan import TrainConfig
 from autopar.values.precision import PRECISIONS, computed_copy
 from autopar.values.staged_plan import StagedPlan, one_stage, parse_pipeline
-from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, verify_plans
+from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, PlanCheck, draws, verify_plans
 
 STEPS = 3
 """Steps that are compared, each on other samples; state is carried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class VerifyRequest:
     """What the command line asked for."""
 
     spec: str
@@ -55,7 +55,7 @@ class Request:
     overrides: dict[str, str] | None = None
 
 
-def run(request: Request, console: Console) -> dict[str, Any]:
+def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     """Verify, printing rows as plans finish; the result as JSON values, `passed` among them.
 
     Raises:
@@ -137,12 +137,12 @@ def module_steps_checked(subject: Subject, precision: str, console: Console) -> 
     return checked.steps, is_exact
 
 
-def _captured(request: Request, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
+def _captured(request: VerifyRequest, model: nn.Module, call: Call, microbatches: int) -> CapturedModel:
     captured, _ = captured_model(model, call, request.precision, microbatches=microbatches)
     return promote_casts(captured) if request.precision == "fp64" else captured
 
 
-def _as_planned(request: Request, saved: ModelPlan) -> Request:
+def _as_planned(request: VerifyRequest, saved: ModelPlan) -> VerifyRequest:
     """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
     source = saved.source or {}
     batch = saved.call.batch() if saved.call is not None else None
@@ -160,7 +160,7 @@ def _as_planned(request: Request, saved: ModelPlan) -> Request:
     )
 
 
-def _as_configured(request: Request, mesh: Mesh, call: Call) -> Request:
+def _as_configured(request: VerifyRequest, mesh: Mesh, call: Call) -> VerifyRequest:
     """The number of micro-batches that the named configurations say."""
     asked = request.microbatches or 1
     counts = {n: configured(n, _machine(n, mesh), mesh, True, call.batch(), asked)[1] for n in request.baselines}
@@ -175,7 +175,7 @@ def _machine(baseline: str, mesh: Mesh) -> Cluster:
     return load_cluster(f"{parse_configuration(baseline).pp * mesh.size}xcpu")
 
 
-def _mesh(request: Request, saved: StagedPlan | None) -> Mesh:
+def _mesh(request: VerifyRequest, saved: StagedPlan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
             raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
@@ -187,7 +187,7 @@ def _mesh(request: Request, saved: StagedPlan | None) -> Mesh:
 
 
 def _plans(
-    request: Request,
+    request: VerifyRequest,
     captured: CapturedModel,
     mesh: Mesh,
     saved: ModelPlan | None,
@@ -228,7 +228,7 @@ def _woven(plan: StagedPlan) -> StagedPlan:
     return one_stage(replace(plan.single, copies=2))
 
 
-def _random(request: Request, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
+def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
     """A random plan, in stages cut at random if a pipeline is asked for."""
     from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 
@@ -252,7 +252,7 @@ HEAD = (
 )
 
 
-def _print_row(check: Check, precision: str, console: Console) -> None:
+def _print_row(check: PlanCheck, precision: str, console: Console) -> None:
     loss, gradient = TOLERANCES[precision]
     sent = sum(nbytes for _, nbytes in check.counted.values())
     agreed = "as said" if check.bytes_match else "DIFFER"
@@ -276,7 +276,7 @@ def _print_row(check: Check, precision: str, console: Console) -> None:
                 )
 
 
-def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
+def _result(request: VerifyRequest, mesh: Mesh, checks: list[PlanCheck], console: Console) -> dict[str, Any]:
     loss, gradient = TOLERANCES[request.precision]
     failed = [f"{check.plan} ({', '.join(wrong)})" for check in checks if (wrong := check.wrong(loss, gradient))]
     farthest = max((check.peak_error for check in checks), key=abs, default=0.0)
@@ -315,7 +315,7 @@ def _result(request: Request, mesh: Mesh, checks: list[Check], console: Console)
     }
 
 
-def _print_traffic(check: Check, console: Console) -> None:
+def _print_traffic(check: PlanCheck, console: Console) -> None:
     console.print(f"bytes by collective, plan {check.plan}:", highlight=False)
     for key in sorted({*check.predicted, *check.counted}):
         said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
@@ -327,7 +327,7 @@ def _print_traffic(check: Check, console: Console) -> None:
         )
 
 
-def _check_json(check: Check, precision: str) -> dict[str, Any]:
+def _check_json(check: PlanCheck, precision: str) -> dict[str, Any]:
     def sent(table: Any) -> dict[str, Any]:
         return {f"{kind} {','.join(axes)}": {"calls": c, "bytes": b} for (kind, axes), (c, b) in sorted(table.items())}
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.lower.emit import emit_stage
-from autopar.passes.split_stages import split_stages
+from autopar.lower.emit import emit
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.pipeline import PipelinedModule
+from autopar.runtime.pipeline import PipelinedModule, staged_model
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import CapturedModel
 from autopar.values.staged_plan import StagedPlan
@@ -33,8 +32,7 @@ def distributed_module(
         PlanMismatchError: if the plan is for another model.
         MeshError, RankError, ArgumentError: as the modules.
     """
-    stages = split_stages(captured, plan.cuts)
     if plan.num_stages > 1:
-        return PipelinedModule(captured, stages, plan, values, exact_random=exact_random, **how)
-    local = emit_stage(stages, plan.stages, 0, exact_random=exact_random)
+        return PipelinedModule(staged_model(captured, plan, exact_random=exact_random), values, **how)
+    local = emit(captured, plan.single, exact_random=exact_random)
     return DistributedModule(local, values, exact_random=exact_random, **how)

@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.passes.recompute import wrapped
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.pipeline import Code, PipelinedModule
+from autopar.runtime.pipeline import PipelinedModule, StagedModel
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.guards import BufferGuard
@@ -77,8 +77,9 @@ def load_exported(
         return ExportedModule(local(0), Values(stages[0], held, initial), seed=seed)
     codes = hashlib.sha256("".join(map(source_hash, forwards)).encode()).hexdigest()[:16]
     captured = captured_from(specs, {}, codes)
-    code = Code(local=local, written=_written, loss_dtype=getattr(torch, specs["loss_dtype"]))
-    return PipelinedModule(captured, stages, plan, Values(captured, held, initial), seed=seed, code=code)
+    dtype = getattr(torch, specs["loss_dtype"])
+    model = StagedModel(captured=captured, stages=stages, plan=plan, local=local, written=_written, loss_dtype=dtype)
+    return PipelinedModule(model, Values(captured, held, initial), seed=seed)
 
 
 def _written(local: LocalModel, training: bool) -> fx.Graph:
