@@ -34,7 +34,7 @@ from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.staged_plan import one_stage
-from autopar.verification import DEVICES, TOLERANCES, Check, verify_plans
+from autopar.verification import DEVICES, TOLERANCES, PlanCheck, verify_plans
 from tests.zoo import FAMILIES, zoo
 
 
@@ -69,7 +69,7 @@ class Verified:
     plans: tuple[str, ...]
     reasons: tuple[str, ...]
     worst: tuple[float, float, float]
-    failed: tuple[Check, ...]
+    failed: tuple[PlanCheck, ...]
 
     def line(self) -> str:
         loss, gradient, peak = self.worst

@@ -27,7 +27,7 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import parse_mesh
 from autopar.values.staged_plan import StagedPlan, check_microbatches, parse_pipeline
-from autopar.verification import TOLERANCES, Check, verify_plans
+from autopar.verification import TOLERANCES, PlanCheck, verify_plans
 from tests.zoo import SPLIT_FAMILIES, zoo
 
 ROWS = 4
@@ -51,14 +51,14 @@ def runs(text: str, microbatches: int) -> bool:
     return True
 
 
-def is_good(check: Check, recomputed: bool) -> bool:
+def is_good(check: PlanCheck, recomputed: bool) -> bool:
     loss, gradient = TOLERANCES["fp64"]
     wrong = set(check.wrong(loss, gradient))
     less = all(sent <= check.predicted.get(key, (0, 0)) for key, sent in check.counted.items())
     return not (wrong - {"bytes sent"} if recomputed and less else wrong)
 
 
-def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) -> list[tuple[Check, bool]]:
+def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) -> list[tuple[PlanCheck, bool]]:
     """Checks of random plans of one group, each with whether it is good."""
     model, batch = zoo(family, dtype=torch.float64, batch=ROWS * microbatches, seq=8)
     part = {k: v[:ROWS] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}

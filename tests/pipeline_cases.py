@@ -19,7 +19,7 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import PipelinedModule, count_messages
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
@@ -111,8 +111,8 @@ def random_plans(
 
 def pipelined(file: str, plan: StagedPlan, **keywords: Any) -> PipelinedModule:
     captured = contents(file)["captured"]
-    stages = planned_stages(captured, plan, exact_random=True)
-    return PipelinedModule(stages, contents(file)["values"], seed=1, exact_random=True, sync=False, **keywords)
+    model = staged_model(captured, plan, exact_random=True)
+    return PipelinedModule(model, contents(file)["values"], seed=1, sync=False, **keywords)
 
 
 def compared(file: str, texts: list[str]) -> list[tuple[float, float, str]]:

@@ -19,7 +19,7 @@ from autopar.lower.emit import emit
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.values.binding import constant_key
 from autopar.values.calls import Call
@@ -158,7 +158,7 @@ def evaluate_in_stages(seed: int, mesh: tuple[int, ...], num_stages: int) -> Non
     parts, own = split_stages(captured, plan.cuts), model()
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
     captor = Again(model=own, plans=plan.stages, planned=parts, precision="fp64", call=Call(kwargs=batch(0)))
-    module = PipelinedModule(planned_stages(captured, plan), values, captor=captor)
+    module = PipelinedModule(staged_model(captured, plan), values, captor=captor)
     with pytest.raises(ArgumentError, match="in its mode and with its arguments"):
         module.train_step({**batch(0), "scale": 2.0})
     for step in range(2):

@@ -10,7 +10,7 @@ from autopar.report.diff_text import diff_text
 from autopar.search.explanation.compare import compare
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
-from autopar.values.difference import Change, Difference
+from autopar.values.difference import PlanChange, PlanDifference
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
 from autopar.values.plan import Plan, TrainConfig
@@ -19,7 +19,7 @@ from tests.search_cases import captured_of, machine
 from tests.test_microbatch_plans import captured_of as captured_in
 
 
-def difference(left: Plan, right: Plan) -> Difference:
+def difference(left: Plan, right: Plan) -> PlanDifference:
     return compare(one_stage(left), one_stage(right), captured_of("llama"), captured_of("llama"))
 
 
@@ -76,7 +76,7 @@ def test_what_is_changed_is_what_is_said() -> None:
     ):
         made = difference(plan, replace(plan, **changed))  # type: ignore[arg-type]
         assert [(c.kind, (c.what, c.count)) for c in made.changes] == [(kind, said)]
-        assert isinstance(made.changes[0], Change) and made.changes[0].left != made.changes[0].right
+        assert isinstance(made.changes[0], PlanChange) and made.changes[0].left != made.changes[0].right
     facts = difference(plan, replace(plan, config=TrainConfig(memory_nbytes=2e9), cluster="4xh100")).facts
     assert facts["memory limit"] == ("what the device has", "2 GB") and facts["cluster"] == ("", "4xh100")
 

@@ -68,10 +68,13 @@ SEARCH_ORDER = (
     ),
 )
 
-# Beyond layers: passes know what is legal, cost models what is dear, search what is wise.
+# Beyond layers: passes know what is legal, cost models what is dear, search what is wise; report reads values, and
+# whoever calls joins it with the search.
 FORBIDDEN = {
     "passes": ("search", "cost_models"),
     "cost_models": ("search", "passes", "rules", "ops"),
+    "report": ("search", "runtime"),
+    "search": ("report", "runtime"),
 }
 
 # Private parts of torch, and the files (globs) that may touch each; a dot in front means an attribute of any object.

@@ -18,7 +18,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.rules.views import permuted_gradient
 from autopar.runtime import PipelinedModule, stage
 from autopar.runtime.peak_memory import PeakMemory, watch
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import peaks_of_actions
 from autopar.values.graph import CapturedModel
@@ -64,7 +64,7 @@ def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapp
     """Of the actions of this rank in a step before the optimizer has a state."""
     plan, captured = plan_from_json(text), load(graph)
     with noting_peaks() as (peaks, memories):
-        module = PipelinedModule(planned_stages(captured, plan), values, sync=False)
+        module = PipelinedModule(staged_model(captured, plan), values, sync=False)
         with watch(module, inputs) as memory:
             memories.append(memory)
             module.step(inputs)

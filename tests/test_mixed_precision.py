@@ -26,7 +26,7 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import DistributedModule, PipelinedModule, count_messages
 from autopar.runtime.data import local_samples
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
@@ -257,7 +257,7 @@ def staged_errors(text: str, graph: bytes, values: Any, inputs: Any, gradients: 
     """On a rank: relative errors of the gradients of its stages; asserts dtypes and what is sent."""
     captured, plan = load(graph), plan_from_json(text)
     stages = split_stages(captured, plan.cuts)
-    module = PipelinedModule(planned_stages(captured, plan, exact_random=True), values, seed=1, exact_random=True)
+    module = PipelinedModule(staged_model(captured, plan, exact_random=True), values, seed=1)
     with count_messages(module) as sent:
         module.step(inputs)
     own = [stage.number for stage in module.stages]

@@ -34,7 +34,7 @@ from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shar
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.redistribution import Step, steps_from
 from autopar.values.serialize import dump, load
-from autopar.verification import Check
+from autopar.verification import PlanCheck
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
@@ -77,7 +77,7 @@ def test_gradients_add_up_in_place() -> None:
 
 @pytest.mark.parametrize(("measured", "wrong"), [(95, "peak memory"), (97, ""), (104, ""), (107, "peak memory")])
 def test_a_peak_five_percent_off_fails_the_check(measured: int, wrong: str) -> None:
-    check = Check(
+    check = PlanCheck(
         plan="p",
         loss=1.0,
         loss_error=0.0,

@@ -21,7 +21,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.rules.spare import short_name
 from autopar.runtime import PipelinedModule
 from autopar.runtime.peak_memory import watch
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import held_without_optimizer, peaks_without_optimizer, stage_memory
@@ -52,7 +52,7 @@ def case(family: str, microbatches: int) -> tuple[CapturedModel, dict[str, Tenso
 def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> int:
     """Peak of this rank in steps before the optimizer has a state; the least of two: Gloo's threads hold buffers."""
     plan, captured = plan_from_json(text), load(graph)
-    module = PipelinedModule(planned_stages(captured, plan), values, sync=False)
+    module = PipelinedModule(staged_model(captured, plan), values, sync=False)
     peaks = []
     for _ in range(2):
         with watch(module, inputs) as memory:

@@ -19,7 +19,7 @@ from autopar.api.model_plan import load_plan, model_plan
 from autopar.errors import ArgumentError, BatchError, PlanMismatchError
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.runtime import PipelinedModule, count_messages, load, load_exported, reset_parameters, save
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
@@ -208,7 +208,7 @@ def plain(frozen: bool, schedule: str) -> tuple[Plain, CapturedModel, StagedPlan
 def trains_without_parameters(frozen: bool, schedule: str) -> None:
     model, captured, plan, x = plain(frozen, schedule)
     values = parameters_of(captured, model)
-    module = PipelinedModule(planned_stages(captured, plan), values)
+    module = PipelinedModule(staged_model(captured, plan), values)
     loss = module.train_step({"x": x})
     want = model(x)
     want.backward()

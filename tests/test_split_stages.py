@@ -1,6 +1,7 @@
 """Stages run one after the other are the whole model, wherever it is cut; what each stage has, sends and refuses."""
 
 import itertools
+import json
 import random
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,7 +26,7 @@ from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import SCHEDULES, VERSION, StagedPlan, check_microbatches, stage_ranks
+from autopar.values.staged_plan import SCHEDULES, VERSION, StagedPlan, check_microbatches, one_stage, stage_ranks
 from tests.plans_in_threads import one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
@@ -222,6 +223,20 @@ def test_numbers_of_micro_batches_are_refused_as_torch_refuses_them(schedule: st
         theirs = partial(getattr(pipelining, CLASSES[schedule]), stages if each > 1 else stages[0], microbatches)
         ours = partial(check_microbatches, schedule, pipeline, microbatches)
         assert is_refused(theirs) == is_refused(ours), (pipeline, microbatches)
+
+
+def test_files_of_the_former_schemas_are_read() -> None:
+    """Of a whole model, whose file was that of a stage with what is now said of all, and of several stages."""
+    captured, *_ = captured_of("gpt2")
+    whole = one_stage(random_plan(captured, make_mesh((2,)), random.Random(0)))
+    now = json.loads(whole.to_json())
+    stages = now.pop("stages")
+    left_out = ("pipeline", "schedule", "cuts")
+    former = {**stages[0], **{name: said for name, said in now.items() if name not in left_out}, "schema": 3}
+    assert plan_from_json(json.dumps(former)) == whole
+    several = staged("gpipe", 2, 2)
+    former = json.loads(several.to_json()) | {"schema": "stages-2"}
+    assert plan_from_json(json.dumps(former)) == several
 
 
 def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:

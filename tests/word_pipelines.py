@@ -9,7 +9,7 @@ import tests.runtime_cases as cases
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import PipelinedModule
-from autopar.runtime.pipeline import planned_stages
+from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.mesh import make_mesh
 from autopar.values.staged_plan import StagedPlan
@@ -44,11 +44,18 @@ def plan_of(
             return plan
 
 
-def pipelined(plan: StagedPlan, dropout: float = 0.0, model: nn.Module | None = None, **more: Any) -> PipelinedModule:
+def pipelined(
+    plan: StagedPlan,
+    dropout: float = 0.0,
+    model: nn.Module | None = None,
+    *,
+    exact_random: bool = False,
+    **more: Any,
+) -> PipelinedModule:
     captured = cases.captured(dropout, plan.microbatches)
     model = model or cases.words(dropout, plan.microbatches)
     values = {**parameters_of(captured, model), **buffers_of(captured, model)}
-    return PipelinedModule(planned_stages(captured, plan), values, **more)
+    return PipelinedModule(staged_model(captured, plan, exact_random=exact_random), values, **more)
 
 
 def batch(step: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from autopar.report.diff_text import diff_text
 from autopar.report.explain_text import explain_text
-from autopar.values.difference import Difference
+from autopar.values.difference import PlanDifference
 from autopar.values.explanation import Explanation
 
 
@@ -16,7 +16,7 @@ class PrintedExplanation(Explanation):
         return explain_text(self)
 
 
-class PrintedDifference(Difference):
+class PrintedDifference(PlanDifference):
     """A difference that prints."""
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.plan import TrainConfig
 from autopar.values.precision import PRECISIONS, computed_copy
 from autopar.values.staged_plan import StagedPlan, one_stage, parse_pipeline
-from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, Check, draws, verify_plans
+from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, PlanCheck, draws, verify_plans
 
 STEPS = 3
 """Steps that are compared, each on other samples; state is carried on."""
@@ -252,7 +252,7 @@ HEAD = (
 )
 
 
-def _print_row(check: Check, precision: str, console: Console) -> None:
+def _print_row(check: PlanCheck, precision: str, console: Console) -> None:
     loss, gradient = TOLERANCES[precision]
     sent = sum(nbytes for _, nbytes in check.counted.values())
     agreed = "as said" if check.bytes_match else "DIFFER"
@@ -276,7 +276,7 @@ def _print_row(check: Check, precision: str, console: Console) -> None:
                 )
 
 
-def _result(request: VerifyRequest, mesh: Mesh, checks: list[Check], console: Console) -> dict[str, Any]:
+def _result(request: VerifyRequest, mesh: Mesh, checks: list[PlanCheck], console: Console) -> dict[str, Any]:
     loss, gradient = TOLERANCES[request.precision]
     failed = [f"{check.plan} ({', '.join(wrong)})" for check in checks if (wrong := check.wrong(loss, gradient))]
     farthest = max((check.peak_error for check in checks), key=abs, default=0.0)
@@ -315,7 +315,7 @@ def _result(request: VerifyRequest, mesh: Mesh, checks: list[Check], console: Co
     }
 
 
-def _print_traffic(check: Check, console: Console) -> None:
+def _print_traffic(check: PlanCheck, console: Console) -> None:
     console.print(f"bytes by collective, plan {check.plan}:", highlight=False)
     for key in sorted({*check.predicted, *check.counted}):
         said, seen = check.predicted.get(key, (0, 0)), check.counted.get(key, (0, 0))
@@ -327,7 +327,7 @@ def _print_traffic(check: Check, console: Console) -> None:
         )
 
 
-def _check_json(check: Check, precision: str) -> dict[str, Any]:
+def _check_json(check: PlanCheck, precision: str) -> dict[str, Any]:
     def sent(table: Any) -> dict[str, Any]:
         return {f"{kind} {','.join(axes)}": {"calls": c, "bytes": b} for (kind, axes), (c, b) in sorted(table.items())}
 

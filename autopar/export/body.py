@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from autopar.export.expressions import Label, Text, call_text, is_light, literal, short_name
-from autopar.export.naming import PREFIX, Names, last_component
+from autopar.export.naming import PREFIX, SourceNames, last_component
 from autopar.rules.registry import rule_of
 from autopar.values.blocks import relative
 from autopar.values.graph import operands
@@ -34,7 +34,7 @@ class Body:
 
     def __init__(
         self,
-        names: Names,
+        names: SourceNames,
         known: Mapping[fx.Node, Text],
         block: str,
         kept: Sequence[fx.Node],

@@ -15,7 +15,7 @@ def identifier(text: str) -> str:
     return f"_{name}" if name[0].isdigit() else name
 
 
-class Names:
+class SourceNames:
     """Names of one scope, each given once; a taken one gets a number."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
@@ -31,7 +31,7 @@ class Names:
         return name
 
 
-def parameter_names(relative: Iterable[str], names: Names) -> dict[str, str]:
+def parameter_names(relative: Iterable[str], names: SourceNames) -> dict[str, str]:
     """`self_attn.q_proj.weight` -> `w_q_proj`; where that is ambiguous, more of the path."""
     out = {}
     paths = list(relative)

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
-from autopar.export.naming import Names, identifier, parameter_names
+from autopar.export.naming import SourceNames, identifier, parameter_names
 from autopar.lower.regions import Region, Sections, sections, state_names
 from autopar.ops.own_gradient import is_own
 from autopar.values.blocks import title
@@ -50,7 +50,7 @@ def generate(local: LocalModel) -> str:
             "no Python source; run the plan with autopar.distribute"
         )
     found = sections(local)
-    names = Names(_own_functions(local))
+    names = SourceNames(_own_functions(local))
     functions = {group[0].key: _function(group, names, _own_functions(local)) for group in found.classes}
     body = _forward(local, found, functions)
     code = [line for function in functions.values() for line in (*function.lines, "", "")] + body
@@ -100,13 +100,13 @@ def _own_functions(local: LocalModel) -> set[str]:
     return again | {target.__name__ for target in calls if getattr(target, "__module__", "").startswith("autopar.")}
 
 
-def _function(group: Sequence[Region], names: Names, imported: set[str]) -> Function:
+def _function(group: Sequence[Region], names: SourceNames, imported: set[str]) -> Function:
     """The function of regions that share one, written from the first."""
     region = group[0]
     heading = title(r.block for r in group)
     name = names.take(identifier("_".join(p for p in region.block.split(".") if not p.isdigit()).lower()))
     table = name.upper()
-    scope = Names([name, table, *imported])
+    scope = SourceNames([name, table, *imported])
     parameters = parameter_names(region.parameters.values(), scope)
     inputs = _input_names(group, scope)
     known = {node: Text(inputs[i]) for i, node in enumerate(region.inputs)}
@@ -148,7 +148,7 @@ def _signature(head: str, arguments: Sequence[str]) -> list[str]:
     return [f"{head}(", *rows, "):"]
 
 
-def _input_names(group: Sequence[Region], scope: Names) -> list[str]:
+def _input_names(group: Sequence[Region], scope: SourceNames) -> list[str]:
     """Inputs made by a block of the same kind are the running `hidden` state; others have their producer's name."""
     made_inside = {node for region in group for node in region.outputs}
     out = []
@@ -173,7 +173,7 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
     captured = local.captured
     placeholders = {node.name: node for node in local.graph.nodes if node.op == "placeholder"}
     inputs = [spec.placeholder for spec in captured.inputs]
-    names = Names(
+    names = SourceNames(
         [*inputs, *_own_functions(local), *(f.name for f in functions.values()), *(f.table for f in functions.values())]
     )
     known = {placeholders[name]: Text(name) for name in inputs}

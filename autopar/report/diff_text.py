@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.report.units import nbytes_text, percent_text, seconds_text
-from autopar.values.difference import Difference
+from autopar.values.difference import PlanDifference
 
 WIDTH = 120
 
 
-def diff_text(difference: Difference) -> str:
+def diff_text(difference: PlanDifference) -> str:
     """The difference as plain text."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
@@ -22,7 +22,7 @@ def diff_text(difference: Difference) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def render(difference: Difference) -> RenderableType:
+def render(difference: PlanDifference) -> RenderableType:
     """The difference for a rich console."""
     if difference.is_empty:
         return Text(f"two plans of {difference.model} that decide and cost the same\n")
@@ -45,7 +45,7 @@ def render(difference: Difference) -> RenderableType:
     return Group(*parts)
 
 
-def _by_module(difference: Difference) -> dict[tuple[str, str, str, str], list[str]]:
+def _by_module(difference: PlanDifference) -> dict[tuple[str, str, str, str], list[str]]:
     """(kind, module, first, second) -> what of the module is so, each with its count."""
     out: dict[tuple[str, str, str, str], list[str]] = {}
     for change in difference.changes:

@@ -19,7 +19,7 @@ from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
 from autopar.lower.messages import messages_of
 from autopar.report.recompute_text import recompute_text
-from autopar.report.rows import Row, Section, plan_sections
+from autopar.report.rows import PlanRow, Section, plan_sections
 from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
 from autopar.report.stages_table import stages_table
@@ -208,7 +208,7 @@ def _section_table(section: Section, clock: Clock) -> Table:
     return table
 
 
-def _name(row: Row) -> str:
+def _name(row: PlanRow) -> str:
     if row.kind == "parameter":
         return f"  {row.name}"
     if row.kind == "move":

@@ -31,7 +31,7 @@ Words = Callable[[fx.Node, tuple[str, ...]], str]
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class PlanRow:
     """`kind`: op, parameter or move. `messages` are those of one call of the block, forward and backward."""
 
     kind: str
@@ -48,7 +48,7 @@ class Section:
 
     title: str
     count: int
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
 
 
 def plan_sections(local: LocalModel, words: Words) -> list[Section]:
@@ -78,12 +78,12 @@ def plan_sections(local: LocalModel, words: Words) -> list[Section]:
     return out
 
 
-def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words) -> list[Row]:
+def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words) -> list[PlanRow]:
     plan = local.plan
     names = {p.placeholder: p.names for p in local.captured.parameters}
     owners = {relative(name.rpartition(".")[0], block) for known_as in names.values() for name in known_as} - {""}
-    rows: list[Row] = []
-    parameters: dict[str, Row] = {}
+    rows: list[PlanRow] = []
+    parameters: dict[str, PlanRow] = {}
     moves: dict[str, list[Message]] = {}
     major = False
     viewed: dict[fx.Node, list[str]] = {}
@@ -103,7 +103,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
                 kinds = " / ".join(dict.fromkeys(message.kind for message in sent))
                 how = f"{kinds} over {over}"
                 rows.append(
-                    Row(
+                    PlanRow(
                         kind="move",
                         name=_value_name(origin, block),
                         how=how,
@@ -127,7 +127,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
             last.layout = layout if last.name == module or heavy else last.layout
             last.ops.append(short_name(node))
         else:
-            rows.append(Row(kind="op", name=module, how=how, layout=layout, ops=[short_name(node)]))
+            rows.append(PlanRow(kind="op", name=module, how=how, layout=layout, ops=[short_name(node)]))
             major = False
         major = major or heavy
         rows[-1].messages.extend(sent)
@@ -143,7 +143,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, local: LocalModel, words: Words)
     return _merged(rows, owners)
 
 
-def _joins(last: Row, node: fx.Node, module: str, layout: str, heavy: bool, major: bool, owners: set[str]) -> bool:
+def _joins(last: PlanRow, node: fx.Node, module: str, layout: str, heavy: bool, major: bool, owners: set[str]) -> bool:
     """Whether a call is part of the line before it: of one module, or a small step that leaves the layout as it is."""
     if last.name == module:
         return not (heavy and major)
@@ -170,9 +170,9 @@ SMALL = {
 }
 
 
-def _merged(rows: list[Row], owners: set[str]) -> list[Row]:
+def _merged(rows: list[PlanRow], owners: set[str]) -> list[PlanRow]:
     """Operations that the line of a parameter cut in two joined again."""
-    out: list[Row] = []
+    out: list[PlanRow] = []
     for row in rows:
         before = next((r for r in reversed(out) if r.kind != "parameter"), None)
         cut = before is not None and before.kind == row.kind == "op" and out[-1].kind == "parameter"
@@ -197,7 +197,7 @@ def _shows_parameters_alone(node: fx.Node, viewed: dict[fx.Node, list[str]], nam
     return short_name(node) in VIEWS and all(s in viewed or _parameters(s, names) for s in operands(node))
 
 
-def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: LocalModel) -> Row:
+def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: LocalModel) -> PlanRow:
     plan = local.plan
     own = next((n for n in names if block and n.startswith(block + ".")), names[0])
     layout = plan.layouts[placeholder]
@@ -217,7 +217,7 @@ def _parameter_row(placeholder: str, names: tuple[str, ...], block: str, local: 
     parts = "".join(f", dim {dim} on {', '.join(axes)}" for dim, axes in split.items())
     how = shape + (parts or ", whole on every rank")
     how += (kept if moved else "") + tied
-    return Row(kind="parameter", name=relative(own, block), how=how, layout=str(layout))
+    return PlanRow(kind="parameter", name=relative(own, block), how=how, layout=str(layout))
 
 
 def _value_name(origin: fx.Node, block: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.lower.emit import emit
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.pipeline import PipelinedModule, planned_stages
+from autopar.runtime.pipeline import PipelinedModule, staged_model
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import CapturedModel
 from autopar.values.staged_plan import StagedPlan
@@ -31,8 +32,7 @@ def distributed_module(
         PlanMismatchError: if the plan is for another model.
         MeshError, RankError, ArgumentError: as the modules.
     """
-    stages = planned_stages(captured, plan, exact_random=exact_random)
     if plan.num_stages > 1:
-        return PipelinedModule(stages, values, exact_random=exact_random, **how)
-    local = stages.local(0)
+        return PipelinedModule(staged_model(captured, plan, exact_random=exact_random), values, **how)
+    local = emit(captured, plan.single, exact_random=exact_random)
     return DistributedModule(local, values, exact_random=exact_random, **how)

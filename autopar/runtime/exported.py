@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.passes.recompute import wrapped
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.pipeline import PipelinedModule, Stages
+from autopar.runtime.pipeline import PipelinedModule, StagedModel
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.guards import BufferGuard
@@ -78,8 +78,8 @@ def load_exported(
     codes = hashlib.sha256("".join(map(source_hash, forwards)).encode()).hexdigest()[:16]
     captured = captured_from(specs, {}, codes)
     dtype = getattr(torch, specs["loss_dtype"])
-    code = Stages(captured=captured, parts=stages, plan=plan, local=local, written=_written, loss_dtype=dtype)
-    return PipelinedModule(code, Values(captured, held, initial), seed=seed)
+    model = StagedModel(captured=captured, stages=stages, plan=plan, local=local, written=_written, loss_dtype=dtype)
+    return PipelinedModule(model, Values(captured, held, initial), seed=seed)
 
 
 def _written(local: LocalModel, training: bool) -> fx.Graph:

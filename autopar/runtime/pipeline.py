@@ -29,7 +29,7 @@ from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.reductions import Late
-from autopar.runtime.schedules import Schedule, schedule_class
+from autopar.runtime.schedules import StageSchedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
 from autopar.runtime.staged_variant import StagedVariant
 from autopar.runtime.state import State, all_whole, first_ranks_value
@@ -45,38 +45,45 @@ from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """What runs: a whole model, its parts under a plan, and their code.
+class StagedModel:
+    """What the stages of a plan run: their captured models, the local graph of each by number, how it is written, and
+    the dtype of the loss.
 
-    local: the graph of a part by number. written: how it is written. loss_dtype: what dtype the loss has.
+    captured: the whole model. exact_random: every rank draws for whole tensors, so that a run equals one process.
     """
 
     captured: CapturedModel
-    parts: Sequence[CapturedModel]
+    stages: Sequence[CapturedModel]
     plan: StagedPlan
     local: Callable[[int], LocalModel]
     written: Written
     loss_dtype: torch.dtype
+    exact_random: bool = False
 
 
-def planned_stages(captured: CapturedModel, plan: StagedPlan, *, exact_random: bool = False) -> Stages:
-    """The stages of a captured model."""
-    parts = split_stages(captured, plan.cuts)
-    return Stages(
+def staged_model(captured: CapturedModel, plan: StagedPlan, *, exact_random: bool = False) -> StagedModel:
+    """A captured model in the stages of its plan.
+
+    Raises:
+        PlanMismatchError: if the plan is for another model.
+    """
+    stages = split_stages(captured, plan.cuts)
+    return StagedModel(
         captured=captured,
-        parts=parts,
+        stages=stages,
         plan=plan,
-        local=lambda number: emit_stage(parts, plan.stages, number, exact_random=exact_random),
+        local=lambda number: emit_stage(stages, plan.stages, number, exact_random=exact_random),
         written=written,
         loss_dtype=dtype_of(captured.nodes[captured.loss]),
+        exact_random=exact_random,
     )
 
 
 class PipelinedModule(Trainable):
     """One rank's stages of a model. All ranks construct it together, in the same order.
 
-    stages: what all ranks run. values: whole parameters and buffers by placeholder; those on the meta
-        device are left empty. sync, bare, seed, exact_random, captor, outputs: as of `DistributedModule`.
+    model: what the stages run. values: whole parameters and buffers by placeholder; those on the meta device are left
+        empty. sync, bare, seed, captor, outputs: as of `DistributedModule`.
 
     Raises:
         MeshError: if the plan is not for as many ranks as there are processes.
@@ -89,28 +96,27 @@ class PipelinedModule(Trainable):
 
     def __init__(
         self,
-        stages: Stages,
+        model: StagedModel,
         values: Mapping[str, Tensor],
         *,
         sync: bool = True,
         bare: bool = False,
         seed: int | None = None,
-        exact_random: bool = False,
         captor: Captor | None = None,
         outputs: str = GATHERED,
     ) -> None:
         super().__init__()
         init()
-        self._stages = stages
-        captured, plan, parts = stages.captured, stages.plan, stages.parts
-        self.captured, self.plan, self.bare, self.exact_random = captured, plan, bare, exact_random
+        captured, plan = model.captured, model.plan
+        self._model, self.captured, self.plan = model, captured, plan
+        self.bare, self.exact_random = bare, model.exact_random
         device = own_device()
         self.pipeline_rank = dist.get_rank() // plan.mesh.size
         with failing_together():
             schedule_class(plan.schedule)
-            self._owners = owners(parts)
+            self._owners = owners(model.stages)
             check_shared(captured, plan, self._owners)
-            locals_ = {s: stages.local(s) for s in plan.stages_of(self.pipeline_rank)}
+            locals_ = {s: model.local(s) for s in plan.stages_of(self.pipeline_rank)}
             check_names((name for spec in _specs(captured) for name in spec.names), dir(self))
         empty = [spec for spec in _specs(captured) if values[spec.placeholder].is_meta]
         agree({**_facts(captured, plan), "values": f"{len(empty)} of {len(_specs(captured))} on the meta device"})
@@ -132,7 +138,7 @@ class PipelinedModule(Trainable):
                 state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
                 state.register(self, values, sync=False)
                 splits = plan.schedule in SPLITTING
-                stage = Stage(number, local, state, self.groups, self, splits=splits, written=stages.written)
+                stage = Stage(number, local, state, self.groups, self, splits=splits, written=model.written)
                 stage.sends_away = _is_away(plan, number, number + 1)
                 stage.returns_away = _is_away(plan, number, number - 1)
                 self.stages.append(stage)
@@ -143,7 +149,7 @@ class PipelinedModule(Trainable):
         self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
         self.bind()
         install_check()
-        self._schedule = Schedule(plan, parts, self.stages, self.pipeline_group, stages.loss_dtype)
+        self._schedule = StageSchedule(plan, model.stages, self.stages, self.pipeline_group, model.loss_dtype)
         self._take_captor(captor, outputs, self._make_variant)
         self.training = captured.training
 
@@ -211,9 +217,8 @@ class PipelinedModule(Trainable):
 
     def _twin(self) -> "PipelinedModule":
         captor, empty = None if self._variants is None else self._variants.captor, without_values(self.captured)
-        own: dict[str, Any] = {"seed": self.seed, "exact_random": self.exact_random, "captor": captor}
-        own |= {"outputs": self._outputs, "bare": self.bare}
-        return type(self)(self._stages, empty, sync=False, **own)
+        own: dict[str, Any] = {"seed": self.seed, "captor": captor, "outputs": self._outputs, "bare": self.bare}
+        return type(self)(self._model, empty, sync=False, **own)
 
     def _make_variant(self, captured: CapturedModel, returned: Returned, gathers: bool) -> StagedVariant:
         assert self._variants is not None
@@ -288,7 +293,7 @@ class PipelinedModule(Trainable):
             told[1] = 1.0 if (scale := gradient_scale(accumulation, last.counts)) is None else scale
         dist.broadcast(told, group=self.pipeline_group, group_src=source)
         loss, scale = told.unbind()
-        return loss.to(self._stages.loss_dtype), None if accumulation.count is None else scale
+        return loss.to(self._model.loss_dtype), None if accumulation.count is None else scale
 
     def _gradients(self, scale: Tensor | None) -> dict[str, Tensor]:
         """The step's gradients of this rank's parameters, by placeholder, summed over the stages that share them."""

@@ -47,7 +47,7 @@ def schedule_class(schedule: str) -> Any:
     return found
 
 
-class Schedule:
+class StageSchedule:
     """Runs steps over a rank's stages, together with the other ranks of its pipeline.
 
     captured: all stages of the model. loss_dtype: what the last one gives (torch 2.11 checks it).

@@ -57,7 +57,7 @@ class Captor(Protocol):
     def stages(self, captured: CapturedModel, *, gathers: bool) -> tuple[tuple[int, LocalModel], ...]: ...
 
 
-class VariantRuns(Protocol):
+class Runnable(Protocol):
     """A graph that runs a call."""
 
     @property
@@ -65,7 +65,7 @@ class VariantRuns(Protocol):
     def run(self, inputs: Mapping[str, Tensor], draws: Draws, outputs: str, *, is_local: bool) -> Any: ...
 
 
-Make = Callable[[CapturedModel, Returned, bool], VariantRuns]
+Make = Callable[[CapturedModel, Returned, bool], Runnable]
 """Of a captured call what runs it, gathering what it returns or not; all ranks together."""
 
 
@@ -76,7 +76,7 @@ class Variants:
         self.captor, self.make = captor, make
         self.modes = self.first = captor.modes()
         self.planned = dict(flatten_inputs(captor.call.args, captor.call.kwargs)[0])
-        self._made: dict[object, list[tuple[CapturedModel, VariantRuns]]] = {}
+        self._made: dict[object, list[tuple[CapturedModel, Runnable]]] = {}
         self._returned: dict[object, tuple[list[Tensor], Returned]] = {}
         self._last: object = None
         self._waiting: DeferredCall | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PlanChange:
     """`count` things of one kind, alike but for the numbers in their paths, that are `left` here and `right` there."""
 
     kind: str
@@ -17,12 +17,12 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class PlanDifference:
     """facts: what the plans are for, where that differs; seconds of a step and bytes at the peak by kind, of both."""
 
     model: str
     facts: Mapping[str, tuple[str, str]]
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
     seconds: Mapping[str, tuple[float, float]]
     nbytes: Mapping[str, tuple[float, float]]
 

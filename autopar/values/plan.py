@@ -1,6 +1,6 @@
-"""What was decided, as a value: one choice per node and mesh axis, where parameters live, which way tensors travel.
+"""What was decided of a stage, as a value: a choice per node and mesh axis, where parameters live, how tensors travel.
 
-A plan names no process and no tensor data. Saved as JSON (schema `VERSION`), it is refused for another model or mesh.
+It names no process and no tensor data.
 """
 
 import itertools
@@ -123,7 +123,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A distribution of one captured model over one mesh.
+    """A distribution of one stage, which is a captured model, over one mesh.
 
     choices: for every call node, the name of its rule's choice on each mesh axis (`autopar.rules.rule.Choice.name`).
     layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.

@@ -6,7 +6,7 @@ from autopar.lower.messages import Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class PlanCheck:
     """One plan against one process: largest relative errors over all ranks and steps, and messages as predicted and
     as counted in the first.
 
@@ -61,13 +61,13 @@ TOLERANCES = {
 """Largest relative error of the loss and of any gradient that rounding explains, by precision."""
 
 
-def merge(checks: list[Check]) -> Check:
+def merge(checks: list[PlanCheck]) -> PlanCheck:
     """The worst rank's errors; messages must agree on all ranks, or the first that differs is shown."""
     worst = max(checks, key=lambda c: (c.gradient_error != c.gradient_error, c.gradient_error))
     written = max(checks, key=lambda c: (c.state_error != c.state_error, c.state_error))
     odd = next((c for c in checks if not c.bytes_match), checks[0])
     farthest = max(checks, key=lambda c: abs(c.peak_error))
-    return Check(
+    return PlanCheck(
         plan=checks[0].plan,
         loss=checks[0].loss,
         loss_error=max(c.loss_error for c in checks),

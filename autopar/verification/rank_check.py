@@ -10,10 +10,15 @@ from autopar.lower.messages import Sent, sent_by_rank
 from autopar.oracle import TrainedStep
 from autopar.oracle.compare import FLOOR, relative_error
 from autopar.passes.split_stages import split_stages
+from autopar.runtime import count_messages, distributed_module
+from autopar.runtime.data import local_samples
+from autopar.runtime.peak_memory import watch
+from autopar.search.staged.staged_memory import peaks_without_optimizer
+from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel, ParameterSpec
 from autopar.values.placement import local_ranges
 from autopar.values.staged_plan import StagedPlan
-from autopar.verification.check import PEAK_TOLERANCE, Check
+from autopar.verification.check import PEAK_TOLERANCE, PlanCheck
 from autopar.verification.one_process import SEED
 
 DEVICES = {"cpu": "cpu", "cuda": "h100"}
@@ -29,12 +34,9 @@ def check_rank(
     plan: StagedPlan,
     captured: CapturedModel,
     tensors: Mapping[str, Any],
-    wanted: Sequence[TrainedStep],
-) -> Check:
+    wanted: Sequence[Step],
+) -> PlanCheck:
     """This rank's view of one plan."""
-    from autopar.runtime import count_messages
-    from autopar.runtime.peak_memory import watch
-
     module, predicted, predicted_peak = _prepared(captured, plan, tensors)
     is_local = module.takes_slices
     errors = {"loss": (0.0, ""), "gradient": (0.0, ""), "state": (0.0, "")}
@@ -57,7 +59,7 @@ def check_rank(
     peak = _least_peak(
         module, own_inputs(module, captured, tensors["inputs"][0]), predicted_peak, peak, is_local=is_local
     )
-    return Check(
+    return PlanCheck(
         plan=label,
         loss=first,
         loss_error=errors["loss"][0],
@@ -85,8 +87,6 @@ def _least_peak(module: Any, inputs: Mapping[str, Tensor], predicted: float, pea
     """The peak of the first step or, where any rank's is not as predicted, the least of some steps."""
     import torch.distributed as dist
 
-    from autopar.runtime.peak_memory import watch
-
     for _ in range(STEPS - 1):
         is_off = torch.tensor(abs(predicted / peak - 1) > PEAK_TOLERANCE, dtype=torch.int32)
         dist.all_reduce(is_off)
@@ -105,8 +105,6 @@ Prepared = tuple[Any, Sent, float]
 
 def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What a rank gives its module of a global batch: its slices where it takes them."""
-    from autopar.runtime.data import local_samples
-
     if not module.takes_slices:
         return whole
     return {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
@@ -114,10 +112,6 @@ def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]
 
 def _prepared(captured: CapturedModel, plan: StagedPlan, tensors: Mapping[str, Any]) -> Prepared:
     """Of a plan, on this rank's stages."""
-    from autopar.runtime import distributed_module
-    from autopar.search.staged.staged_memory import peaks_without_optimizer
-    from autopar.values.cluster import load_cluster
-
     stages = split_stages(captured, plan.cuts)
     module = distributed_module(captured, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)
     on_host = module.device.type == "cpu"

@@ -22,13 +22,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import ArgumentError, MeshError, RankError
-from autopar.oracle import TrainedStep
+from autopar.oracle import Step
+from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.values.graph import CapturedModel
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
 from autopar.values.staged_plan import StagedPlan
-from autopar.verification.check import Check, merge
+from autopar.verification.check import PlanCheck, merge
 from autopar.verification.one_process import draws, reference_steps
 from autopar.verification.rank_check import DEVICES, check_rank
 
@@ -43,7 +44,7 @@ def verify_plans(
     reference: CapturedModel | None = None,
     device: str = "cpu",
     timeout_seconds: float = 120.0,
-) -> Iterator[Check]:
+) -> Iterator[PlanCheck]:
     """Checks of `plans` (label -> plan, all for one number of ranks), in order, as they are made.
 
     Args:
@@ -113,7 +114,7 @@ class _quiet_threads:
 
 def _results(
     folder: Path, plans: Mapping[str, StagedPlan], processes: list[Any], timeout_seconds: float
-) -> Iterator[Check]:
+) -> Iterator[PlanCheck]:
     for number, label in enumerate(plans):
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)
         file = folder / f"result{number}"
@@ -130,8 +131,6 @@ def _results(
 def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> None:
     """One rank: checks plan after plan; rank 0 writes the results."""
     import torch.distributed as dist
-
-    from autopar.runtime import init
 
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # convolutions would be off by more than float32 is
@@ -152,7 +151,7 @@ def _worker(environment: Mapping[str, str], folder_name: str, device: str) -> No
     wanted = [TrainedStep(**step) for step in torch.load(folder / "wanted.pt", weights_only=True, mmap=True)]
     for number, (label, text) in enumerate(texts.items()):
         check = check_rank(label, plan_from_json(text), captured, tensors, wanted)
-        gathered: list[Check] = [check] * world
+        gathered: list[PlanCheck] = [check] * world
         dist.all_gather_object(gathered, check)
         if rank == 0:
             part = folder / f"part{number}"

@@ -16,13 +16,15 @@ from autopar.rules.words import dim_tags
 from autopar.search.costs.ledger import describe
 from autopar.search.explanation.alternatives import stored_as, words_of
 from autopar.values.blocks import block_of, kind_of
-from autopar.values.difference import Change, Difference
+from autopar.values.difference import PlanChange, PlanDifference
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
 from autopar.values.staged_plan import StagedPlan
 
 
-def compare(left: StagedPlan, right: StagedPlan, left_graph: CapturedModel, right_graph: CapturedModel) -> Difference:
+def compare(
+    left: StagedPlan, right: StagedPlan, left_graph: CapturedModel, right_graph: CapturedModel
+) -> PlanDifference:
     """The difference of two plans, each with the graph that it is for.
 
     Raises:
@@ -38,8 +40,8 @@ def compare(left: StagedPlan, right: StagedPlan, left_graph: CapturedModel, righ
         a, b = one.get(key, _absent(kind)), other.get(key, _absent(kind))
         if a != b:
             counted[kind, what, a, b] = counted.get((kind, what, a, b), 0) + 1
-    changes = (Change(kind=k, what=w, count=n, left=a, right=b) for (k, w, a, b), n in counted.items())
-    return Difference(
+    changes = (PlanChange(kind=k, what=w, count=n, left=a, right=b) for (k, w, a, b), n in counted.items())
+    return PlanDifference(
         model=left.model,
         facts={name: (a, b) for name, (a, b) in _facts(left, right).items() if a != b},
         changes=tuple(changes),

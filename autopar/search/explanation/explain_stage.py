@@ -22,7 +22,7 @@ from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Space
 from autopar.search.explanation.odd_rows import odd_rows
-from autopar.search.explanation.questions import UNLIMITED, Questions, changes
+from autopar.search.explanation.questions import UNLIMITED, TimedQuestions, changes
 from autopar.search.in_buckets import LEAST as BESIDE
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
@@ -42,7 +42,7 @@ DECISIONS = 8
 
 
 def explain_stage(
-    whole: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: Questions, relative_gap: float
+    whole: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
 ) -> Explanation:
     """The explanation of a plan of one stage."""
     program = make_program(captured)
@@ -68,7 +68,7 @@ class _Asker:
     captured: CapturedModel
     program: Program
     pricer: Pricer
-    questions: Questions
+    questions: TimedQuestions
     relative_gap: float
     is_in_buckets: bool
 

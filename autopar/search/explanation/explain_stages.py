@@ -27,7 +27,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.search.costs.ledger import ledger
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.explanation.questions import Questions, changes
+from autopar.search.explanation.questions import TimedQuestions, changes
 from autopar.search.joint.candidates import SEARCHED, Candidate
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Setup
@@ -46,7 +46,7 @@ from autopar.values.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_r
 
 
 def explain_stages(
-    plan: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: Questions, relative_gap: float
+    plan: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
 ) -> Explanation:
     """The explanation of a plan of several stages."""
     asker = _Asker(plan=plan, captured=captured, cluster=cluster, questions=asked, relative_gap=relative_gap)
@@ -84,7 +84,7 @@ class _Asker:
     plan: StagedPlan
     captured: CapturedModel
     cluster: Cluster
-    questions: Questions
+    questions: TimedQuestions
     relative_gap: float
 
     def run(self) -> Explanation:

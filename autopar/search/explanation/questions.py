@@ -19,7 +19,7 @@ LEAST = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Questions:
+class TimedQuestions:
     """Those that are asked while there is time.
 
     unanswered: what the time given did not suffice for.
@@ -43,9 +43,9 @@ class Questions:
         return max(min(self.deadline - time.monotonic(), self.each), 0.1)
 
 
-def questions(seconds: float, tell: Callable[[str], None] | None) -> Questions:
+def questions(seconds: float, tell: Callable[[str], None] | None) -> TimedQuestions:
     """Those that can be asked in so many seconds from now on."""
-    return Questions(deadline=time.monotonic() + seconds, each=seconds * EACH, tell=tell or (lambda _: None))
+    return TimedQuestions(deadline=time.monotonic() + seconds, each=seconds * EACH, tell=tell or (lambda _: None))
 
 
 def changes(cluster: Cluster, limit: float) -> list[tuple[str, Cluster, float]]:
