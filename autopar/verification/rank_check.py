@@ -34,7 +34,7 @@ def check_rank(
     plan: StagedPlan,
     captured: CapturedModel,
     tensors: Mapping[str, Any],
-    wanted: Sequence[Step],
+    wanted: Sequence[TrainedStep],
 ) -> PlanCheck:
     """This rank's view of one plan."""
     module, predicted, predicted_peak = _prepared(captured, plan, tensors)

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar.errors import ArgumentError, MeshError, RankError
-from autopar.oracle import Step
+from autopar.oracle import TrainedStep
 from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.values.graph import CapturedModel
