@@ -51,6 +51,7 @@ SEARCH_ORDER = (
         "following",
         "meshes",
         "pipeline_parts",
+        "search_options",
     ),
     "alike_meshes",
     *("graph_file", "solve"),

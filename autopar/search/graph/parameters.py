@@ -8,7 +8,7 @@ parameter are priced as if each came from storage by itself, so that for these a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from autopar.lower.program import Program, Tensor
 from autopar.search.costs.storages import storages
 from autopar.search.graph.lattice import Distances, Lattices, cheapest_ways
 from autopar.search.graph.moments import Moments
-from autopar.search.graph.options import Restriction
+from autopar.search.graph.options import EVERYTHING, Restriction
 from autopar.search.graph.strategy_graph import Floats, Ints
 from autopar.values.placement import Layout
 from autopar.values.redistribution import Step
@@ -51,30 +51,49 @@ class ParameterSpace:
     ways: tuple[Way, ...]
 
 
-def parameter_space(
-    tensor: Tensor,
-    uses: tuple[Layout, ...],
-    savers: float,
-    in_backward: bool,
-    shared: bool,
-    regatherable: bool,
-    lattices: Lattices,
-    restriction: Restriction,
-    microbatches: float,
-    limited: bool = True,
-) -> ParameterSpace:
-    """The options of a parameter used in `uses`; each copy is gathered again `savers` times if it lives for a use.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """A kind of parameter and how it is used.
 
-    `limited`: bytes count; else only the cheapest in seconds are kept, for every use one (of a `shared` one, all).
-
-    `shared`: several readers may want different copies, so an option kept for one of them is kept for all.
-    `regatherable`: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
+    uses: the layouts that its readers want.
+    savers: how often a copy that lives for a use is gathered again.
+    in_backward: some reader has a backward pass.
+    shared: several readers may want different copies, so an option kept for one of them is kept for all.
+    regatherable: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
+    microbatches: how often a micro-batch's passes are paid for, beside what is paid for once.
+    limited: bytes count; else only the cheapest in seconds are kept, for every use one (of a `shared` one, all).
     """
-    pricer = lattices.pricer
+
+    tensor: Tensor
+    uses: tuple[Layout, ...]
+    savers: float
+    in_backward: bool
+    shared: bool
+    regatherable: bool
+    microbatches: float
+    limited: bool
+
+
+def parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -> ParameterSpace:
+    """The options of a parameter, found once for all graphs of the program on the mesh."""
+    made, tensor = lattices.pricer.made, used.tensor
+    if restriction.storage is EVERYTHING.storage:  # else it may ask for the parameter's name
+        tensor = replace(tensor, name="")
+    in_buckets = lattices.pricer.in_buckets
+    key = replace(used, tensor=tensor), restriction.storage, restriction.lifetimes, in_buckets
+    if key not in made:
+        made[key] = _parameter_space(used, lattices, restriction)
+    found: ParameterSpace = made[key]
+    return found
+
+
+def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -> ParameterSpace:
+    pricer, tensor, uses, microbatches = lattices.pricer, used.tensor, used.uses, used.microbatches
+    savers, shared, limited = used.savers, used.shared, used.limited
     once = "step" if microbatches > 1 else "keep"
     lifetimes = tuple(v for v in restriction.lifetimes if v != "step" or microbatches > 1)
-    lifetimes = lifetimes if regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
-    trained = in_backward and tensor.requires_grad
+    lifetimes = lifetimes if used.regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
+    trained = used.in_backward and tensor.requires_grad
     stored = [
         s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
     ]

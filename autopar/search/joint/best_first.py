@@ -33,7 +33,7 @@ BETTER = 0.05
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same bound."""
 PATIENCE, PATIENT_PART = 60.0, 0.4
-"""Seconds, or which part of those given, after which what is at hand is taken if there is no answer yet."""
+"""Seconds, or which part of those given, after which a quick answer is taken if there is none yet."""
 ALIKE = (1.2, 1.03)
 """Of the promising, those expected so near the least are as good: the one of least effort is taken. For a first answer,
 then for better ones."""
@@ -86,7 +86,7 @@ class Problems(Protocol[Asked, Given]):
     def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
         """These are tightened next."""
 
-    def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
+    def quick_plans(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
         """Answers that are soon found, of some of these, and their costs; better than none at all."""
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
@@ -344,9 +344,9 @@ def _take(
     left: float | None,
     tell: Callable[[str], None],
 ) -> float:
-    """The best answer at hand, if there is one; what it costs."""
+    """The best quick answer, if there is one; what it costs."""
     tell("looking for any plan that fits")
-    for found in problems.at_hand(keys, left):
+    for found in problems.quick_plans(keys, left):
         if found[2] < outcome.cost:  # taken at once, for whoever interrupts the next
             outcome.key, outcome.answer, outcome.cost = found
     return outcome.cost

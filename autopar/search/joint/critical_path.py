@@ -29,10 +29,11 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
-from autopar.search.graph.build import build
+from autopar.search.graph.build import Counted, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.moments import Share
 from autopar.search.joint.messages import crossing, least_messages
+from autopar.search.search_options import Asked
 
 GAP = 2e-3
 SECONDS = 15.0
@@ -83,15 +84,15 @@ def way_seconds(
     fold: bool,
     *,
     limit: float | None = None,
-    cutoff: float = math.inf,
-    enough: float = math.inf,
-    prices: dict[int, float] | None = None,
+    asked: Asked | None = None,
+    seconds: float = SECONDS,
     exact: bool = False,
 ) -> float:
     """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the fullest
-    rank, recompute allowed, or no less than the cutoff, or than what is `enough`.
+    rank, recompute allowed.
 
-    prices: of memory, see `ilp.solve`. exact: of choices, not of their relaxation.
+    seconds: of climbing prices of memory, or solving.
+    exact: of choices, not of their relaxation.
     """
     ranks = np.arange(len(way.forward)) % way.num_ranks
     paid = Paid(
@@ -101,22 +102,23 @@ def way_seconds(
         once=np.where(ranks == way.rank, 1.0, 0.0),
     )
     if limit is None:
-        graph = build(program, pricer, limit=None, fold=fold, paid=paid).graph
-        return least_seconds(graph, cutoff - way.sent) + way.sent
-    known = {} if prices is None else prices
-    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid).graph
+        graph = build(program, pricer, limit=None, fold=fold, counted=Counted(paid=paid)).graph
+        return least_seconds(graph) + way.sent
+    asked = asked or Asked()
+    cutoff = asked.cutoff - way.sent
+    counted = Counted(share=way.share, paid=paid)
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, counted=counted).graph
     if not exact:
-        till = cutoff - way.sent, enough - way.sent
-        return least_within(graph, cutoff=till[0], enough=till[1], seconds=SECONDS, prices=known) + way.sent
+        return least_within(graph, cutoff=cutoff, seconds=seconds, prices=asked.prices) + way.sent
     try:
         found = solve(
             graph,
             relative_gap=GAP,
-            seconds=SECONDS,
-            cutoff=cutoff - way.sent,
+            seconds=seconds,
+            cutoff=cutoff,
             binds=True,
             say_least=False,
-            prices=known,
+            prices=asked.prices,
         )
     except CutoffError as error:
         return error.bound + way.sent

@@ -8,6 +8,7 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import Way
 from autopar.search.meshes import Arrangement
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster
 from autopar.values.plan import TrainConfig
 from autopar.values.staged_plan import StagedPlan
@@ -17,16 +18,14 @@ from autopar.values.staged_plan import StagedPlan
 class Setup:
     """What the problems of a search have in common, beside the graphs.
 
-    counts: of micro-batches. buckets: without stages parameters share messages; flatten: see `timeline.buckets`.
+    counts: of micro-batches.
+    options: `buckets` without stages; with those every collective is alone until a plan is found.
     """
 
     counts: tuple[int, ...]
     cluster: Cluster
     config: TrainConfig
-    relative_gap: float
-    fold: bool
-    buckets: bool = False
-    flatten: bool = True
+    options: SearchOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +48,23 @@ class Relaxing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refining:
-    """The question what a candidate takes at least within memory, whatever the cutoff, or what is `enough`.
+    """The question what a candidate takes at least within memory, whatever the cutoff.
 
-    most: not 0 where all of its `together.Group` are meant, of whose numbers of micro-batches it is the largest.
+    most: not 0 where all of its `shared_bounds.Group` are meant, of whose numbers of micro-batches it is the largest.
     prices: of memory, that are tried first.
     """
 
     key: Candidate
     most: int = 0
     cutoff: float = field(compare=False)
-    enough: float = field(compare=False, default=math.inf)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """bound: seconds of a step, infinite where nothing fits. uneven: memory aside, of every mesh like the candidate's
-    and every cut of its stages, None where that was not asked. prices: of memory, where it binds."""
+    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
 
     bound: float
-    uneven: float | None
     prices: dict[int, float]
 
 

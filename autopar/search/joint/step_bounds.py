@@ -57,7 +57,7 @@ class StepBounds:
     def rounds(self, key: Candidate, microbatches: int) -> Rounds:
         """Of the candidate's schedule with so many micro-batches."""
         p, v = key.arrangement.pipeline, key.chunks
-        if v == 1 or not self.setup.fold:
+        if v == 1 or not self.setup.options.fold:
             return rounds(key.schedule, p, microbatches)
         known = (key.schedule, p, v, microbatches)
         if known not in self._rounds:
