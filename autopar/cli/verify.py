@@ -219,7 +219,7 @@ def _plans(
         machine = load_cluster(f"{mesh.size}xcpu")
         with console.status("planning"):
             options = SearchOptions(relative_gap=0.01, with_baselines=False, buckets=True)
-            found = make_plan(captured, machine, mesh, config, options)
+            found = one_stage(make_plan(captured, machine, mesh, config, options))
         yield "ilp", found
 
 

@@ -1,16 +1,14 @@
 """How is a search done, whatever it searches? One value that every search is given."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 SOLVERS = ("auto", "ilp", "double-recursive")
 
 
-class Tell(Protocol):
-    """Is told, in words, what is being done."""
-
-    def __call__(self, text: str, /) -> object: ...
+Tell = Callable[[str], None]
+"""Is told, in words, what is being done."""
 
 
 def silent(_: str) -> None:
