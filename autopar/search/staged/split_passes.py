@@ -25,6 +25,10 @@ class Parts:
     returned: float
 
 
+NO_PARTS = Parts(first=(), second=(), left=(), returned=0.0)
+"""Of a backward pass in one piece."""
+
+
 def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
     """Both parts, of what is kept from forward and what a whole backward pass holds."""
     cut = find_cut(live.step)

@@ -267,7 +267,7 @@ def price_stage(
             passes[part] = sum(task.seconds for task in tasks if not task.event.once)
     return StagePrice(
         **passes,
-        memory=stage_memory(Live(step), stage),
+        memory=stage_memory(Live(step), stage, splits=splits),
         sent=sent_seconds(program, pricer, sent, send),
     )
 
