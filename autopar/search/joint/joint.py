@@ -64,9 +64,11 @@ MESSAGES = 1.1
 
 @dataclass(slots=True, kw_only=True)
 class Joint:
-    """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`;
-    line: what gives them, where something does, though it may have to be captured for that; at hand: if it need not.
+    """The problems of `best_first`: one search over meshes, stages, micro-batches and schedules.
 
+    graph: the captured model of one of so many micro-batches, for each of `counts`.
+    line: what gives them, where something does, though it may have to be captured for that; line_at_hand: if it need
+        not.
     improved: told the number of a plan that is better than the best before it, which was not the first.
     workers: run `joint.worker` and answer beside this process.
     """

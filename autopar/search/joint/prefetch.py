@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.capture.rebatch import Line
+from autopar.search.joint.questions import Found, Problem
 from autopar.search.joint.workers import Told, Workers
 from autopar.values.graph import CapturedModel
 from autopar.values.serialize import dump
@@ -23,10 +24,17 @@ QUEUED = 12
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prefetch:
-    """here: answers a question in this process. graph, needs: the graph of so many micro-batches, and the numbers whose
-    graphs a question is about, which are sent with it; but for a line, if there is one, of which workers make them; at
-    hand: if nothing has to be captured for it.
-    fresh: a question as it is asked with all that is known by now. setup: what a worker is told first."""
+    """The answers of one search, found in this process and in workers beside it.
+
+    here: answers a question in this process.
+    fresh: a question as it is asked with all that is known by now.
+    graph: of one of so many micro-batches.
+    needs: the numbers of micro-batches whose graphs a question is about, which are sent with it.
+    setup: what a worker is told first.
+    line: of which workers make the graphs themselves, if there is one; line_at_hand: if nothing has to be captured for
+        it.
+    workers: None to answer all here.
+    """
 
     here: Callable[[Any], Any]
     fresh: Callable[[Any], Any]
@@ -42,7 +50,7 @@ class Prefetch:
     _sent: set[int] = field(default_factory=set)
     _ends: tuple[bytes, bytes, tuple[int, int]] | None = None
 
-    def of(self, question: Hashable) -> Any:
+    def of(self, question: Problem[Found]) -> Found:
         """The answer."""
         if question not in self._found:
             future = self._asked.pop(question, None)
@@ -53,7 +61,8 @@ class Prefetch:
                     self._found[waiting] = self.here(self.fresh(waiting))
                 found = _result(future)
                 self._found[question] = self.here(question) if found is None else found
-        return self._found[question]
+        answer: Found = self._found[question]
+        return answer
 
     def knows(self, question: Hashable) -> bool:
         """Whether there is an answer without waiting."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.exact.ilp import CutoffError
@@ -12,6 +13,14 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster
 from autopar.values.plan import TrainConfig
 from autopar.values.staged_plan import StagedPlan
+
+Found = TypeVar("Found")
+
+
+class Problem(Generic[Found]):
+    """What one process of the search may ask another; what comes back is a `Found`."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +38,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxing:
+class Relaxing(Problem[float]):
     """The question what `times` micro-batches, and what is paid once, take at least with memory aside, whatever the
     cutoff, on the first of the meshes that are alike.
 
@@ -47,7 +56,15 @@ class Relaxing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refining:
+class Refined:
+    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
+
+    bound: float
+    prices: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refining(Problem[Refined]):
     """The question what a candidate takes at least within memory, whatever the cutoff.
 
     most: not 0 where all of its `shared_bounds.Group` are meant, of whose numbers of micro-batches it is the largest.
@@ -57,30 +74,6 @@ class Refining:
     key: Candidate
     most: int = 0
     cutoff: float = field(compare=False)
-    prices: dict[int, float] = field(compare=False, default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refined:
-    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
-
-    bound: float
-    prices: dict[int, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solving:
-    """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
-
-    is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
-    patient: so long that it is asked once nothing else is left to do.
-    """
-
-    key: Candidate
-    cutoff: float = field(compare=False)
-    deadline: float | None = field(compare=False)
-    patient: bool = False
-    is_refined: bool = field(compare=False, default=False)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 
@@ -98,7 +91,23 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tightening:
+class Solving(Problem[Solved]):
+    """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
+
+    is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
+    patient: so long that it is asked once nothing else is left to do.
+    """
+
+    key: Candidate
+    cutoff: float = field(compare=False)
+    deadline: float | None = field(compare=False)
+    patient: bool = False
+    is_refined: bool = field(compare=False, default=False)
+    prices: dict[int, float] = field(compare=False, default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tightening(Problem[float]):
     """The question what a step takes at least on this way of the candidate's, whatever the cutoff.
 
     prices: of memory, that are tried first.
