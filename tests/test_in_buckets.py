@@ -39,6 +39,8 @@ from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, program_of
 
 GAP = 1e-3
+ALONE = SearchOptions(relative_gap=GAP, with_baselines=False)
+IN_BUCKETS = replace(ALONE, buckets=True)
 
 
 class Net(nn.Module):
@@ -69,13 +71,7 @@ def hosts(start: float, bandwidth: float = 1e8, device: str = "cpu") -> Cluster:
 
 
 def searched(cluster: Cluster) -> Plan:
-    return make_plan(
-        net(),
-        cluster,
-        make_mesh((2, 2)),
-        TrainConfig(),
-        SearchOptions(relative_gap=GAP, with_baselines=False, buckets=True),
-    )
+    return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), IN_BUCKETS)
 
 
 def prices(plan: Plan, cluster: Cluster) -> Pricer:
@@ -84,9 +80,7 @@ def prices(plan: Plan, cluster: Cluster) -> Pricer:
 
 def alone(cluster: Cluster) -> Plan:
     """The best whose collectives all go alone."""
-    return make_plan(
-        net(), cluster, make_mesh((2, 2)), TrainConfig(), SearchOptions(relative_gap=GAP, with_baselines=False)
-    )
+    return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), ALONE)
 
 
 def chosen(plan: Plan, cluster: Cluster, *, with_baselines: bool = True, beside: bool = True) -> Plan:
@@ -227,19 +221,13 @@ def test_a_loss_that_goes_along_with_gradients_is_not_kept_from_being_split() ->
     """Two starts, which a sum counts, would keep all from being split; they are not paid where gradients are sent."""
     captured = classes()
     cluster, program = hosts(3e-2, 1e9), make_program(captured)
-    plan = make_plan(
-        captured,
-        cluster,
-        make_mesh((2, 2)),
-        TrainConfig(),
-        SearchOptions(relative_gap=GAP, with_baselines=False, buckets=True),
-    )
+    plan = make_plan(captured, cluster, make_mesh((2, 2)), TrainConfig(), IN_BUCKETS)
     by_sum, found = (
         best_in_buckets(
             plan,
             program,
             prices(plan, cluster),
-            SearchOptions(relative_gap=GAP, with_baselines=False),
+            ALONE,
             beside=beside,
             spent=math.inf,
         )
@@ -402,18 +390,10 @@ def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> Non
 def test_over_every_mesh_a_plan_is_no_worse_than_on_the_best_of_them() -> None:
     """Also where no first plan of a mesh is near what is proved there."""
     cluster = hosts(3e-4)
-    found, _ = search_meshes(
-        None,
-        lambda _: net(),
-        cluster,
-        TrainConfig(),
-        SearchOptions(relative_gap=GAP, with_baselines=False, buckets=True),
-    )
+    found, _ = search_meshes(None, lambda _: net(), cluster, TrainConfig(), IN_BUCKETS)
     own = []
     for mesh in meshes(cluster):
-        plan = make_plan(
-            net(), cluster, mesh, TrainConfig(), SearchOptions(relative_gap=GAP, with_baselines=False, buckets=True)
-        )
+        plan = make_plan(net(), cluster, mesh, TrainConfig(), IN_BUCKETS)
         own.append(chosen(plan, cluster, with_baselines=False, beside=False).estimate)
     assert found.estimate.in_turn_seconds <= min(one.in_turn_seconds for one in own) * (1 + 2 * GAP)
     assert found.estimate.bound <= min(one.in_turn_seconds for one in own)

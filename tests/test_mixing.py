@@ -21,7 +21,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import Arrangement, parts
 from autopar.search.mixing import blocks_of, mixed, mixed_within
 from autopar.search.planner import make_plan, plan_rank
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.stages import PricedStages, even_cuts, even_starts, priced, simulated, staged
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
@@ -219,7 +219,7 @@ def _best(program: Program, cluster: Cluster, limit: float | None) -> StagedPlan
 
     def whole(own: Pricer, share: Share, mixes: bool) -> Exact:
         options = SearchOptions(relative_gap=2e-2, seconds=10.0)
-        return plan_rank(program, own, share, options, Asked(), mixes=mixes)
+        return plan_rank(program, own, share, options, SearchAim(), mixes=mixes)
 
     arrangement = Arrangement(pipeline=2, cluster=pricer.cluster, mesh=pricer.mesh)
     key = Candidate(arrangement=arrangement, microbatches=program.microbatches, schedule="1f1b")

@@ -28,7 +28,7 @@ from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.known.baselines import BASELINES, baseline_plan
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.plan_file import plan_from_json
@@ -263,6 +263,6 @@ def test_what_is_proved_within_less_memory_is_none_of_the_limits(
     pricer, program = pricer_of((4,)), program_of("gpt2")
     with pytest.raises(SearchTimeoutError, match="proves nothing") as refused:
         planner.plan_program(
-            program, pricer, SearchOptions(relative_gap=0.01, with_baselines=False), Asked(says_least=False)
+            program, pricer, SearchOptions(relative_gap=0.01, with_baselines=False), SearchAim(says_least=False)
         )
     assert refused.value.bound == bounds[0] < 9.0

@@ -17,8 +17,8 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint import mesh_search
-from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, Outcome, best_first
-from autopar.search.joint.candidates import Candidate, Space, candidates
+from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, SearchOutcome, best_first
+from autopar.search.joint.candidates import Candidate, CandidateSpace, candidates
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.joint.quick_plans import quick_plans
 from autopar.search.meshes import arrangements, divisors, meshes, parts
@@ -328,8 +328,8 @@ def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.Mon
     made = [replace(plan, estimate=replace(plan.estimate, seconds=s, hidden=h * s["forward"], baselines={}))
             for s, h in zip(seconds, hidden, strict=True)]  # fmt: skip
 
-    def searched(*_: object, **__: object) -> Outcome[Candidate, StagedPlan]:
-        outcome = Outcome[Candidate, StagedPlan]()
+    def searched(*_: object, **__: object) -> SearchOutcome[Candidate, StagedPlan]:
+        outcome = SearchOutcome[Candidate, StagedPlan]()
         for key, one in zip(keys, made, strict=True):
             outcome.take(key, one, one.estimate.in_turn_seconds)
         return outcome
@@ -340,7 +340,13 @@ def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mesh_search, "best_first", searched)
     found, _ = search_meshes(
-        4, graph_of, cluster, TrainConfig(), SearchOptions(relative_gap=GAP), Space(microbatches=1), finish=finish
+        4,
+        graph_of,
+        cluster,
+        TrainConfig(),
+        SearchOptions(relative_gap=GAP),
+        CandidateSpace(microbatches=1),
+        finish=finish,
     )
     assert finished == [made[0].estimate.step_seconds, made[1].estimate.step_seconds], "both may become faster yet"
     assert found.estimate.step_seconds == made[1].estimate.step_seconds

@@ -5,20 +5,20 @@ from dataclasses import asdict, fields
 
 from autopar.values.search_report import (
     LeastInTurn,
-    Ranked,
     RankedPlan,
     Recomputed,
     SearchReport,
-    Solved,
+    SolvedGraph,
     SpaceSearched,
     StageCost,
+    TimelineRanking,
     report_from,
 )
 
 
 def test_a_report_is_read_as_it_was_saved() -> None:
     report = SearchReport(
-        solved=Solved(method="ilp", status="optimal", nodes=3, options=9, arcs=4, build_seconds=0.5),
+        solved=SolvedGraph(method="ilp", status="optimal", nodes=3, options=9, arcs=4, build_seconds=0.5),
         memory_limit=8e10,
         searched_seconds=1.5,
         folded_seconds=1.75,
@@ -41,7 +41,7 @@ def test_a_report_is_read_as_it_was_saved() -> None:
         microbatches={"1": 1.5, "2": "does not fit"},
         one_microbatch="a batch norm",
         copies={"2, two at once": 1.5},
-        timeline=Ranked(
+        timeline=TimelineRanking(
             bucket_nbytes=2.5e7,
             ahead=2,
             chosen=0,

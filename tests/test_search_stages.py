@@ -21,7 +21,7 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
-from autopar.search.joint.candidates import Space
+from autopar.search.joint.candidates import CandidateSpace
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.meshes import parts
@@ -158,7 +158,7 @@ def test_no_named_stages_are_below_what_is_proved_of_every_collective_alone() ->
         machine,
         TrainConfig(),
         SearchOptions(relative_gap=0.02, buckets=True),
-        Space(pipelines=(2,), schedule="1f1b"),
+        CandidateSpace(pipelines=(2,), schedule="1f1b"),
     )
     assert found.num_stages == 2 and not any(stage.buckets for stage in found.stages)
     named = []

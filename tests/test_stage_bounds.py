@@ -21,8 +21,8 @@ from autopar.search.exact import brute_force
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.find_exactly import Exact
-from autopar.search.graph.build import Counted, build
-from autopar.search.graph.moments import Share
+from autopar.search.graph.build import build
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.strategy_graph import usage
 from autopar.search.joint.best_staged import best_staged, way_before_planning
 from autopar.search.joint.candidates import Candidate
@@ -32,7 +32,7 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import Arrangement, parts
 from autopar.search.planner import plan_rank
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.rounds import dealt, interleaved_rounds, least_uneven, rounds
 from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
 from autopar.values.graph import CapturedModel
@@ -57,7 +57,7 @@ def program(microbatches: int = MICROBATCHES) -> Program:
 
 def _whole(own: Pricer, share: Share, _: bool = False, microbatches: int = MICROBATCHES) -> Exact:
     """Blocks alike: no mixture of two plans."""
-    return plan_rank(program(microbatches), own, share, SearchOptions(relative_gap=1e-3), Asked(), mixes=False)
+    return plan_rank(program(microbatches), own, share, SearchOptions(relative_gap=1e-3), SearchAim(), mixes=False)
 
 
 def key(schedule: str, chunks: int, microbatches: int = MICROBATCHES, devices: int = 4) -> Candidate:
@@ -218,7 +218,7 @@ def test_rows_of_ranks_are_parts_of_the_whole() -> None:
         )
 
     def used(share: Share | None, choice: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        made = build(program(), pricer(), limit=1e12, counted=Counted(share=share)).graph
+        made = build(program(), pricer(), limit=1e12, counted=Counting(share=share)).graph
         found = solve(replace(made, memory=None), relative_gap=1e-3)
         return usage(made, found.choice if choice is None else choice, found.arcs), found.choice
 
@@ -327,8 +327,10 @@ def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_le
     relaxed, exact = (way_seconds(program(), pricer(), way, True, limit=limit, exact=e) for e in (False, True))
     assert aside < relaxed * (1 - 1e-3)
     assert relaxed <= exact * (1 + GAP) and exact <= found.plan.estimate.step_seconds
-    assert way_seconds(program(), pricer(), way, True, limit=limit, asked=Asked(cutoff=0.9 * relaxed)) >= 0.9 * relaxed
-    assert way_seconds(program(), pricer(), way, True, limit=limit, asked=Asked(cutoff=1.2 * exact)) < 1.2 * exact
+    assert (
+        way_seconds(program(), pricer(), way, True, limit=limit, asked=SearchAim(cutoff=0.9 * relaxed)) >= 0.9 * relaxed
+    )
+    assert way_seconds(program(), pricer(), way, True, limit=limit, asked=SearchAim(cutoff=1.2 * exact)) < 1.2 * exact
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,10 @@ def plan(
         return one_stage(best_in_buckets(found.single, program, pricer, options, spent=spent))
 
     if searched or (num_pipeline > 1 and baseline is None):
-        from autopar.search.joint.candidates import Space
+        from autopar.search.joint.candidates import CandidateSpace
         from autopar.search.joint.mesh_search import search_meshes
 
-        space = Space(
+        space = CandidateSpace(
             microbatches=None if microbatches == "auto" else microbatches,
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
             mesh=None if searched else own_mesh,

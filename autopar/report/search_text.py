@@ -1,7 +1,7 @@
 """What was searched beside one mesh, which alternatives came near, and what the timeline picked, a line or two each."""
 
 from autopar.report.units import seconds_text
-from autopar.values.search_report import Ranked, SpaceSearched
+from autopar.values.search_report import SpaceSearched, TimelineRanking
 
 SHOWN = 3
 
@@ -29,7 +29,7 @@ def one_microbatch_text(why: str) -> str:
     return f"one micro-batch: the batch cannot be split, for {why}"
 
 
-def timeline_text(ranked: Ranked) -> str:
+def timeline_text(ranked: TimelineRanking) -> str:
     """Which of the plans that the timeline ranked is taken."""
     plans, chosen = ranked.plans, ranked.chosen
     own = plans[chosen]

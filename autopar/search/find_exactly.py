@@ -18,16 +18,16 @@ from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
-from autopar.search.graph.build import Builder, Counted, build
+from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.plan import Plan
-from autopar.values.search_report import Solved
+from autopar.values.search_report import SolvedGraph
 
 GB = 1e9
 TRIAL_GAP = 1e-2
@@ -49,7 +49,7 @@ class Exact:
     plan: Plan
     seconds: float
     bound: float
-    solved: Solved
+    solved: SolvedGraph
     counted_nbytes: float
     mixture: tuple[Plan, Plan] | None = None
 
@@ -59,7 +59,7 @@ def find_exactly(
     pricer: Pricer,
     limit: float,
     options: SearchOptions,
-    asked: Asked,
+    asked: SearchAim,
     *,
     share: Share | None = None,
     mixes: bool = False,
@@ -88,7 +88,7 @@ def find_exactly(
         mixture = parts[0], parts[1]
     solved_at = time.perf_counter()
     graph = problem.graph
-    solved = Solved(
+    solved = SolvedGraph(
         method=EXACT,
         status=solution.status,
         nodes=len(graph.nodes),
@@ -115,7 +115,7 @@ class _Search:
     pricer: Pricer
     limit: float
     options: SearchOptions
-    asked: Asked
+    asked: SearchAim
     share: Share | None
     mixes: bool
     began: float = field(default_factory=time.perf_counter)
@@ -130,7 +130,7 @@ class _Search:
                 limit=self.limit,
                 fold=self.options.fold,
                 builder=builder,
-                counted=Counted(share=self.share),
+                counted=Counting(share=self.share),
             )
         return self._problems[builder]
 
@@ -187,7 +187,7 @@ class _Search:
             pass
         return problem, replace(best, bound=min(proved, best.seconds))
 
-    def _solve(self, problem: Problem, asked: Asked, *, binds: bool = True, hint: Ints | None = None) -> Solution:
+    def _solve(self, problem: Problem, asked: SearchAim, *, binds: bool = True, hint: Ints | None = None) -> Solution:
         """binds: what is cheapest without the limit is known not to fit. hint: a choice to start from."""
         is_plain = problem is self._problems.get(Builder)
         try:

@@ -35,7 +35,7 @@ from autopar.search.graph.options import Restriction
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.planner import compare, plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.placement import Shard
 from autopar.values.plan import Plan
@@ -138,7 +138,7 @@ def best_in_buckets(
 def _beside(program: Program, pricer: Pricer, options: SearchOptions) -> Plan | None:
     """The best plan where what runs beside compute counts less."""
     try:
-        return plan_program(program, pricer, replace(options, with_baselines=False), Asked(says_least=False))
+        return plan_program(program, pricer, replace(options, with_baselines=False), SearchAim(says_least=False))
     except (CutoffError, InfeasibleError, SearchTimeoutError):
         return None
 

@@ -25,7 +25,7 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
-from autopar.values.search_report import Ranked, RankedPlan
+from autopar.values.search_report import RankedPlan, TimelineRanking
 from autopar.values.staged_plan import StagedPlan
 
 OWN = 0.5
@@ -77,7 +77,7 @@ class Ranking:
         first = self.rows[0][1]
         chosen = min(range(len(self.rows)), key=lambda number: (self.rows[number][0], number))
         _, plan, captured = self.rows[chosen]
-        ranked = Ranked(
+        ranked = TimelineRanking(
             bucket_nbytes=self.overlap.bucket_nbytes,
             ahead=self.overlap.ahead,
             chosen=chosen,

@@ -27,18 +27,18 @@ from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.search_options import SOLVERS, Asked, SearchOptions
+from autopar.search.search_options import SOLVERS, SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel, called_name
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, TrainConfig
-from autopar.values.search_report import Recomputed, SearchReport, Solved
+from autopar.values.search_report import Recomputed, SearchReport, SolvedGraph
 
 GB = 1e9
 
-Found = tuple[Plan, float, Solved]
+Found = tuple[Plan, float, SolvedGraph]
 """A plan, a lower bound in seconds, and the strategy graph of which it is a choice."""
 
 
@@ -67,14 +67,14 @@ def make_plan(
     return plan_program(make_program(captured), pricer, options)
 
 
-def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked: Asked | None = None) -> Plan:
+def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked: SearchAim | None = None) -> Plan:
     """`make_plan` for a program and its prices; in buckets if these are.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
         CutoffError: if it is proved that no plan is below the cutoff.
     """
-    search = _Search(program, pricer, options, asked or Asked())
+    search = _Search(program, pricer, options, asked or SearchAim())
     plan = search.run()
     if not options.with_baselines:
         return plan
@@ -82,7 +82,7 @@ def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked
 
 
 def plan_rank(
-    program: Program, pricer: Pricer, share: Share, options: SearchOptions, asked: Asked, *, mixes: bool
+    program: Program, pricer: Pricer, share: Share, options: SearchOptions, asked: SearchAim, *, mixes: bool
 ) -> Exact:
     """The plan of the whole model that is best within the memory of a pipeline rank, not priced: its stages are.
 
@@ -110,7 +110,7 @@ class _Search:
     program: Program
     pricer: Pricer
     options: SearchOptions
-    asked: Asked
+    asked: SearchAim
     began: float = field(default_factory=time.monotonic)
     bounds: list[float] = field(default_factory=list)
 
@@ -175,7 +175,7 @@ class _Search:
         began = time.perf_counter()
         self.options.tell("splitting the mesh recursively")
         decider = double_recursion(self.program, self.pricer, limit=aim, fold=fold)
-        solved = Solved(
+        solved = SolvedGraph(
             method="double recursion",
             status="found without a search for the best; the bound is that of the work alone",
             nodes=len(decider.neighbours.clusters),

@@ -42,7 +42,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SearchAim:
     """What else is known, and wanted, of the plan that a search on one mesh looks for, or of a bound on all of them.
 
     cutoff: seconds from which on a plan is of no use.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class SolvedGraph:
     """The strategy graph of which the plan is a choice.
 
     method: `ilp`, or `double recursion`, which proves nothing beside the work alone.
@@ -87,7 +87,7 @@ class RankedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
+class TimelineRanking:
     """The plans that the timeline ranked, the first by the sum first, and which was chosen.
 
     left_out: numbers of micro-batches that were not looked at, and why.
@@ -118,7 +118,7 @@ class SearchReport:
     instead: what the plan is beside another.
     """
 
-    solved: Solved | None = None
+    solved: SolvedGraph | None = None
     memory_limit: float | None = None
     searched_seconds: float | None = None
     folded_seconds: float | None = None
@@ -131,7 +131,7 @@ class SearchReport:
     microbatches: Mapping[str, float | str] = field(default_factory=dict)
     one_microbatch: str = ""
     copies: Mapping[str, float] = field(default_factory=dict)
-    timeline: Ranked | None = None
+    timeline: TimelineRanking | None = None
     stages: tuple[StageCost, ...] = ()
     instead: str = ""
 
@@ -139,7 +139,7 @@ class SearchReport:
 def report_from(body: Mapping[str, Any]) -> SearchReport:
     """The inverse of `dataclasses.asdict`."""
     fields = dict(body)
-    for name, kind in (("solved", Solved), ("recompute", Recomputed)):
+    for name, kind in (("solved", SolvedGraph), ("recompute", Recomputed)):
         if fields[name] is not None:
             fields[name] = kind(**fields[name])
     if (space := fields["space"]) is not None:
@@ -147,6 +147,6 @@ def report_from(body: Mapping[str, Any]) -> SearchReport:
         fields["space"] = SpaceSearched(**{**space, "in_turn": in_turn})
     if (timeline := fields["timeline"]) is not None:
         plans = tuple(RankedPlan(**plan) for plan in timeline["plans"])
-        fields["timeline"] = Ranked(**{**timeline, "plans": plans})
+        fields["timeline"] = TimelineRanking(**{**timeline, "plans": plans})
     fields["stages"] = tuple(StageCost(**stage) for stage in fields["stages"])
     return SearchReport(**fields)

@@ -30,7 +30,7 @@ from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limi
 from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import plan_program, plan_rank
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.stages import starts_of
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import finisher, in_buckets
@@ -184,7 +184,7 @@ def _pipelines(
         p = arrangement.pipeline
 
         def whole(pricer: Pricer, share: Share, mixes: bool) -> Exact:
-            return plan_rank(program, pricer, share, _options(left()), Asked(says_least=False), mixes=mixes)
+            return plan_rank(program, pricer, share, _options(left()), SearchAim(says_least=False), mixes=mixes)
 
         for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
             if p * chunks > num_blocks or not _runs(schedule, p, program.microbatches) or not left():
@@ -213,7 +213,7 @@ def _pipelines(
 
 
 def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
-    return plan_program(program, pricer, _options(seconds), Asked(says_least=False))
+    return plan_program(program, pricer, _options(seconds), SearchAim(says_least=False))
 
 
 def _options(seconds: float) -> SearchOptions:

@@ -10,20 +10,20 @@ Memory is counted op by op, within 2% of `live`: a cluster keeps and works in it
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding, Signature, fold_program
-from autopar.search.costs.paid import Everywhere, PaidFor, Times
+from autopar.search.costs.paid import Everywhere, Times
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice, Lattices
-from autopar.search.graph.moments import Moments, Share
+from autopar.search.graph.moments import WHOLE, Counting, Moments
 from autopar.search.graph.options import EVERYTHING, Option, Restriction, cluster_options
 from autopar.search.graph.parameters import ParameterSpace, Used, held, parameter_space
 from autopar.search.graph.positions import leave_as_views, reading_positions
@@ -45,23 +45,6 @@ from autopar.values.placement import INVARIANT, REPLICATE, Layout
 from autopar.values.redistribution import Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Counted:
-    """What counts in a strategy graph.
-
-    share: of a pipeline rank, whose memory is limited; None for that of the whole model.
-    paid: how often ops and tensors are paid for; None for in every micro-batch.
-    part: of their bytes that ops and tensors between them take, for a bound on smaller micro-batches.
-    """
-
-    share: Share | None = None
-    paid: PaidFor | None = None
-    part: float = 1.0
-
-
-WHOLE = Counted()
-
-
 def build(
     program: Program,
     pricer: Pricer,
@@ -71,7 +54,7 @@ def build(
     coarse: bool | None = None,
     restriction: Restriction | None = None,
     builder: "type[Builder] | None" = None,
-    counted: Counted = WHOLE,
+    counted: Counting = WHOLE,
 ) -> Problem:
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
@@ -96,7 +79,7 @@ class Builder:
         folding: Folding,
         clusters: tuple[Cluster, ...],
         restriction: Restriction,
-        counted: Counted,
+        counted: Counting,
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
         self.part = counted.part

@@ -28,7 +28,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Way:
+class ParameterWay:
     """From option to layout in use: seconds of one instance (once, and again for each op that saves the copy), bytes of
     the copy (0 if none is made) and of a gradient in that layout (0 unless the lifetime is `step`)."""
 
@@ -50,7 +50,7 @@ class ParameterSpace:
     stored: tuple[int, ...]
     casts: tuple[int, ...]
     states: tuple[int, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[ParameterWay, ...]
 
 
 class _Storages(NamedTuple):
@@ -175,7 +175,7 @@ def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -
         if (s, lifetime) in chosen:
             lattice = known[lifetime].lattice
             arcs = known[lifetime].path(lattice.number[stored[s]], lattice.number[uses[u]])
-            way = Way(
+            way = ParameterWay(
                 option=numbers[s, lifetime],
                 use=uses[u],
                 steps=tuple(lattice.steps[a] for a in arcs),

@@ -97,7 +97,7 @@ class Problems(Protocol[Asked, Given]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome(Generic[Key, Answer]):
+class SearchOutcome(Generic[Key, Answer]):
     """The best answer and what is proved of all. `solved`: cost, or None where there is no answer; `bounds`: of those;
     `answers`: of solving, the last of each.
 
@@ -129,7 +129,7 @@ def best_first(
     relative_gap: float,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Outcome[Key, Answer]:
+) -> SearchOutcome[Key, Answer]:
     """The cheapest answer of all, proved to `relative_gap`, or the best found in `seconds`; Ctrl-C ends it likewise.
 
     No answer is found where there is none, as `failures` say, or where some problems have none and the others,
@@ -140,7 +140,7 @@ def best_first(
         SearchTimeoutError: if the time ended before there was any, or all problems were given up.
     """
     began = time.monotonic()
-    outcome: Outcome[Key, Answer] = Outcome()
+    outcome: SearchOutcome[Key, Answer] = SearchOutcome()
     keys = list(keys)
     left_open = _Open(problems, outcome)
     for key in keys:
@@ -230,7 +230,7 @@ class _Open(Generic[Key, Answer]):
     """
 
     problems: Problems[Key, Answer]
-    outcome: Outcome[Key, Answer]
+    outcome: SearchOutcome[Key, Answer]
     bounds: dict[Key, float] = field(default_factory=dict)
     sharpened: set[Key] = field(default_factory=set)
     refined: set[Key] = field(default_factory=set)
@@ -311,7 +311,7 @@ class _Open(Generic[Key, Answer]):
 
 def _tighten(
     problems: Problems[Key, Answer],
-    outcome: Outcome[Key, Answer],
+    outcome: SearchOutcome[Key, Answer],
     relative_gap: float,
     deadline: float | None,
     tell: Callable[[str], None],
@@ -340,7 +340,7 @@ def _tighten(
 def _take(
     problems: Problems[Key, Answer],
     keys: Sequence[Key],
-    outcome: Outcome[Key, Answer],
+    outcome: SearchOutcome[Key, Answer],
     left: float | None,
     tell: Callable[[str], None],
 ) -> float:
@@ -353,7 +353,11 @@ def _take(
 
 
 def _solve(
-    problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], relative_gap: float, left: float | None
+    problems: Problems[Key, Answer],
+    key: Key,
+    outcome: SearchOutcome[Key, Answer],
+    relative_gap: float,
+    left: float | None,
 ) -> None:
     try:
         answer, cost, bound = problems.solve(key, outcome.cost * (1 - relative_gap), left)

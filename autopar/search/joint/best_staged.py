@@ -22,7 +22,7 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.find_exactly import Exact
 from autopar.search.graph.moments import Share
 from autopar.search.joint.candidates import Candidate
-from autopar.search.joint.critical_path import Way, guessed_way, longest_way
+from autopar.search.joint.critical_path import CriticalWay, guessed_way, longest_way
 from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.messages import least_messages
 from autopar.search.joint.mixed_stages import mix_stages
@@ -46,7 +46,7 @@ SLOWER = 0.1
 """By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
 
-def way_before_planning(program: Program, pricer: Pricer, cluster: Cluster, key: Candidate) -> Way:
+def way_before_planning(program: Program, pricer: Pricer, cluster: Cluster, key: Candidate) -> CriticalWay:
     """A way through the step of evenly dealt stages that no plan is needed for."""
     pipeline, schedule, chunks = key.arrangement.pipeline, key.schedule, key.chunks
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
@@ -56,7 +56,7 @@ def way_before_planning(program: Program, pricer: Pricer, cluster: Cluster, key:
     return guessed_way(program, pricer, ops_work(program, pricer), order, begins, share, send)
 
 
-class Run(NamedTuple):
+class StagedRun(NamedTuple):
     """A plan of the whole model in stages: these, the plan of them, its timeline, and the rank that pays most once."""
 
     plan: Plan
@@ -77,7 +77,7 @@ class Staged:
 
     plan: StagedPlan | None
     bound: float
-    way: Way
+    way: CriticalWay
 
 
 def best_staged(
@@ -113,13 +113,13 @@ def best_staged(
     fitting: list[StagedPlan] = []
     even = even_cuts(program, pipeline, chunks)
     few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
-    known: dict[tuple[int, tuple[str, ...]], Run] = {}
+    known: dict[tuple[int, tuple[str, ...]], StagedRun] = {}
     prices, spared = PricedStages(), 0.0 if finish is None else SPARED
 
-    def run(plan: Plan, cuts: tuple[str, ...]) -> Run:
+    def run(plan: Plan, cuts: tuple[str, ...]) -> StagedRun:
         if (id(plan), cuts) not in known:
             cut, stages = staged(plan, program, pricer, pipeline, schedule, cuts)
-            known[id(plan), cuts] = Run(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
+            known[id(plan), cuts] = StagedRun(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
         return known[id(plan), cuts]
 
     def held(plan: Plan) -> list[float]:
@@ -150,7 +150,7 @@ def best_staged(
         ran = run(plan, even)
         passes, messages = longest_way(ran.timeline, len(ran.stages))
         nbytes = min(least_messages(program, pricer.mesh.size, [stage.sends for stage in ran.stages[:-1]]))
-        way = Way(
+        way = CriticalWay(
             forward=passes[0],
             backward=passes[1],
             rank=ran.slowest,

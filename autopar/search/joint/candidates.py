@@ -36,7 +36,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class CandidateSpace:
     """Which candidates are searched.
 
     microbatches: their number; None for every divisor of the batch.
@@ -51,7 +51,7 @@ class Space:
     schedule: str = "auto"
 
 
-EVERY_MESH = Space()
+EVERY_MESH = CandidateSpace()
 """Every mesh and number of micro-batches, without stages."""
 
 

@@ -31,7 +31,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.best_first import Known
 from autopar.search.joint.candidates import INTERLEAVED, Candidate, first_tried
-from autopar.search.joint.critical_path import Way
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.memory_bounds import MemoryBounds
 from autopar.search.joint.prefetch import Prefetch
@@ -90,7 +90,7 @@ class Joint:
     _scouts: set[Candidate] = field(default_factory=set)
     _settled: set[Candidate] = field(default_factory=set)
     _shared: SharedBounds = field(init=False)
-    _ways: dict[Candidate, Way | None] = field(default_factory=dict)
+    _ways: dict[Candidate, CriticalWay | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
     _bounds: MemoryBounds = field(init=False)

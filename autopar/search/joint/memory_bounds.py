@@ -8,7 +8,7 @@ from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.joint.best_staged import way_before_planning
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
-from autopar.search.joint.critical_path import SECONDS, Way, way_seconds
+from autopar.search.joint.critical_path import SECONDS, CriticalWay, way_seconds
 from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Setup
@@ -16,7 +16,7 @@ from autopar.search.joint.relaxing import Pricers, seconds_within
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
-from autopar.search.search_options import Asked
+from autopar.search.search_options import SearchAim
 from autopar.search.staged.stages import even_starts
 
 PLAN_SECONDS = 15.0
@@ -57,7 +57,7 @@ class MemoryBounds:
             share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
         once, more = self.step.rounds(key, m).once, self.step.with_bubble(key, 0.0)
         with self.prices.at(p, max(m, most)) as prices:
-            asked = Asked(cutoff=(cutoff - more) / once * p, prices=prices)
+            asked = SearchAim(cutoff=(cutoff - more) / once * p, prices=prices)
             fold, part = self.setup.options.fold, m / max(m, most)
             found = seconds_within(program, pricer, share, fold, asked, _given(seconds, cutoff), part)
         return self.step.with_bubble(key, found / p)
@@ -66,12 +66,12 @@ class MemoryBounds:
         """Prices of the candidate's program."""
         return self.pricers.of(key.arrangement, key.microbatches)
 
-    def guessed(self, key: Candidate) -> Way:
+    def guessed(self, key: Candidate) -> CriticalWay:
         """The way through a step that is longest where each stage takes what its work takes."""
         program, pricer = self.program(key.microbatches), self.pricer(key)
         return way_before_planning(program, pricer, self.setup.cluster, key)
 
-    def way_seconds(self, key: Candidate, way: Way, cutoff: float, *, exact: bool = False) -> float:
+    def way_seconds(self, key: Candidate, way: CriticalWay, cutoff: float, *, exact: bool = False) -> float:
         """What the way takes at least, worked at as long as it does not reach the cutoff: memory aside, within it and,
         if that is asked for, `exact`ly. Where memory was what excluded the last of as many ranks it comes first."""
         program, pricer, fold = self.program(key.microbatches), self.pricer(key), self.setup.options.fold
@@ -88,7 +88,7 @@ class MemoryBounds:
                 self._binding[p] = 0 if found >= cutoff else self._binding.get(p, 0) + 1
             else:
                 with self.prices.at(p, key.microbatches) as prices:
-                    asked = Asked(cutoff=cutoff, prices=prices)
+                    asked = SearchAim(cutoff=cutoff, prices=prices)
                     given = _given(SECONDS, cutoff)
                     found = way_seconds(program, pricer, way, fold, limit=limit, asked=asked, seconds=given, exact=work)
             least = max(least, found)

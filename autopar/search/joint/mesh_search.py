@@ -19,8 +19,8 @@ from autopar.lower.program import Program
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.states import check_states
-from autopar.search.joint.best_first import PROVED, Outcome, best_first
-from autopar.search.joint.candidates import EVERY_MESH, Candidate, Space, candidates, num_devices
+from autopar.search.joint.best_first import PROVED, SearchOutcome, best_first
+from autopar.search.joint.candidates import EVERY_MESH, Candidate, CandidateSpace, candidates, num_devices
 from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.workers import Workers, spare_workers
@@ -62,7 +62,7 @@ def search_meshes(
     cluster: Cluster,
     config: TrainConfig,
     options: SearchOptions,
-    space: Space = EVERY_MESH,
+    space: CandidateSpace = EVERY_MESH,
     *,
     finish: Callable[[StagedPlan, Program, Pricer], StagedPlan] = lambda answer, *_: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
@@ -177,7 +177,7 @@ def _runs(key: Candidate) -> bool:
     return True
 
 
-def _worth_finishing(outcome: Outcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
+def _worth_finishing(outcome: SearchOutcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
     """The best answer with everything in turn, which is what bounds are of; then one that takes less as it runs, more
     of it beside compute, if another was met that does."""
     assert outcome.answer is not None and outcome.key is not None
@@ -189,7 +189,7 @@ def _worth_finishing(outcome: Outcome[Candidate, StagedPlan]) -> list[tuple[Cand
 
 
 def _certified(
-    key: Candidate, plan: StagedPlan, outcome: Outcome[Candidate, StagedPlan], space: SpaceSearched
+    key: Candidate, plan: StagedPlan, outcome: SearchOutcome[Candidate, StagedPlan], space: SpaceSearched
 ) -> StagedPlan:
     """A plan found with the bound of the whole space and what there is to say of it."""
     assert outcome.answer is not None
@@ -202,7 +202,11 @@ def _certified(
 
 
 def _searched(
-    key: Candidate, outcome: Outcome[Candidate, StagedPlan], options: SearchOptions, space: Space, seconds: float
+    key: Candidate,
+    outcome: SearchOutcome[Candidate, StagedPlan],
+    options: SearchOptions,
+    space: CandidateSpace,
+    seconds: float,
 ) -> SpaceSearched:
     """What was searched in so many seconds, and what is near the candidate whose plan is taken."""
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
@@ -225,7 +229,7 @@ def _searched(
     )
 
 
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
+def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
 
     why: a step is one micro-batch.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.capture.rebatch import Line
-from autopar.search.joint.questions import Found, Problem
+from autopar.search.joint.questions import Found, JointProblem
 from autopar.search.joint.workers import Told, Workers
 from autopar.values.graph import CapturedModel
 from autopar.values.serialize import dump
@@ -50,7 +50,7 @@ class Prefetch:
     _sent: set[int] = field(default_factory=set)
     _ends: tuple[bytes, bytes, tuple[int, int]] | None = None
 
-    def of(self, question: Problem[Found]) -> Found:
+    def of(self, question: JointProblem[Found]) -> Found:
         """The answer."""
         if question not in self._found:
             future = self._asked.pop(question, None)

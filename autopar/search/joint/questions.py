@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
-from autopar.search.joint.critical_path import Way
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.meshes import Arrangement
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster
@@ -17,7 +17,7 @@ from autopar.values.staged_plan import StagedPlan
 Found = TypeVar("Found")
 
 
-class Problem(Generic[Found]):
+class JointProblem(Generic[Found]):
     """What one process of the search may ask another; what comes back is a `Found`."""
 
     __slots__ = ()
@@ -38,7 +38,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxing(Problem[float]):
+class Relaxing(JointProblem[float]):
     """The question what `times` micro-batches, and what is paid once, take at least with memory aside, whatever the
     cutoff, on the first of the meshes that are alike.
 
@@ -64,7 +64,7 @@ class Refined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refining(Problem[Refined]):
+class Refining(JointProblem[Refined]):
     """The question what a candidate takes at least within memory, whatever the cutoff.
 
     most: not 0 where all of its `shared_bounds.Group` are meant, of whose numbers of micro-batches it is the largest.
@@ -86,12 +86,12 @@ class Solved:
 
     found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
     own: float
-    way: Way | None
+    way: CriticalWay | None
     prices: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solving(Problem[Solved]):
+class Solving(JointProblem[Solved]):
     """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
 
     is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
@@ -107,14 +107,14 @@ class Solving(Problem[Solved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tightening(Problem[float]):
+class Tightening(JointProblem[float]):
     """The question what a step takes at least on this way of the candidate's, whatever the cutoff.
 
     prices: of memory, that are tried first.
     """
 
     key: Candidate
-    way: Way = field(compare=False)
+    way: CriticalWay = field(compare=False)
     cutoff: float = field(compare=False)
     prices: dict[int, float] = field(compare=False)
 

@@ -14,7 +14,7 @@ from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.planner import plan_program
-from autopar.search.search_options import Asked, SearchOptions
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.plan import Plan
 
 GAP, BETTER = 0.3, 0.05
@@ -45,7 +45,7 @@ def quick_plans(
                 return
             try:
                 own = replace(options, relative_gap=GAP, seconds=left, with_baselines=False)
-                asked = Asked(cutoff=best * (1 - BETTER), says_least=False)
+                asked = SearchAim(cutoff=best * (1 - BETTER), says_least=False)
                 plan = plan_program(program(count), pricer(key), own, asked)
             except (InfeasibleError, CutoffError, SearchTimeoutError, BatchError):
                 continue

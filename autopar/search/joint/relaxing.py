@@ -9,12 +9,12 @@ from autopar.search.alike_meshes import loose_orders
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
-from autopar.search.graph.build import Counted, build
+from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
-from autopar.search.search_options import Asked
+from autopar.search.search_options import SearchAim
 from autopar.values.plan import TrainConfig
 
 RECENT = 8
@@ -38,7 +38,7 @@ def seconds_within(
     pricer: Pricer,
     share: Share | None,
     fold: bool,
-    asked: Asked,
+    asked: SearchAim,
     seconds: float,
     part: float = 1.0,
 ) -> float:
@@ -46,7 +46,7 @@ def seconds_within(
     `share` it is, recompute allowed (a bound); infinite where nothing fits.
 
     part: of the bytes of what lies between ops."""
-    limit, counted = memory_limit(pricer.cluster, pricer.config), Counted(share=share, part=part)
+    limit, counted = memory_limit(pricer.cluster, pricer.config), Counting(share=share, part=part)
     graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, counted=counted).graph
     return least_within(graph, cutoff=asked.cutoff, seconds=seconds, prices=asked.prices)
 

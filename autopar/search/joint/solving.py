@@ -12,12 +12,12 @@ from autopar.search.graph.moments import Share
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
-from autopar.search.joint.critical_path import Way
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program, plan_rank
-from autopar.search.search_options import Asked, Tell
+from autopar.search.search_options import SearchAim, Tell
 from autopar.values.staged_plan import StagedPlan, one_stage
 
 FIRST_SECONDS = 20.0
@@ -37,7 +37,7 @@ class Solver:
     bounds: MemoryBounds
     tell: Tell
     _own: dict[Candidate, float] = field(default_factory=dict)
-    _ways: dict[Candidate, Way | None] = field(default_factory=dict)
+    _ways: dict[Candidate, CriticalWay | None] = field(default_factory=dict)
 
     def solved(self, asked: Solving) -> Solved:
         found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
@@ -86,8 +86,8 @@ class Solver:
             rest = max(rest, AGAIN_SECONDS)
             return rest if asked.deadline is None else min(rest, max(asked.deadline - time.time(), LEAST_SECONDS))
 
-        def within(prices: dict[int, float], pricer: Pricer) -> Asked:
-            return Asked(
+        def within(prices: dict[int, float], pricer: Pricer) -> SearchAim:
+            return SearchAim(
                 cutoff=(cutoff - bubble) / once * p,
                 is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
                 says_least=False,
