@@ -124,8 +124,12 @@ class Estimate:
 
 
 def estimate_from(body: Mapping[str, Any]) -> Estimate:
-    """The inverse of `dataclasses.asdict`."""
-    return Estimate(**{**body, "search": report_from(body["search"])})
+    """The inverse of `dataclasses.asdict`. Of a file of a former schema, which said more freely how the plan was found,
+    whether it was priced in buckets is kept."""
+    fields = dict(body)
+    if (former := fields.pop("solver", None)) is not None:
+        return Estimate(**fields, search=SearchReport(is_in_buckets="in_buckets" in former))
+    return Estimate(**{**fields, "search": report_from(fields["search"])})
 
 
 @dataclass(frozen=True, kw_only=True)
