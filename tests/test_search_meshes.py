@@ -339,15 +339,8 @@ def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(mesh_search, "best_first", searched)
-    found, _ = search_meshes(
-        4,
-        graph_of,
-        cluster,
-        TrainConfig(),
-        SearchOptions(relative_gap=GAP),
-        CandidateSpace(microbatches=1),
-        finish=finish,
-    )
+    space, options = CandidateSpace(microbatches=1), SearchOptions(relative_gap=GAP)
+    found, _ = search_meshes(4, graph_of, cluster, TrainConfig(), options, space, finish=finish)
     assert finished == [made[0].estimate.step_seconds, made[1].estimate.step_seconds], "both may become faster yet"
     assert found.estimate.step_seconds == made[1].estimate.step_seconds
     space = found.estimate.search.space
@@ -398,7 +391,6 @@ def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:
         search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
     least = caught.value.least_nbytes
     assert least is not None and config.memory_nbytes is not None and least > config.memory_nbytes
-    found, _ = search_meshes(
-        4, graph_of, machine(2), TrainConfig(memory_nbytes=1.001 * least), SearchOptions(relative_gap=GAP)
-    )
+    config = TrainConfig(memory_nbytes=1.001 * least)
+    found, _ = search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
     assert found.estimate.peak_nbytes <= 1.001 * least
