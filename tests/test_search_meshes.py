@@ -343,9 +343,9 @@ def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.Mon
     found, _ = search_meshes(4, graph_of, cluster, TrainConfig(), options, space, finish=finish)
     assert finished == [made[0].estimate.step_seconds, made[1].estimate.step_seconds], "both may become faster yet"
     assert found.estimate.step_seconds == made[1].estimate.step_seconds
-    space = found.estimate.search.space
-    assert space is not None and space.in_turn is not None and space.in_turn.plan == str(keys[0])
-    assert f"{keys[0]} takes the least if nothing runs beside" in space_text(space)
+    said = found.estimate.search.space
+    assert said is not None and said.in_turn is not None and said.in_turn.plan == str(keys[0])
+    assert f"{keys[0]} takes the least if nothing runs beside" in space_text(said)
 
 
 def test_a_plan_is_at_hand_where_few_fit() -> None:
