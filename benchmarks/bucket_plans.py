@@ -49,7 +49,7 @@ def planned(model: str, cluster: Cluster) -> list[str]:
     began = time.process_time()
     plan = autopar.plan(module, batch, cluster=cluster, optimizer=OPTIMIZER, precision="fp32", with_baselines=False)
     estimate, spent = plan.estimate, time.process_time() - began
-    found = estimate.solver["in_buckets"]["seconds"]
+    found = estimate.search.in_buckets
     best = min(found.values())
     said = ", ".join(f"{name} {seconds / best:.2f}" for name, seconds in found.items())
     times = f"{estimate.in_turn_seconds * 1e3:.2f}", f"{estimate.step_seconds * 1e3:.2f}"

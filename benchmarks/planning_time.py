@@ -23,7 +23,7 @@ from rich.table import Table
 import autopar
 from autopar.errors import AutoparError
 from autopar.models import load_model
-from autopar.search.joint.helpers import started
+from autopar.search.joint.workers import started
 from autopar.values.cluster import load_cluster
 
 TARGETS = {

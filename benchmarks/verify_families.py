@@ -27,6 +27,7 @@ from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
@@ -45,7 +46,7 @@ def plans_for(
     buckets; and why the other baselines do not apply."""
     cluster = load_cluster(f"{mesh.size}xcpu")
     config = TrainConfig(precision="fp64")
-    plans = {"ilp": make_plan(captured, cluster, mesh, config, with_baselines=False)}
+    plans = {"ilp": make_plan(captured, cluster, mesh, config, SearchOptions(with_baselines=False))}
     reasons = {}
     for name in BASELINES:
         try:

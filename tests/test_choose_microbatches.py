@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.microbatches import choose_microbatches, divisors, unlimited_bound
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
@@ -29,11 +30,13 @@ def graph(family: str, count: int) -> CapturedModel:
 
 def best(captured: CapturedModel, limit: float | None) -> Plan:
     config = TrainConfig(memory_nbytes=limit)
-    return make_plan(captured, machine(), make_mesh((4,)), config, relative_gap=GAP, with_baselines=False)
+    return make_plan(
+        captured, machine(), make_mesh((4,)), config, SearchOptions(relative_gap=GAP, with_baselines=False)
+    )
 
 
 def bound(captured: CapturedModel) -> float:
-    return unlimited_bound(captured, machine(), make_mesh((4,)), TrainConfig(), GAP, "ilp")
+    return unlimited_bound(captured, machine(), make_mesh((4,)), TrainConfig(), SearchOptions(relative_gap=GAP))
 
 
 @pytest.mark.parametrize("family", ["vit", "gpt2"])
@@ -50,7 +53,7 @@ def test_more_parts_never_help_where_memory_does_not_bind(family: str) -> None:
 
     made, captured = choose_microbatches(divisors(BATCH), lambda n: graph(family, n), plan, bound, GAP)
     assert captured.microbatches == made.microbatches == 1 and searched == [1]
-    said = made.estimate.solver["microbatches"]
+    said = made.estimate.search.microbatches
     assert list(said) == ["1", "2", "4", "8"] and "no plan takes less than" in said["8"]
 
 

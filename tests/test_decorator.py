@@ -40,7 +40,7 @@ def test_what_is_asked_is_planned() -> None:
     other = autopar.auto_parallel(make(), cluster="2xcpu", microbatches=4, mesh="2").plan(inputs(BATCH))
     assert other.microbatches == 4
     searched = autopar.auto_parallel(make(), cluster="2xcpu", mesh="auto", pipeline=1, microbatches=1)
-    assert searched.plan(inputs(BATCH)).estimate.solver["search"]
+    assert searched.plan(inputs(BATCH)).estimate.search.space
     with pytest.raises(ArgumentError, match="train_step works in processes that torchrun started"):
         model.train_step(inputs(BATCH))
 

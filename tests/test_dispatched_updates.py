@@ -11,6 +11,7 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import make_baseline
 from autopar.search.planner import plan_program
+from autopar.search.search_options import SearchOptions
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import make_mesh
@@ -64,14 +65,14 @@ def test_a_plan_with_parameters_whole_is_looked_for_beside_one_that_splits_some(
     host = replace(host, device=replace(host.device, launch_seconds=launch, memory_bandwidth=1e9))
     config = TrainConfig(optimizer="adamw-fused")
     pricer = make_pricer(mesh=make_mesh((2,)), cluster=host, config=config, in_buckets=True)
-    how = {"relative_gap": 5e-3, "fold": True}
-    searched = plan_program(program, pricer, seconds=None, with_baselines=False, **how)
-    found = best_in_buckets(searched, program, host, spent=math.inf, **how)
+    options = SearchOptions(with_baselines=False)
+    searched = plan_program(program, pricer, options)
+    found = best_in_buckets(searched, program, pricer, options, spent=math.inf)
     parameters = [tensor for tensor in program.tensors.values() if tensor.kind == "parameter"]
 
     def splits(plan: Plan) -> bool:
         return any(pricer.target.is_split(tensor, plan.layouts[tensor.name]) for tensor in parameters)
 
     assert splits(searched) and splits(found) != is_whole
-    assert "with parameters whole" in found.estimate.solver["in_buckets"]["seconds"]
+    assert "with parameters whole" in found.estimate.search.in_buckets
     assert (found.estimate.step_seconds < searched.estimate.step_seconds) == is_whole

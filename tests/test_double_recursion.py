@@ -22,6 +22,7 @@ from autopar.search.planner import make_plan
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
 from autopar.search.recursion.to_plan import choice_of, plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Shard
@@ -46,7 +47,9 @@ def test_plans_equal_one_process(family: str, shape: tuple[int, ...]) -> None:
     reference = one_process(captured, model, kwargs)
     mesh = make_mesh(shape)
     config = TrainConfig(precision="fp64")
-    plan = make_plan(captured, machine(mesh.size), mesh, config, solver="double-recursive", with_baselines=False)
+    plan = make_plan(
+        captured, machine(mesh.size), mesh, config, SearchOptions(solver="double-recursive", with_baselines=False)
+    )
     loss_error, gradient_error, parameter = errors_of(reference, plan)
     assert loss_error <= 1e-10, f"loss off by {loss_error}"
     assert gradient_error <= 1e-8, f"gradient of {parameter} off by {gradient_error}"
@@ -141,7 +144,7 @@ def test_a_cluster_is_split_by_its_prime_factors_slowest_level_first() -> None:
 def test_a_mesh_of_prime_axes_plans() -> None:
     """More axes than any table over them could hold; the solver is then chosen by itself."""
     mesh = Mesh(shape=(2, 3, 2, 2), names=("a", "b", "c", "d"))
-    plan = make_plan(captured_of("llama"), machine(24), mesh, TrainConfig())
+    plan = make_plan(captured_of("llama"), machine(24), mesh, TrainConfig(), SearchOptions())
     assert plan.origin == "double-recursive"
     assert 0 < plan.estimate.bound <= plan.estimate.step_seconds
     assert all(isinstance(v, str) for v in plan.estimate.baselines.values())
@@ -149,7 +152,7 @@ def test_a_mesh_of_prime_axes_plans() -> None:
 
 def test_an_unknown_solver_is_refused() -> None:
     with pytest.raises(ArgumentError, match="choose one of auto, ilp, double-recursive"):
-        make_plan(captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(), solver="guess")
+        make_plan(captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(), SearchOptions(solver="guess"))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -21,6 +21,7 @@ from autopar.search.explanation.what_if import faster_arithmetic, faster_link
 from autopar.search.graph.build import build
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
@@ -54,9 +55,13 @@ def test_items_add_up_to_the_estimate(family: str, shape: tuple[int, ...]) -> No
 @lru_cache
 def tight() -> tuple[Plan, TrainConfig]:
     """A plan whose limit binds, and how it is trained."""
-    free = make_plan(captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(), with_baselines=False)
+    free = make_plan(
+        captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(), SearchOptions(with_baselines=False)
+    )
     config = TrainConfig(memory_nbytes=0.85 * free.estimate.peak_nbytes)
-    plan = make_plan(captured_of("llama"), machine(), make_mesh((4,)), config, relative_gap=GAP, with_baselines=False)
+    plan = make_plan(
+        captured_of("llama"), machine(), make_mesh((4,)), config, SearchOptions(relative_gap=GAP, with_baselines=False)
+    )
     assert free.estimate.step_seconds < plan.estimate.step_seconds
     return plan, config
 
@@ -73,7 +78,9 @@ def explanation() -> Explanation:
 
 def replanned(limit: float) -> Plan:
     config = replace(tight()[1], memory_nbytes=limit)
-    return make_plan(captured_of("llama"), machine(), make_mesh((4,)), config, relative_gap=GAP, with_baselines=False)
+    return make_plan(
+        captured_of("llama"), machine(), make_mesh((4,)), config, SearchOptions(relative_gap=GAP, with_baselines=False)
+    )
 
 
 def test_more_memory_buys_what_planning_with_it_gives(explanation: Explanation) -> None:
@@ -107,7 +114,7 @@ def test_a_faster_link_buys_what_planning_on_it_gives(explanation: Explanation) 
         same = evaluate(plan, captured_of("llama"), cluster).step_seconds
         config = tight()[1]
         again = make_plan(
-            captured_of("llama"), cluster, plan.mesh, config, relative_gap=GAP, with_baselines=False
+            captured_of("llama"), cluster, plan.mesh, config, SearchOptions(relative_gap=GAP, with_baselines=False)
         ).estimate
         assert offer.same == pytest.approx(same, rel=1e-9)
         assert offer.best == pytest.approx(min(same, again.step_seconds), rel=1e-9)
@@ -137,7 +144,9 @@ def test_alternatives_are_no_better_than_the_bound_and_say_what_they_cost(explan
 
 def test_a_forbidden_decision_is_the_best_of_all_others() -> None:
     """Brute force: every other option of the node fixed in turn."""
-    plan = make_plan(captured_of("gpt2"), machine(), make_mesh((4,)), TrainConfig(), with_baselines=False)
+    plan = make_plan(
+        captured_of("gpt2"), machine(), make_mesh((4,)), TrainConfig(), SearchOptions(with_baselines=False)
+    )
     program = program_of("gpt2")
     pricer = make_pricer(mesh=plan.mesh, cluster=machine(), config=plan.config)
     space = Space(plan=plan, program=program, pricer=pricer, limit=1e9, relative_gap=1e-7)

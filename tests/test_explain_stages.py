@@ -23,6 +23,7 @@ from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, Layout
 from autopar.values.plan import TrainConfig
+from autopar.values.search_report import SearchReport, SpaceSearched
 from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
 from tests.test_staged_configurations import llama, made_of
@@ -111,8 +112,17 @@ def test_offers_are_what_planning_again_with_the_same_arrangement_gives(monkeypa
 
 def test_what_the_search_met_is_near() -> None:
     plan = recipe("fsdp:pp=2")
-    near = {"search": {"near": {"2 stages of 1x2": 2.0}, "not_below": {"4 stages of 1": 3.0}}}
-    made = quick(plan.with_estimate(replace(plan.estimate, solver=near)))
+    space = SpaceSearched(
+        space="",
+        status="proved",
+        candidates=3,
+        planned=2,
+        do_not_fit=0,
+        seconds=1.0,
+        near={"2 stages of 1x2": 2.0},
+        not_below={"4 stages of 1": 3.0},
+    )
+    made = quick(plan.with_estimate(replace(plan.estimate, search=SearchReport(space=space))))
     assert made.near == {"2 stages of 1x2": 2.0} and made.not_below == {"4 stages of 1": 3.0}
     assert "2 stages of 1x2" in explain_text(made) and "not planned: no plan of it takes less" in explain_text(made)
 

@@ -39,6 +39,7 @@ from autopar.search.graph.strategy_graph import (
 )
 from autopar.search.known.baselines import baseline_plan
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import TrainConfig
@@ -293,7 +294,7 @@ def test_the_optimizers_time_is_what_makes_sharded_state_better() -> None:
     slow = replace(cluster, device=replace(cluster.device, memory_bandwidth=1e8))
     for states in ("adamw", "sgd-momentum"):
         config = TrainConfig(optimizer=states)
-        plan = make_plan(program.captured, slow, make_mesh((4,)), config, with_baselines=False)
+        plan = make_plan(program.captured, slow, make_mesh((4,)), config, SearchOptions(with_baselines=False))
         ddp = baseline_plan("ddp", program, make_pricer(mesh=make_mesh((4,)), cluster=slow, config=config), None)
         assert plan.estimate.seconds["optimizer"] < 0.5 * ddp.estimate.seconds["optimizer"]
         assert plan.estimate.memory["optimizer"] < 0.5 * ddp.estimate.memory["optimizer"]

@@ -47,6 +47,7 @@ SEARCH_ORDER = (
         "following",
         "meshes",
         "pipeline_parts",
+        "search_options",
     ),
     "alike_meshes",
     *("graph_file", "solve"),

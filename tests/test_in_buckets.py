@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
 from autopar.report.explain_text import explain_text
 from autopar.search.costs.evaluate import evaluate_program
-from autopar.search.costs.pricing import make_pricer
+from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation import explain_stage as explaining
 from autopar.search.explanation.explain import explain
 from autopar.search.explanation.questions import UNLIMITED
@@ -28,6 +28,7 @@ from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from autopar.search.meshes import meshes
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster, load_cluster
@@ -38,6 +39,8 @@ from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of, program_of
 
 GAP = 1e-3
+ALONE = SearchOptions(relative_gap=GAP, with_baselines=False)
+IN_BUCKETS = replace(ALONE, buckets=True)
 
 
 class Net(nn.Module):
@@ -68,19 +71,21 @@ def hosts(start: float, bandwidth: float = 1e8, device: str = "cpu") -> Cluster:
 
 
 def searched(cluster: Cluster) -> Plan:
-    return make_plan(
-        net(), cluster, make_mesh((2, 2)), TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True
-    )
+    return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), IN_BUCKETS)
+
+
+def prices(plan: Plan, cluster: Cluster) -> Pricer:
+    return make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
 
 
 def alone(cluster: Cluster) -> Plan:
     """The best whose collectives all go alone."""
-    return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), relative_gap=GAP, with_baselines=False)
+    return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), ALONE)
 
 
 def chosen(plan: Plan, cluster: Cluster, *, with_baselines: bool = True, beside: bool = True) -> Plan:
-    own = {"with_baselines": with_baselines, "beside": beside, "spent": math.inf}
-    return best_in_buckets(plan, make_program(net()), cluster, relative_gap=GAP, fold=True, **own)
+    options = SearchOptions(relative_gap=GAP, with_baselines=with_baselines)
+    return best_in_buckets(plan, make_program(net()), prices(plan, cluster), options, beside=beside, spent=math.inf)
 
 
 @pytest.mark.parametrize("start", [1e-7, 1e-3])
@@ -99,7 +104,7 @@ def test_the_best_of_all_that_is_ranked_is_chosen(start: float) -> None:
             assert found.estimate.baselines[name] == pytest.approx(ranked[name].estimate.step_seconds)
     least = min(other.estimate.step_seconds for other in ranked.values())
     assert found.estimate.step_seconds <= least * (1 + 1e-9)
-    assert found.estimate.step_seconds == min(found.estimate.solver["in_buckets"]["seconds"].values())
+    assert found.estimate.step_seconds == min(found.estimate.search.in_buckets.values())
     assert 0 < found.estimate.bound <= found.estimate.in_turn_seconds
     rng = random.Random(start)
     program, pricer = make_program(net()), make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
@@ -135,10 +140,16 @@ def test_what_is_proved_of_the_sum_needs_no_second_search_by_it() -> None:
     """Where starts have no length, and copies take none."""
     cluster = hosts(0.0, device="another")
     plan = searched(cluster)
-    found = best_in_buckets(plan, make_program(net()), cluster, beside=False, relative_gap=5 * GAP, fold=True)
+    found = best_in_buckets(
+        plan,
+        make_program(net()),
+        prices(plan, cluster),
+        SearchOptions(relative_gap=5 * GAP, with_baselines=False),
+        beside=False,
+    )
     assert found.choices == plan.choices
     assert found.estimate.gap <= 5 * GAP
-    assert list(found.estimate.solver["in_buckets"]["seconds"]) == ["the search"]
+    assert list(found.estimate.search.in_buckets) == ["the search"]
 
 
 @pytest.mark.parametrize("start", [1e-5, 1e-4])
@@ -210,11 +221,16 @@ def test_a_loss_that_goes_along_with_gradients_is_not_kept_from_being_split() ->
     """Two starts, which a sum counts, would keep all from being split; they are not paid where gradients are sent."""
     captured = classes()
     cluster, program = hosts(3e-2, 1e9), make_program(captured)
-    plan = make_plan(
-        captured, cluster, make_mesh((2, 2)), TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True
-    )
+    plan = make_plan(captured, cluster, make_mesh((2, 2)), TrainConfig(), IN_BUCKETS)
     by_sum, found = (
-        best_in_buckets(plan, program, cluster, beside=beside, spent=math.inf, relative_gap=GAP, fold=True)
+        best_in_buckets(
+            plan,
+            program,
+            prices(plan, cluster),
+            ALONE,
+            beside=beside,
+            spent=math.inf,
+        )
         for beside in (False, True)
     )
     assert found.estimate.step_seconds < 0.9 * by_sum.estimate.step_seconds
@@ -351,7 +367,11 @@ def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> Non
     for limit in (math.inf, 4.5e6, 3.7e6, 3.2e6, 2.8e6):
         config = TrainConfig(optimizer="sgd", memory_nbytes=limit)
         plan = make_plan(
-            captured, cluster, mesh, config, relative_gap=0.01, seconds=10.0, with_baselines=False, buckets=True
+            captured,
+            cluster,
+            mesh,
+            config,
+            SearchOptions(relative_gap=0.01, seconds=10.0, with_baselines=False, buckets=True),
         )
         again = evaluate_program(plan, program, make_pricer(mesh=mesh, cluster=cluster, config=config))
         assert plan.estimate.seconds == pytest.approx(again.seconds)
@@ -370,12 +390,10 @@ def test_a_plan_costs_what_is_said_of_it_however_little_memory_there_is() -> Non
 def test_over_every_mesh_a_plan_is_no_worse_than_on_the_best_of_them() -> None:
     """Also where no first plan of a mesh is near what is proved there."""
     cluster = hosts(3e-4)
-    found, _ = search_meshes(
-        None, lambda _: net(), cluster, TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True
-    )
+    found, _ = search_meshes(None, lambda _: net(), cluster, TrainConfig(), IN_BUCKETS)
     own = []
     for mesh in meshes(cluster):
-        plan = make_plan(net(), cluster, mesh, TrainConfig(), relative_gap=GAP, with_baselines=False, buckets=True)
+        plan = make_plan(net(), cluster, mesh, TrainConfig(), IN_BUCKETS)
         own.append(chosen(plan, cluster, with_baselines=False, beside=False).estimate)
     assert found.estimate.in_turn_seconds <= min(one.in_turn_seconds for one in own) * (1 + 2 * GAP)
     assert found.estimate.bound <= min(one.in_turn_seconds for one in own)

@@ -20,6 +20,7 @@ from autopar.search.graph.problem import Problem
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import Shard, local_shape
@@ -121,13 +122,19 @@ def test_gradients_and_copies_of_a_step_are_held_in_the_layout_in_use() -> None:
 @pytest.mark.parametrize("solver", ["ilp", "double-recursive"])
 def test_planning_for_micro_batches(solver: str) -> None:
     captured = captured_of("gpt2", 4, rows=4)
-    plan = make_plan(captured, machine(), make_mesh((2, 2)), TrainConfig(), solver=solver, with_baselines=False)
+    plan = make_plan(
+        captured, machine(), make_mesh((2, 2)), TrainConfig(), SearchOptions(solver=solver, with_baselines=False)
+    )
     assert plan.microbatches == 4
     assert plan.estimate.bound <= plan.estimate.step_seconds
     emit(captured, plan)
     # as many samples in one batch: no plan of a part may take longer four times than the whole with less to send
     whole = make_plan(
-        captured_of("gpt2", 1, rows=16), machine(), make_mesh((2, 2)), TrainConfig(), with_baselines=False
+        captured_of("gpt2", 1, rows=16),
+        machine(),
+        make_mesh((2, 2)),
+        TrainConfig(),
+        SearchOptions(with_baselines=False),
     )
     assert plan.estimate.step_seconds >= whole.estimate.bound * (1 - 1e-9)
     assert plan.estimate.memory["activations"] < whole.estimate.memory["activations"]

@@ -1,7 +1,6 @@
 """Some blocks as one plan says and the rest as another: still the model, and near what the relaxation promises."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +12,16 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.completion import Completed
 from autopar.search.exact.mixture import Seen
+from autopar.search.find_exactly import Exact
 from autopar.search.graph.moments import Share
 from autopar.search.joint.best_staged import best_staged, held_by_ranks
+from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.mixed_stages import mix_stages
 from autopar.search.known.random_plan import random_plan
-from autopar.search.meshes import parts
+from autopar.search.meshes import Arrangement, parts
 from autopar.search.mixing import blocks_of, mixed, mixed_within
-from autopar.search.planner import make_plan, plan_program
+from autopar.search.planner import make_plan, plan_rank
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.stages import PricedStages, even_cuts, even_starts, priced, simulated, staged
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
@@ -138,11 +140,13 @@ def test_a_mixture_fits_with_as_few_slow_blocks_as_can_be(part: float) -> None:
 def test_of_equal_blocks_some_run_again_and_some_do_not_where_that_is_nearer_the_bound() -> None:
     """The planner's own: no plan of blocks that decide alike is faster, and every plan fits."""
     cluster, apart = machine(4, 2e9), 0
-    free = make_plan(graph(), cluster, make_mesh((4,)), TrainConfig(), with_baselines=False)
+    free = make_plan(graph(), cluster, make_mesh((4,)), TrainConfig(), SearchOptions(with_baselines=False))
     for part in PARTS:
         limit = part * free.estimate.peak_nbytes
         config = TrainConfig(memory_nbytes=limit)
-        plan = make_plan(graph(), cluster, make_mesh((4,)), config, with_baselines=False, relative_gap=2e-2)
+        plan = make_plan(
+            graph(), cluster, make_mesh((4,)), config, SearchOptions(with_baselines=False, relative_gap=2e-2)
+        )
         assert plan.estimate.peak_nbytes <= limit
         assert plan.estimate.bound <= plan.estimate.step_seconds * (1 + 1e-9)
         program = make_program(graph())
@@ -213,10 +217,12 @@ def _best(program: Program, cluster: Cluster, limit: float | None) -> StagedPlan
     config = TrainConfig(memory_nbytes=limit)
     pricer = make_pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
 
-    def whole(own: Pricer, share: Share, mixes: Callable[[Plan, Plan], None] | None) -> Plan:
-        return plan_program(program, own, relative_gap=2e-2, seconds=10.0, with_baselines=False, fold=True, share=share,
-                            mixes=mixes)  # fmt: skip
+    def whole(own: Pricer, share: Share, mixes: bool) -> Exact:
+        options = SearchOptions(relative_gap=2e-2, seconds=10.0)
+        return plan_rank(program, own, share, options, SearchAim(), mixes=mixes)
 
-    found = best_staged(program, pricer, cluster, 2, "1f1b", 1, whole).plan
+    arrangement = Arrangement(pipeline=2, cluster=pricer.cluster, mesh=pricer.mesh)
+    key = Candidate(arrangement=arrangement, microbatches=program.microbatches, schedule="1f1b")
+    found = best_staged(program, pricer, cluster, key, whole).plan
     assert found is not None
     return found

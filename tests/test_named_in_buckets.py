@@ -33,7 +33,7 @@ def two_hosts(alpha: float, rate: float) -> Cluster:
 def both(name: str, family: str, pricer: Pricer) -> list[Plan]:
     """In buckets: the plan that is best alone, and the one whose search shares starts."""
     program = program_of(family)
-    return [bucketed(baseline_plan(name, program, own, ROOM), program, pricer) for own in (pricer, pricer.sharing())]
+    return [bucketed(baseline_plan(name, program, own, ROOM), program, pricer) for own in (pricer, pricer.shared)]
 
 
 def test_the_cheaper_of_two_is_taken_and_either_may_be_it() -> None:

@@ -14,6 +14,7 @@ from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.search.known.baselines import BASELINES, make_baseline
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
@@ -42,7 +43,7 @@ def test_named_plans_equal_one_process(family: str) -> None:
     mesh = make_mesh((2, 2))
     cluster = load_cluster(f"{mesh.size}xcpu")
     config = TrainConfig(precision="fp64")
-    best = make_plan(captured, cluster, mesh, config, with_baselines=False)
+    best = make_plan(captured, cluster, mesh, config, SearchOptions(with_baselines=False))
     plans: dict[str, Plan] = {"best": best}
     for name in BASELINES:
         if name in APPLY[family]:

@@ -22,8 +22,13 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.search_report import SearchReport, SpaceSearched
 from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
+
+NOTHING = SpaceSearched(
+    space="", status="proved", candidates=0, planned=0, do_not_fit=0, seconds=0.0, near={}, not_below={}
+)
 
 
 class Net(nn.Module):
@@ -69,10 +74,10 @@ def test_the_next_best_plans_differ_run_and_cost_more() -> None:
         emit(plan.captured, other.single)
         found = evaluate(other.single, plan.captured, machine(4, 1e9))
         assert (found.seconds, found.memory) == (other.estimate.seconds, other.estimate.memory)
-        assert other.call == plan.call and other.estimate.solver["instead"]
+        assert other.call == plan.call and other.estimate.search.instead
         assert decided(other) not in seen and other.mesh == plan.mesh
         seen.append(decided(other))
-    searched = replace(plan, estimate=replace(plan.estimate, solver={"search": {}}))
+    searched = replace(plan, estimate=replace(plan.estimate, search=SearchReport(space=NOTHING)))
     fewer = searched.alternatives(len(others) + 1)
     assert {other.mesh.shape for other in fewer} == {(4,), (2, 2)}, "over all meshes if the plan was searched so"
 
@@ -90,7 +95,7 @@ def test_plans_in_stages_have_other_stages_and_none_beside_them() -> None:
         assert other.captured is plan.captured is not None
         other.check(plan.captured)
         seconds = other.timeline().seconds
-        assert seconds == pytest.approx(other.estimate.step_seconds, rel=1e-9), other.estimate.solver["instead"]
+        assert seconds == pytest.approx(other.estimate.step_seconds, rel=1e-9), other.estimate.search.instead
     best = ranked(plan, others, plan.captured, machine(4, 1e9))
     assert best.estimate.bound == plan.estimate.bound
 
@@ -101,28 +106,31 @@ def test_the_timeline_picks_the_shortest_and_keeps_the_bound() -> None:
     plans = []
     for seed in range(4):
         plan = one_stage(random_plan(captured, make_mesh((4,)), random.Random(seed)))
-        estimate = replace(evaluate(plan.single, captured, machine()), bound=1e-9, solver={"instead": f"plan {seed}"})
+        report = SearchReport(instead=f"plan {seed}")
+        estimate = replace(evaluate(plan.single, captured, machine()), bound=1e-9, search=report)
         plans.append(plan.with_estimate(estimate))
     times = [plan_timeline(plan, [captured], machine(), overlap).seconds for plan in plans]
     slowest = times.index(max(times))
     rest = [plan for number, plan in enumerate(plans) if number != slowest]
     best = ranked(plans[slowest], rest, captured, machine())
-    facts = best.estimate.solver["timeline"]
+    shown = best.estimate.search.timeline
+    assert shown is not None
     assert best.estimate.bound == 1e-9
-    assert facts["plans"][facts["chosen"]]["timeline_seconds"] == pytest.approx(min(times))
+    assert shown.plans[shown.chosen].timeline_seconds == pytest.approx(min(times))
     assert best.stages == plans[times.index(min(times))].stages
-    assert facts["chosen"] > 0 and "which is what the bound is of" in plan_text(best, (), machine())
+    assert shown.chosen > 0 and "which is what the bound is of" in plan_text(best, (), machine())
     fastest = times.index(min(times))
     same = ranked(plans[fastest], plans[fastest + 1 :], captured, machine())
-    assert same.estimate.solver["timeline"]["chosen"] == 0 and "as by the sum" in plan_text(same, (), machine())
+    again = same.estimate.search.timeline
+    assert again is not None and again.chosen == 0 and "as by the sum" in plan_text(same, (), machine())
 
 
 def test_planning_for_overlap() -> None:
     plan = made(autopar.Overlap())
-    facts = plan.estimate.solver["timeline"]
-    assert len(facts["plans"]) == 6
-    own = facts["plans"][facts["chosen"]]["timeline_seconds"]
-    assert own == min(row["timeline_seconds"] for row in facts["plans"])
+    shown = plan.estimate.search.timeline
+    assert shown is not None and len(shown.plans) == 6
+    own = shown.plans[shown.chosen].timeline_seconds
+    assert own == min(row.timeline_seconds for row in shown.plans)
     assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(own)
     assert own < plan.timeline().seconds == pytest.approx(plan.estimate.alone_seconds)
     assert "collectives beside compute" in str(plan)
@@ -145,10 +153,11 @@ def test_numbers_of_micro_batches_are_ranked_as_one_by_one() -> None:
             overlap=autopar.Overlap(),
             with_baselines=False,
         )
-        facts = plan.estimate.solver["timeline"]
+        shown = plan.estimate.search.timeline
+        assert shown is not None
         assert plan.num_stages == 2 and plan.mesh.shape == (2,), "as asked"
-        assert number == "auto" or {row["plan"].partition(" micro-")[0] for row in facts["plans"]}.isdisjoint("124")
-        seconds: float = facts["plans"][facts["chosen"]]["timeline_seconds"]
+        assert number == "auto" or {row.plan.partition(" micro-")[0] for row in shown.plans}.isdisjoint("124")
+        seconds = shown.plans[shown.chosen].timeline_seconds
         assert plan.timeline(overlap=autopar.Overlap()).seconds == pytest.approx(seconds)
         return seconds
 

@@ -250,7 +250,7 @@ def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert ends(traces[2]) == pytest.approx(sum(staged["estimate"]["seconds"].values()))
     woven = ran("plan", model, "--cluster", "2xcpu", "--overlap", "--no-baselines", "--trace", traces[0])
-    facts = woven["estimate"]["solver"]["timeline"]
+    facts = woven["estimate"]["search"]["timeline"]
     assert ends(traces[0]) == pytest.approx(facts["plans"][facts["chosen"]]["timeline_seconds"])
     with pytest.raises(PlanMismatchError, match="bind"):
         load_plan(saved).timeline()

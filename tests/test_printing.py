@@ -21,6 +21,7 @@ from autopar.values.blocks import block_of, kind_of, ranges, relative, title
 from autopar.values.calls import Call
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Estimate
+from autopar.values.search_report import SearchReport
 from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
@@ -110,8 +111,8 @@ def test_ops_without_a_rule_are_listed() -> None:
     )
     assert "ops without a rule (whole on every rank): aten.linalg_matrix_exp.default\n" in str(plan)
     assert "split as running them showed (discovered): aten.linalg_vector_norm.default\n" in str(plan)
-    solver = {"whole_seconds": {"aten.linalg_matrix_exp.default": 0.25}}
-    estimate = Estimate(seconds={"forward": 1.0}, solver=solver)
+    report = SearchReport(whole_seconds={"aten.linalg_matrix_exp.default": 0.25})
+    estimate = Estimate(seconds={"forward": 1.0}, search=report)
     assert "aten.linalg_matrix_exp.default 250 ms, 25% of the step" in str(replace(plan, estimate=estimate))
 
 

@@ -8,6 +8,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.remembered import LAST, remembered
 from autopar.search.planner import plan_program
+from autopar.search.search_options import SearchOptions
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Estimate, Plan, TrainConfig
 from tests.search_cases import machine, program_of
@@ -16,7 +17,7 @@ from tests.search_cases import machine, program_of
 def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
     program = replace(program_of("gpt2"))
     pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
-    plan = plan_program(program, pricer, relative_gap=0.01, seconds=None, with_baselines=False, fold=True)
+    plan = plan_program(program, pricer, SearchOptions(relative_gap=0.01, with_baselines=False))
     made: list[Plan] = []
 
     def price(bare: Plan) -> Plan:
@@ -54,13 +55,13 @@ def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
 def test_planning_again_prices_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = replace(program_of("gpt2"))
     pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
-    how = {"relative_gap": 0.01, "seconds": None, "with_baselines": False, "fold": True}
-    plan = plan_program(program, pricer, **how)
+    options = SearchOptions(relative_gap=0.01, with_baselines=False)
+    plan = plan_program(program, pricer, options)
 
     def never(*_: object) -> Estimate:
         raise AssertionError("priced again")
 
     monkeypatch.setattr("autopar.search.planner.evaluate_program", never)
     monkeypatch.setattr("autopar.search.timeline.buckets.evaluate_program", never)
-    again = plan_program(program, pricer, **how)
+    again = plan_program(program, pricer, options)
     assert again.estimate.seconds == plan.estimate.seconds and again.buckets == plan.buckets

@@ -16,6 +16,7 @@ from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import relaxed_seconds
 from autopar.search.meshes import Arrangement
 from autopar.search.planner import plan_program
+from autopar.search.search_options import SearchOptions
 from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import pricer_of, small_llama
 
@@ -53,7 +54,9 @@ def test_no_plan_within_a_limit_takes_less_than_without_one_and_what_is_made_aga
         most = max(most, again / plan.estimate.step_seconds)
         assert plan.estimate.step_seconds >= (bound + again) * (1 - 1e-9)
         key = Candidate(arrangement=Arrangement(pipeline=1, cluster=pricer.cluster, mesh=pricer.mesh), microbatches=1)
-        setup = Setup(counts=(1,), cluster=pricer.cluster, config=pricer.config, relative_gap=0.01, fold=True)
+        setup = Setup(
+            counts=(1,), cluster=pricer.cluster, config=pricer.config, options=SearchOptions(relative_gap=0.01)
+        )
         joint = Joint(graph=lambda _: captured, setup=setup)
         while not joint.sharpen(key, np.inf):
             pass
@@ -62,7 +65,7 @@ def test_no_plan_within_a_limit_takes_less_than_without_one_and_what_is_made_aga
 
 
 def _plan(pricer: Pricer, program: Program) -> Plan:
-    return plan_program(program, pricer, relative_gap=0.05, seconds=None, with_baselines=False, fold=True)
+    return plan_program(program, pricer, SearchOptions(relative_gap=0.05, with_baselines=False))
 
 
 def _within(pricer: Pricer, nbytes: float) -> Pricer:

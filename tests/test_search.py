@@ -28,6 +28,7 @@ from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.known.baselines import BASELINES, baseline_plan
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, TrainConfig
 from autopar.values.plan_file import plan_from_json
@@ -125,12 +126,19 @@ def test_folding_changes_neither_optimum_nor_the_count_of_ops_decided(family: st
 
 def test_unfolded_plans_say_what_folding_costs() -> None:
     plan = make_plan(
-        captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig(), fold=False, with_baselines=False
+        captured_of("llama"),
+        machine(),
+        make_mesh((2, 2)),
+        TrainConfig(),
+        SearchOptions(fold=False, with_baselines=False),
     )
-    folded = make_plan(captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig(), with_baselines=False)
-    assert plan.estimate.solver["nodes"] > folded.estimate.solver["nodes"]
-    assert plan.estimate.solver["folded_seconds"] == pytest.approx(folded.estimate.step_seconds, rel=5e-3)
-    assert plan.estimate.bound * (1 - 1e-9) <= plan.estimate.step_seconds <= plan.estimate.solver["folded_seconds"]
+    folded = make_plan(
+        captured_of("llama"), machine(), make_mesh((2, 2)), TrainConfig(), SearchOptions(with_baselines=False)
+    )
+    assert plan.estimate.search.solved is not None and folded.estimate.search.solved is not None
+    assert plan.estimate.search.solved.nodes > folded.estimate.search.solved.nodes
+    assert plan.estimate.search.folded_seconds == pytest.approx(folded.estimate.step_seconds, rel=5e-3)
+    assert plan.estimate.bound * (1 - 1e-9) <= plan.estimate.step_seconds <= plan.estimate.search.folded_seconds
     assert "equal layers deciding alike" in str(heading(one_stage(plan), machine()))
 
 
@@ -147,7 +155,7 @@ def test_coarse_clusters_search_a_part_of_the_space() -> None:
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_no_baseline_and_no_random_plan_is_cheaper_than_the_plan(family: str, mesh: tuple[int, ...]) -> None:
     captured, program, pricer = captured_of(family), program_of(family), pricer_of(mesh)
-    plan = make_plan(captured, machine(), pricer.mesh, pricer.config, relative_gap=1e-6)
+    plan = make_plan(captured, machine(), pricer.mesh, pricer.config, SearchOptions(relative_gap=1e-6))
     best = plan.estimate.step_seconds
     assert 0 < plan.estimate.bound <= best
     assert set(plan.estimate.baselines) == set(BASELINES)
@@ -185,7 +193,11 @@ def test_less_memory_never_costs_less_and_infeasible_says_the_least_that_does() 
 def test_the_planner_says_what_would_do() -> None:
     with pytest.raises(InfeasibleError, match="the least that would do is"):
         make_plan(
-            captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(memory_nbytes=1e3), with_baselines=False
+            captured_of("llama"),
+            machine(),
+            make_mesh((4,)),
+            TrainConfig(memory_nbytes=1e3),
+            SearchOptions(with_baselines=False),
         )
 
 
@@ -251,6 +263,6 @@ def test_what_is_proved_within_less_memory_is_none_of_the_limits(
     pricer, program = pricer_of((4,)), program_of("gpt2")
     with pytest.raises(SearchTimeoutError, match="proves nothing") as refused:
         planner.plan_program(
-            program, pricer, relative_gap=0.01, seconds=None, with_baselines=False, fold=True, say_least=False
+            program, pricer, SearchOptions(relative_gap=0.01, with_baselines=False), SearchAim(says_least=False)
         )
     assert refused.value.bound == bounds[0] < 9.0

@@ -12,18 +12,18 @@ from autopar.api import planning as api
 from autopar.capture.rebatch import Batches
 from autopar.errors import InfeasibleError, MeshError, SearchTimeoutError
 from autopar.lower.program import make_program
-from autopar.report.search_text import search_text
+from autopar.report.search_text import space_text
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.states import states_nbytes
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.in_buckets import ROUGH
 from autopar.search.joint import mesh_search
-from autopar.search.joint.at_hand import at_hand
-from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, Outcome, best_first
-from autopar.search.joint.candidates import Candidate, candidates
+from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Known, SearchOutcome, best_first
+from autopar.search.joint.candidates import Candidate, CandidateSpace, candidates
 from autopar.search.joint.mesh_search import search_meshes
+from autopar.search.joint.quick_plans import quick_plans
 from autopar.search.meshes import arrangements, divisors, meshes, parts
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, TrainConfig
@@ -93,7 +93,7 @@ class Drawn:
             assert (known == Known.REFINED) == (key in self.fine)
             assert self.bound(key) < cutoff or (not self.solved and key in self.scouts(range(30)))
 
-    def at_hand(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
+    def quick_plans(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
         """Some answers, not the best."""
         assert not self.solved and self.handed is None
         possible = sorted((key for key in keys if self.costs[key] < math.inf), key=self.costs.__getitem__)
@@ -158,7 +158,7 @@ def test_stopped_early_the_gap_is_still_true(seed: int) -> None:
 class Empty(Drawn):
     """Nothing is at hand."""
 
-    def at_hand(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
+    def quick_plans(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
         self.asked = [*keys]
         return iter(())
 
@@ -257,7 +257,7 @@ def test_problems_given_up_beside_such_as_have_no_answer_are_told_apart() -> Non
         def tighten(self, key: int, cutoff: float, seconds: float | None) -> None:
             return None
 
-        def at_hand(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
+        def quick_plans(self, keys: Sequence[int], seconds: float | None) -> Iterator[tuple[int, str, float]]:
             assert set(keys) <= set(range(0, 30, 2)) or not self.none
             return iter(())
 
@@ -281,8 +281,8 @@ def part_of(count: int) -> CapturedModel:
 
 @cache
 def without_a_limit(cluster: Cluster, buckets: bool = False) -> StagedPlan:
-    own = {"relative_gap": GAP, "with_baselines": False, "buckets": buckets}
-    return search_meshes(4, graph_of, cluster, TrainConfig(), **own)[0]
+    options = SearchOptions(relative_gap=GAP, with_baselines=False, buckets=buckets)
+    return search_meshes(4, graph_of, cluster, TrainConfig(), options)[0]
 
 
 @pytest.mark.parametrize(("share", "buckets"), [(1.0, False), (0.8, True)])
@@ -297,52 +297,55 @@ def test_the_joint_search_finds_what_trying_everything_finds(share: float, bucke
     config = TrainConfig()
     found = without_a_limit(cluster, buckets)
     gap = 3 * GAP if buckets else GAP
-    own = {"relative_gap": gap, "with_baselines": False, "buckets": buckets}
+    options = SearchOptions(relative_gap=gap, with_baselines=False, buckets=buckets)
     if share < 1.0:
         config = TrainConfig(memory_nbytes=found.estimate.peak_nbytes * share)
-        found, _ = search_meshes(4, graph_of, cluster, config, **own)
+        found, _ = search_meshes(4, graph_of, cluster, config, options)
     alone = {}
     for count in divisors(4):
         for mesh in meshes(cluster):
             try:
-                plan = make_plan(part_of(count), cluster, mesh, config, **own)
+                plan = make_plan(part_of(count), cluster, mesh, config, options)
             except InfeasibleError:
                 continue
             alone[mesh, count] = plan.estimate.in_turn_seconds
     assert found.estimate.step_seconds <= min(alone.values()) * (1 + 2 * gap)
     assert found.estimate.bound <= min(alone.values()) * (1 + 1e-6)
     assert found.estimate.gap <= (0.1 if buckets else GAP), "starts that no bucket shares under this limit are left"
-    facts = found.estimate.solver["search"]
-    assert facts["candidates"] == 6 and facts["planned"] < 6
-    assert facts["status"] == "proved" or buckets
+    space = found.estimate.search.space
+    assert space is not None and space.candidates == 6 and space.planned < 6
+    assert space.status == "proved" or buckets
 
 
 def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds are of everything in turn, and so is the order of the search; the plan need not be the best of that."""
     cluster, finished = machine(8), []
-    plan = one_stage(make_plan(graph_of(4), cluster, meshes(cluster)[0], TrainConfig(), with_baselines=False))
+    options = SearchOptions(with_baselines=False)
+    plan = one_stage(make_plan(graph_of(4), cluster, meshes(cluster)[0], TrainConfig(), options))
     keys = candidates(cluster, (1,), (1,), "auto", 1)[:3]
     hidden = (0.0, 0.5, 0.2)  # of as many seconds, and 0.1 and 0.2 of them more
     seconds = [{"forward": (1 + 0.1 * i) * plan.estimate.step_seconds} for i in range(3)]
     made = [replace(plan, estimate=replace(plan.estimate, seconds=s, hidden=h * s["forward"], baselines={}))
             for s, h in zip(seconds, hidden, strict=True)]  # fmt: skip
 
-    def searched(*_: object, **__: object) -> Outcome[Candidate, StagedPlan]:
-        outcome = Outcome[Candidate, StagedPlan]()
+    def searched(*_: object, **__: object) -> SearchOutcome[Candidate, StagedPlan]:
+        outcome = SearchOutcome[Candidate, StagedPlan]()
         for key, one in zip(keys, made, strict=True):
             outcome.take(key, one, one.estimate.in_turn_seconds)
         return outcome
 
-    def finish(found: StagedPlan, _: object) -> StagedPlan:
+    def finish(found: StagedPlan, *_: object) -> StagedPlan:
         finished.append(found.estimate.step_seconds)
         return found
 
     monkeypatch.setattr(mesh_search, "best_first", searched)
-    found, _ = search_meshes(4, graph_of, cluster, TrainConfig(), microbatches=1, relative_gap=GAP, finish=finish)
+    space, options = CandidateSpace(microbatches=1), SearchOptions(relative_gap=GAP)
+    found, _ = search_meshes(4, graph_of, cluster, TrainConfig(), options, space, finish=finish)
     assert finished == [made[0].estimate.step_seconds, made[1].estimate.step_seconds], "both may become faster yet"
     assert found.estimate.step_seconds == made[1].estimate.step_seconds
-    assert found.estimate.solver["search"]["in_turn"]["plan"] == str(keys[0])
-    assert f"{keys[0]} takes the least if nothing runs beside" in search_text(found.estimate.solver["search"])
+    said = found.estimate.search.space
+    assert said is not None and said.in_turn is not None and said.in_turn.plan == str(keys[0])
+    assert f"{keys[0]} takes the least if nothing runs beside" in space_text(said)
 
 
 def test_a_plan_is_at_hand_where_few_fit() -> None:
@@ -356,7 +359,7 @@ def test_a_plan_is_at_hand_where_few_fit() -> None:
         def pricer(key: Candidate) -> Pricer:
             return make_pricer(mesh=key.arrangement.mesh, cluster=cluster, config=config)
 
-        return [*at_hand(keys, programs.__getitem__, pricer, seconds)]
+        return [*quick_plans(keys, programs.__getitem__, pricer, seconds, SearchOptions())]
 
     most = 0.8 * without_a_limit(machine(4)).estimate.peak_nbytes
     taken = found(most)
@@ -367,7 +370,7 @@ def test_a_plan_is_at_hand_where_few_fit() -> None:
     assert seconds[-1] >= without_a_limit(machine(4)).estimate.step_seconds * (1 - GAP)
     for key, plan in taken:
         assert plan.mesh == key.arrangement.mesh and plan.microbatches == key.microbatches
-        assert plan.estimate.peak_nbytes <= most and plan.estimate.solver[ROUGH]
+        assert plan.estimate.peak_nbytes <= most and plan.estimate.search.is_rough
 
 
 def test_in_the_api_every_mesh_is_searched() -> None:
@@ -385,8 +388,9 @@ def test_in_the_api_every_mesh_is_searched() -> None:
 def test_where_nothing_fits_the_least_that_would_do_is_said() -> None:
     config = TrainConfig(memory_nbytes=1.01 * states_nbytes(make_program(graph_of(4)), "adamw") / 2)
     with pytest.raises(InfeasibleError, match="nothing fits on any mesh") as caught:
-        search_meshes(4, graph_of, machine(2), config, relative_gap=GAP)
+        search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
     least = caught.value.least_nbytes
     assert least is not None and config.memory_nbytes is not None and least > config.memory_nbytes
-    found, _ = search_meshes(4, graph_of, machine(2), TrainConfig(memory_nbytes=1.001 * least), relative_gap=GAP)
+    config = TrainConfig(memory_nbytes=1.001 * least)
+    found, _ = search_meshes(4, graph_of, machine(2), config, SearchOptions(relative_gap=GAP))
     assert found.estimate.peak_nbytes <= 1.001 * least

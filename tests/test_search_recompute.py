@@ -20,6 +20,7 @@ from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.blocks import block_of
 from autopar.values.plan import Plan, TrainConfig
 from tests.search_cases import captured_of, machine, pricer_of, program_of
@@ -118,12 +119,12 @@ def test_the_planner_recomputes_where_the_limit_binds_and_says_what() -> None:
     captured, pricer = captured_of("llama"), pricer_of((4,))
     limit = 0.8 * free_peak(program_of("llama"), pricer)
     config = TrainConfig(memory_nbytes=limit)
-    plan = make_plan(captured, machine(), pricer.mesh, config, with_baselines=False)
+    plan = make_plan(captured, machine(), pricer.mesh, config, SearchOptions(with_baselines=False))
     assert plan.recompute and plan.estimate.peak_nbytes <= limit
     text = recompute_text(plan, emit(captured, plan))
     assert "run again in backward, model.layers ×2: " in text and "a device less than" in text
-    trade = plan.estimate.solver["recompute"]
-    assert trade["seconds"] > 0 and trade["nbytes"] > 0
-    whole = make_plan(captured, machine(), pricer.mesh, TrainConfig(), with_baselines=False)
+    trade = plan.estimate.search.recompute
+    assert trade is not None and trade.seconds > 0 and trade.nbytes > 0
+    whole = make_plan(captured, machine(), pricer.mesh, TrainConfig(), SearchOptions(with_baselines=False))
     assert not whole.recompute and not recompute_text(whole, emit(captured, whole))
     assert whole.estimate.step_seconds < plan.estimate.step_seconds

@@ -21,13 +21,15 @@ from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.report.plan_text import plan_text
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import Pricer, make_pricer
+from autopar.search.joint.candidates import CandidateSpace
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.staged_baselines import make_configuration
 from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.search.staged.rounds import rounds
 from autopar.search.staged.stages import balanced, block_starts, choose_cuts, priced, staged
-from autopar.search.timeline.staged_buckets import MARK, in_buckets
+from autopar.search.timeline.staged_buckets import in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
@@ -90,7 +92,9 @@ def graph(family: str) -> CapturedModel:
 @cache
 def whole(family: str) -> tuple[Plan, Pricer]:
     cluster, mesh = parts(machine(4))[2], make_mesh((2,))
-    plan = make_plan(graph(family), cluster, mesh, TrainConfig(), relative_gap=1e-2, with_baselines=False)
+    plan = make_plan(
+        graph(family), cluster, mesh, TrainConfig(), SearchOptions(relative_gap=1e-2, with_baselines=False)
+    )
     return plan, make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
 
 
@@ -105,7 +109,7 @@ def test_stages_cost_what_the_whole_costs(family: str) -> None:
     made = priced(made, stages, machine(4), pricer.cluster)
     charges = charges_of(lower(plan, program, pricer.target), pricer)
     passing = sum(c.seconds for c in charges if c.kind != "optimizer" and plan.lifetimes.get(c.name) not in ONCE_A_STEP)
-    found = [stage["seconds"] for stage in made.estimate.solver["stages"]]
+    found = [stage.seconds for stage in made.estimate.search.stages]
     tables = sum(op.position for op in program.ops if not any(op.result_grads)) > 0
     assert sum(found) == pytest.approx(passing / MICROBATCHES, rel=0.01 if tables else 1e-9)
     assert sum(found) >= passing / MICROBATCHES * (1 - 1e-9)
@@ -153,10 +157,8 @@ def test_no_named_stages_are_below_what_is_proved_of_every_collective_alone() ->
         lambda batch: zoo_graph("llama", batch, batch=4),
         machine,
         TrainConfig(),
-        pipelines=(2,),
-        schedule="1f1b",
-        relative_gap=0.02,
-        buckets=True,
+        SearchOptions(relative_gap=0.02, buckets=True),
+        CandidateSpace(pipelines=(2,), schedule="1f1b"),
     )
     assert found.num_stages == 2 and not any(stage.buckets for stage in found.stages)
     named = []
@@ -167,7 +169,7 @@ def test_no_named_stages_are_below_what_is_proved_of_every_collective_alone() ->
     assert 0 < found.estimate.bound <= min(named)
     assert found.estimate.step_seconds <= min(named) * (1 + 0.02)
     together = in_buckets(found, part(found.microbatches), machine).estimate
-    assert MARK in together.solver and together.saved > 0 and together.bounded_alone
+    assert together.search.is_in_buckets and together.saved > 0 and together.bounded_alone
     assert together.gap == pytest.approx(1 - found.estimate.bound / together.alone_seconds, abs=1e-9)
 
 

@@ -18,6 +18,7 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.problem import Problem
 from autopar.search.meshes import parts
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.search.staged.alike import stage_key
 from autopar.search.staged.stages import block_starts, price_stage, staged
 from autopar.values.graph import CapturedModel
@@ -44,7 +45,7 @@ def test_stages_of_one_key_cost_the_same() -> None:
     captured = captured_llama(layers=4)
     cluster, mesh = parts(machine(8))[4], make_mesh((2,))
     pricer = make_pricer(mesh=mesh, cluster=cluster, config=TrainConfig())
-    plan = make_plan(captured, cluster, mesh, TrainConfig(), relative_gap=1e-2, with_baselines=False)
+    plan = make_plan(captured, cluster, mesh, TrainConfig(), SearchOptions(relative_gap=1e-2, with_baselines=False))
     made, stages = staged(plan, make_program(captured), pricer, 4, "gpipe", block_starts(captured))
     send = cheapest("send_recv", axis_links(machine(8), (4, 2), (0,)))
     sent = [{name: made.stages[n + 1].layouts[name] for name in stages[n].sends} for n in range(3)] + [{}]

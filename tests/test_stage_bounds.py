@@ -1,7 +1,7 @@
 """What stages take at least and what they hold: bounds are below every plan, rows of one rank are part of a whole."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -20,21 +20,24 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact import brute_force
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
+from autopar.search.find_exactly import Exact
 from autopar.search.graph.build import build
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.strategy_graph import usage
 from autopar.search.joint.best_staged import best_staged, way_before_planning
+from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.critical_path import GAP, way_seconds
 from autopar.search.joint.fullest_rank import fullest_share, most_kept
 from autopar.search.known.baselines import memory_limit
 from autopar.search.known.random_plan import random_plan
-from autopar.search.meshes import parts
-from autopar.search.planner import plan_program
+from autopar.search.meshes import Arrangement, parts
+from autopar.search.planner import plan_rank
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.rounds import dealt, interleaved_rounds, least_uneven, rounds
 from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import TrainConfig
 from tests.search_cases import machine, small_llama
 from tests.strategy_graphs import random_graph
 
@@ -52,14 +55,15 @@ def program(microbatches: int = MICROBATCHES) -> Program:
     return make_program(graph(microbatches))
 
 
-Mixes = Callable[[Plan, Plan], None] | None
+def _whole(own: Pricer, share: Share, _: bool = False, microbatches: int = MICROBATCHES) -> Exact:
+    """Blocks alike: no mixture of two plans."""
+    return plan_rank(program(microbatches), own, share, SearchOptions(relative_gap=1e-3), SearchAim(), mixes=False)
 
 
-def _whole(own: Pricer, share: Share, mixes: Mixes = None, microbatches: int = MICROBATCHES) -> Plan:
-    """Blocks alike: `mixes` is not told of any two."""
-    return plan_program(
-        program(microbatches), own, relative_gap=1e-3, seconds=None, with_baselines=False, fold=True, share=share
-    )
+def key(schedule: str, chunks: int, microbatches: int = MICROBATCHES, devices: int = 4) -> Candidate:
+    """Two pipeline ranks."""
+    arrangement = Arrangement(pipeline=2, cluster=parts(machine(devices))[2], mesh=make_mesh((devices // 2,)))
+    return Candidate(arrangement=arrangement, microbatches=microbatches, schedule=schedule, chunks=chunks)
 
 
 def pricer() -> Pricer:
@@ -145,10 +149,10 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
     """The way is that of the best plan, which it bounds closely; and no random plan in the same stages is below it."""
     cluster = machine(4)
 
-    found = best_staged(program(), pricer(), cluster, 2, schedule, chunks, _whole)
+    found = best_staged(program(), pricer(), cluster, key(schedule, chunks), _whole)
     assert found.plan is not None
     way = found.way
-    guessed = way_before_planning(program(), pricer(), cluster, 2, schedule, chunks)
+    guessed = way_before_planning(program(), pricer(), cluster, key(schedule, chunks))
     before = way_seconds(program(), pricer(), guessed, False)
     least = way_seconds(program(), pricer(), way, False)
     folded = way_seconds(program(), pricer(), way, True)
@@ -173,7 +177,7 @@ def test_no_plan_takes_less_than_a_way_through_its_step(schedule: str, chunks: i
 def test_a_way_counts_forward_and_back_each_for_itself(schedule: str, chunks: int) -> None:
     """On one device nothing is chosen: more passes back, or forward, take what the ops of their stages take there."""
     own = make_pricer(mesh=make_mesh((1,)), cluster=parts(machine(2))[2], config=TrainConfig())
-    way = way_before_planning(program(), own, machine(2), 2, schedule, chunks)
+    way = way_before_planning(program(), own, machine(2), key(schedule, chunks, devices=2))
     stage_of, before = stages_of(way.begins, len(program().ops)), way_seconds(program(), own, way, True)
     prices = [own.op(op, ("invariant",)) for op in program().ops]
     draw = np.random.default_rng(0)
@@ -214,7 +218,7 @@ def test_rows_of_ranks_are_parts_of_the_whole() -> None:
         )
 
     def used(share: Share | None, choice: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        made = build(program(), pricer(), limit=1e12, share=share).graph
+        made = build(program(), pricer(), limit=1e12, counted=Counting(share=share)).graph
         found = solve(replace(made, memory=None), relative_gap=1e-3)
         return usage(made, found.choice if choice is None else choice, found.arcs), found.choice
 
@@ -312,10 +316,10 @@ def test_the_relaxation_is_below_every_choice(first: int) -> None:
 def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_less() -> None:
     """Memory aside <= relaxed <= exact <= the plan that fits; and no cutoff above a bound is said to be reached."""
     cluster = machine(4)
-    free = best_staged(program(), pricer(), cluster, 2, "1f1b", 1, _whole)
+    free = best_staged(program(), pricer(), cluster, key("1f1b", 1), _whole)
     assert free.plan is not None
     limit = 0.8 * free.plan.estimate.peak_nbytes
-    found = best_staged(program(), pricer().within(limit), cluster, 2, "1f1b", 1, _whole)
+    found = best_staged(program(), pricer().within(limit), cluster, key("1f1b", 1), _whole)
     assert found.plan is not None and found.plan.estimate.peak_nbytes <= limit
     assert found.plan.estimate.step_seconds > free.plan.estimate.step_seconds
     way = found.way
@@ -323,8 +327,10 @@ def test_within_the_memory_of_the_first_rank_a_way_takes_more_and_the_plan_no_le
     relaxed, exact = (way_seconds(program(), pricer(), way, True, limit=limit, exact=e) for e in (False, True))
     assert aside < relaxed * (1 - 1e-3)
     assert relaxed <= exact * (1 + GAP) and exact <= found.plan.estimate.step_seconds
-    assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=0.9 * relaxed) >= 0.9 * relaxed
-    assert way_seconds(program(), pricer(), way, True, limit=limit, cutoff=1.2 * exact) < 1.2 * exact
+    assert (
+        way_seconds(program(), pricer(), way, True, limit=limit, asked=SearchAim(cutoff=0.9 * relaxed)) >= 0.9 * relaxed
+    )
+    assert way_seconds(program(), pricer(), way, True, limit=limit, asked=SearchAim(cutoff=1.2 * exact)) < 1.2 * exact
 
 
 @pytest.mark.parametrize(
@@ -337,19 +343,19 @@ def test_no_rank_holds_less_than_is_counted_of_the_whole(schedule: str, chunks: 
     counted: list[float] = []
     shares: list[float] = []
 
-    def whole(own: Pricer, share: Share, mixes: Mixes) -> Plan:
-        plan = _whole(own, share, mixes, microbatches)
-        cut, stages = staged(plan, program(microbatches), own, 2, schedule, cuts)
-        prices = simulated(cut, stages, machine(4), own.cluster)[0].estimate.solver["stages"]
-        counted.append(plan.estimate.solver["counted_nbytes"])
+    def whole(own: Pricer, share: Share, mixes: bool) -> Exact:
+        found = _whole(own, share, mixes, microbatches)
+        cut, stages = staged(found.plan, program(microbatches), own, 2, schedule, cuts)
+        prices = simulated(cut, stages, machine(4), own.cluster)[0].estimate.search.stages
+        counted.append(found.counted_nbytes)
         if len(share.ranks) == 1:  # what proves
-            shares.append(counted[-1] / prices[share.ranks[0]]["memory"])
-        return plan
+            shares.append(counted[-1] / prices[share.ranks[0]].nbytes)
+        return found
 
-    free = best_staged(program(microbatches), pricer(), machine(4), 2, schedule, chunks, whole)
+    free = best_staged(program(microbatches), pricer(), machine(4), key(schedule, chunks, microbatches), whole)
     assert free.plan is not None
     tight = pricer().within(0.85 * free.plan.estimate.peak_nbytes)
-    best_staged(program(microbatches), tight, machine(4), 2, schedule, chunks, whole)
+    best_staged(program(microbatches), tight, machine(4), key(schedule, chunks, microbatches), whole)
     assert len(set(counted)) > 1
     assert min(shares) >= 0.6 and max(shares) <= 1 + COUNTED, shares
 
@@ -359,15 +365,15 @@ def test_what_does_not_fit_in_less_room_than_there_is_proves_nothing(error: Exce
     """Only the first search of a whole plan has all the room: a cutoff or a limit reached later is no bound."""
     rooms: list[float] = []
 
-    def whole(own: Pricer, share: Share, mixes: Mixes) -> Plan:
+    def whole(own: Pricer, share: Share, _: bool) -> Exact:
         rooms.append(memory_limit(own.cluster, own.config))
         if len(rooms) == 1:
             return _whole(own.within(1e12), share)  # more than fits, so that it is searched again
         raise error
 
     tight = pricer().within(1e4)
-    found = best_staged(program(), tight, machine(4), 2, "1f1b", 1, whole)
+    found = best_staged(program(), tight, machine(4), key("1f1b", 1), whole)
     assert found.plan is None and 0.0 < found.bound < 1.0
     assert rooms[0] == 1e4 > rooms[1]
     with pytest.raises(type(error)):  # rooms are not empty, so that the first search raises it
-        best_staged(program(), tight, machine(4), 2, "1f1b", 1, whole)
+        best_staged(program(), tight, machine(4), key("1f1b", 1), whole)

@@ -102,7 +102,7 @@ def test_backward_in_two_parts_is_priced() -> None:
     assert made.estimate.seconds["bubble"] < 0.6 * plain.estimate.seconds["bubble"], "what two parts are for"
     stages = split_stages(captured, made.cuts)
     assert plan_timeline(made, stages, machine()).seconds == pytest.approx(made.estimate.step_seconds, rel=1e-9)
-    held = [stage["memory"] for stage in made.estimate.solver["stages"]]
+    held = [stage.nbytes for stage in made.estimate.search.stages]
     assert held[0] == held[3] and held[1] == held[2] and max(held) == made.estimate.peak_nbytes
 
 
@@ -208,7 +208,7 @@ def test_plan_takes_configurations_with_a_pipeline() -> None:
     assert made.num_stages > 1 and made.microbatches == 2 and made.mesh.shape == (2,)
     free = api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2")
     assert free.estimate.step_seconds <= made.estimate.step_seconds * (1 + 1e-9)
-    assert "needs as many micro-batches" in free.estimate.solver["microbatches"]["1"]
+    assert "needs as many micro-batches" in free.estimate.search.microbatches["1"]
     with pytest.raises(ArgumentError, match="the baseline fsdp:pp=2 has 2 pipeline ranks"):
         api.plan(model, kwargs, cluster=machine(), baseline="fsdp:pp=2", pipeline=4)
 
@@ -221,7 +221,7 @@ def test_plan_takes_the_mesh_of_a_stage() -> None:
     assert (made.mesh.shape, made.pipeline, made.microbatches, made.schedule) == ((2,), 2, 2, "1f1b")
     other = api.plan(model, kwargs, cluster=machine(), mesh="1x2", pipeline=2, schedule="gpipe", relative_gap=0.02)
     assert other.num_stages > 1 and other.mesh.shape == (1, 2) and other.schedule == "gpipe"
-    assert "mesh 1x2" in other.estimate.solver["search"]["space"]
+    assert other.estimate.search.space is not None and "mesh 1x2" in other.estimate.search.space.space
     with pytest.raises(InfeasibleError, match=r"does not run \(1,\) micro-batches"):
         api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=1)
 

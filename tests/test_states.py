@@ -13,6 +13,7 @@ from autopar.search.costs.states import check_states, states_nbytes
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import TrainConfig
@@ -62,7 +63,13 @@ def test_what_cannot_hold_the_states_is_told_before_anything_is_planned() -> Non
 
     limit = total / 2.5
     with pytest.raises(InfeasibleError, match="use 3 devices or more") as caught:
-        search_meshes(None, graph, machine(2), TrainConfig(memory_nbytes=limit), relative_gap=0.01, tell=said.append)
+        search_meshes(
+            None,
+            graph,
+            machine(2),
+            TrainConfig(memory_nbytes=limit),
+            SearchOptions(relative_gap=0.01, tell=said.append),
+        )
     assert caught.value.least_nbytes == total / 2 and not said
     check_states(program_of("vit"), machine(4), TrainConfig(), 3, limit)
     with pytest.raises(InfeasibleError):

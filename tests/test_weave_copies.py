@@ -75,13 +75,13 @@ def test_the_search_weaves_where_that_is_faster_and_fits() -> None:
     assert both.step_seconds < plan.estimate.step_seconds and both.peak_nbytes > plan.estimate.peak_nbytes
     found, _ = best_woven(plan, captured, cluster, lambda _: plan)
     assert found.copies == 2 and found.estimate.step_seconds == both.step_seconds
-    assert set(found.estimate.solver["copies"].values()) == {both.step_seconds, plan.estimate.step_seconds}
+    assert set(found.estimate.search.copies.values()) == {both.step_seconds, plan.estimate.step_seconds}
     tight = replace(plan, config=replace(plan.config, memory_nbytes=both.peak_nbytes - 1))
     assert best_woven(tight, captured, cluster, lambda _: tight)[0] is tight
     fast = machine(2, bandwidth=1e15)
     quick = plan.with_estimate(evaluate(plan, captured, fast))
     found, _ = best_woven(quick, captured, fast, lambda _: plan)
-    assert found.estimate.step_seconds == min(found.estimate.solver["copies"].values())
+    assert found.estimate.step_seconds == min(found.estimate.search.copies.values())
 
 
 def test_more_micro_batches_are_searched_only_where_there_is_something_to_hide() -> None:

@@ -25,6 +25,7 @@ from autopar.values.staged_plan import StagedPlan, one_stage
 
 if TYPE_CHECKING:
     from autopar.lower.program import Program
+    from autopar.search.costs.pricing import Pricer
     from autopar.search.timeline.weave import Overlap
 
 RELATIVE_GAP = 0.01
@@ -116,6 +117,9 @@ def plan(
         raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     from autopar.search.asked_mesh import asked_mesh
+    from autopar.search.known.staged_baselines import make_configuration
+    from autopar.search.planner import make_plan
+    from autopar.search.search_options import SearchOptions
 
     searched = mesh == "auto"
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
@@ -140,23 +144,24 @@ def plan(
     turns = compared.turns
     tell("capturing the model")
 
+    options = SearchOptions(
+        relative_gap=relative_gap,
+        seconds=seconds,
+        fold=fold,
+        solver=solver,
+        buckets=buckets,
+        flatten=flatten,
+        with_baselines=with_baselines,
+        tell=tell,
+    )
+    first = replace(options, with_baselines=with_baselines and not buckets)  # in buckets they are compared afterwards
+
     def planned(captured: CapturedModel) -> StagedPlan:
         try:
-            return search_plan(
-                captured,
-                machine,
-                own_mesh,
-                config,
-                baseline,
-                relative_gap=relative_gap,
-                seconds=seconds,
-                with_baselines=with_baselines and not buckets,
-                fold=fold,
-                solver=solver,
-                buckets=buckets,
-                flatten=flatten,
-                progress=tell,
-            )
+            if baseline is not None:
+                tell(f"making the {baseline} plan")
+                return make_configuration(baseline, captured, machine, own_mesh, config)
+            return one_stage(make_plan(captured, machine, own_mesh, config, first))
         except ArgumentError as error:
             if microbatches != "auto":
                 raise
@@ -168,8 +173,9 @@ def plan(
     captures = Captures(model=model, call=call, precision=config.precision, loss_fn=loss_fn, turns=turns, known=known)
 
     from autopar.lower.program import make_program
+    from autopar.search.costs.pricing import make_pricer
 
-    def bucketed(found: StagedPlan, program: "Program") -> StagedPlan:
+    def bucketed(found: StagedPlan, program: "Program", pricer: "Pricer | None" = None) -> StagedPlan:
         if not buckets:
             return found
         from autopar.search.in_buckets import best_in_buckets
@@ -182,27 +188,23 @@ def plan(
         if baseline is not None:
             tell("choosing buckets")
             return one_stage(configuration_in_buckets(found.single, baseline, program, machine, flatten=flatten))
-        best = best_in_buckets(
-            found.single, program, machine, flatten=flatten, with_baselines=with_baselines, tell=tell,
-            seconds=seconds, spent=time.process_time() - began, relative_gap=relative_gap, fold=fold, solver=solver,
-        )  # fmt: skip
-        return one_stage(best)
+        spent = time.process_time() - began
+        pricer = pricer or make_pricer(mesh=found.mesh, cluster=machine, config=config)
+        return one_stage(best_in_buckets(found.single, program, pricer, options, spent=spent))
 
     if searched or (num_pipeline > 1 and baseline is None):
+        from autopar.search.joint.candidates import CandidateSpace
         from autopar.search.joint.mesh_search import search_meshes
 
-        found, captured = search_meshes(
-            call.batch(),
-            captures.at,
-            machine,
-            config,
+        space = CandidateSpace(
             microbatches=None if microbatches == "auto" else microbatches,
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),
             mesh=None if searched else own_mesh,
-            schedule=schedule, relative_gap=relative_gap, seconds=seconds, fold=fold,
-            with_baselines=with_baselines and not buckets, tell=tell, finish=bucketed, buckets=buckets, flatten=flatten,
-            shared=captures.sharing,
-        )  # fmt: skip
+            schedule=schedule,
+        )
+        found, captured = search_meshes(
+            call.batch(), captures.at, machine, config, first, space, finish=bucketed, shared=captures.sharing
+        )
         call = replace(call, bare=captures.bare)
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
@@ -213,7 +215,7 @@ def plan(
             call.batch(),
             captures.at,
             planned,
-            lambda graph: unlimited_bound(graph, part, own_mesh, config, relative_gap, solver, buckets) / num_pipeline,
+            lambda graph: unlimited_bound(graph, part, own_mesh, config, options) / num_pipeline,
             relative_gap,
             tell,
             captures.sharing,
@@ -237,45 +239,26 @@ def plan(
         woven, captured = best_woven(found.single, captured, machine, planned_stage, more, tell=tell)
         found = one_stage(woven)
     if overlap is not None:
-        from autopar.search.overlapped import best_overlapped
+        from autopar.search.explanation.next_best import SECONDS
+        from autopar.search.overlapped import ToRank, best_overlapped
 
         def is_asked(one: StagedPlan) -> bool:
             is_scheduled = schedule == "auto" or (one.num_stages > 1 and one.schedule == schedule)
             is_arranged = pipeline in (None, "auto", one.pipeline) and (searched or one.mesh.shape == own_mesh.shape)
             return is_scheduled and is_arranged
 
-        others, is_open = 0 if baseline is not None else RANKED, microbatches == "auto"
-        found, captured = best_overlapped(
-            found, captured, machine, overlap, others,
-            batch=call.batch() if is_open else None, capture=captures.at, is_asked=is_asked, seconds=seconds, tell=tell,
-        )  # fmt: skip
+        ranked = ToRank(
+            overlap=overlap,
+            count=0 if baseline is not None else RANKED,
+            is_asked=is_asked,
+            seconds=SECONDS if seconds is None else seconds,
+            tell=tell,
+        )
+        batch = call.batch() if microbatches == "auto" else None
+        found, captured = best_overlapped(found, captured, machine, ranked, batch=batch, capture=captures.at)
     values = values_of(captured, model)
     about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=compared.words)
     return model_plan(found, **about)
-
-
-def search_plan(
-    captured: CapturedModel,
-    machine: Cluster,
-    mesh: Mesh,
-    config: TrainConfig,
-    baseline: str | None = None,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    **search: Any,
-) -> StagedPlan:
-    """A baseline's plan, or the best plan of a captured model: `search` is what `search.planner.make_plan` takes.
-
-    mesh: of each pipeline rank, if the baseline has several.
-    """
-    if baseline is not None:
-        from autopar.search.known.staged_baselines import make_configuration
-
-        progress(f"making the {baseline} plan")
-        return make_configuration(baseline, captured, machine, mesh, config)
-    from autopar.search.planner import make_plan
-
-    return one_stage(make_plan(captured, machine, mesh, config, progress=progress, **search))
 
 
 def distribute(

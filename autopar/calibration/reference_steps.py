@@ -26,6 +26,7 @@ from autopar.ops.regather import regathering
 from autopar.search.costs.evaluate import charges_of
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.device import Device
 from autopar.values.mesh import make_mesh
@@ -173,7 +174,7 @@ def planned(batch: int, size: str, in_pieces: bool = False) -> tuple[Program, Pl
         words = batch_of_words(batch, size, "meta")
     captured = capture(model, (), words)
     config = TrainConfig(optimizer="adamw-fused", precision=SIZES[size].precision, memory_nbytes=1e15)
-    plan = make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, with_baselines=False)
+    plan = make_plan(captured, load_cluster("1xh100"), make_mesh((1,)), config, SearchOptions(with_baselines=False))
     return make_program(captured), plan
 
 

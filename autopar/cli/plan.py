@@ -8,7 +8,7 @@ from autopar.api.planning import check_choice
 from autopar.api.planning import plan as make_plan
 from autopar.models import load_model
 from autopar.search.asked_mesh import asked_mesh
-from autopar.search.joint.helpers import started
+from autopar.search.joint.workers import started
 from autopar.values.cluster import load_cluster
 from autopar.values.precision import PRECISIONS
 

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
-from autopar.api.planning import check_choice, search_plan
+from autopar.api.planning import check_choice
 from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
 from autopar.models import load_model
 from autopar.oracle import Subject, Tolerance, TrainedStep, check_module
@@ -21,6 +21,9 @@ from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.passes.split_stages import split_stages
 from autopar.report.units import nbytes_text
 from autopar.search.known.named_configuration import configured, parse_configuration
+from autopar.search.known.staged_baselines import make_configuration
+from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.calls import Call
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
@@ -203,7 +206,7 @@ def _plans(
     for name in request.baselines:
         try:
             machine = _machine(name, mesh)
-            yield name, in_buckets(search_plan(captured, machine, mesh, config, name), captured, machine)
+            yield name, in_buckets(make_configuration(name, captured, machine, mesh, config), captured, machine)
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
@@ -215,7 +218,8 @@ def _plans(
     if saved is None and not request.baselines and not request.num_random:
         machine = load_cluster(f"{mesh.size}xcpu")
         with console.status("planning"):
-            found = search_plan(captured, machine, mesh, config, relative_gap=0.01, with_baselines=False, buckets=True)
+            options = SearchOptions(relative_gap=0.01, with_baselines=False, buckets=True)
+            found = one_stage(make_plan(captured, machine, mesh, config, options))
         yield "ilp", found
 
 

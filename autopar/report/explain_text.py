@@ -84,10 +84,10 @@ def _heading(explanation: Explanation) -> list[str]:
         f"step {seconds_text(estimate.step_seconds)}{beside}{proved}; memory{fullest} "
         f"{nbytes_text(estimate.peak_nbytes)} of {nbytes_text(explanation.limit)} a device"
     )
-    if others := estimate.solver.get("microbatches"):
+    if others := estimate.search.microbatches:
         said = (f"{n}: {seconds_text(v) if isinstance(v, float) else v}" for n, v in others.items())
         lines.append("micro-batches: " + "; ".join(said))
-    if why := estimate.solver.get("one_microbatch"):
+    if why := estimate.search.one_microbatch:
         lines.append(one_microbatch_text(why))
     return lines
 

@@ -21,7 +21,7 @@ from autopar.lower.messages import messages_of
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import PlanRow, Section, plan_sections
 from autopar.report.rules_text import rules_lines
-from autopar.report.search_text import one_microbatch_text, search_text, timeline_text
+from autopar.report.search_text import one_microbatch_text, space_text, timeline_text
 from autopar.report.stages_table import stages_table
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
@@ -58,7 +58,7 @@ def render(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | N
     if plan.estimate.baselines:
         parts.append(_baseline_table(plan.estimate))
     if locals_:
-        seconds = {op: n * plan.microbatches for op, n in plan.estimate.solver.get("whole_seconds", {}).items()}
+        seconds = {op: n * plan.microbatches for op, n in plan.estimate.search.whole_seconds.items()}
         nodes = [node for local in locals_ for node in local.captured.graph.nodes]
         parts += [Text(line + "\n") for line in rules_lines(nodes, seconds, plan.estimate.step_seconds)]
     else:
@@ -117,13 +117,13 @@ def heading(plan: StagedPlan, machine: Cluster | None) -> RenderableType:
         f"{plan.model} on {plan.cluster or 'no cluster'}, {plan.arrangement}{schedule}{batch}, {config.optimizer}, "
         f"{config.dtypes} [{plan.origin}]"
     ]
-    if others := estimate.solver.get("microbatches"):
+    if others := estimate.search.microbatches:
         prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())
         lines.append("micro-batches: " + "; ".join(f"{n}: {said}" for n, said in zip(others, prices, strict=True)))
-    if why := estimate.solver.get("one_microbatch"):
+    if why := estimate.search.one_microbatch:
         lines.append(one_microbatch_text(why))
-    if searched := estimate.solver.get("search"):
-        lines.append(search_text(searched))
+    if space := estimate.search.space:
+        lines.append(space_text(space))
     if estimate.seconds:
         step = f"step {seconds_text(estimate.step_seconds)}"
         if estimate.hidden:
@@ -135,16 +135,17 @@ def heading(plan: StagedPlan, machine: Cluster | None) -> RenderableType:
         step += alone + proved if estimate.bounded_alone else proved + alone  # the bound is said of what stands before
         fullest = " of the fullest rank" if plan.num_stages > 1 else ""
         lines.append(f"{step}; memory at the peak{fullest} {nbytes_text(estimate.peak_nbytes)}{limit} a device")
-        if len(priced := estimate.solver.get("in_buckets", {}).get("seconds", {})) > 1:
+        if len(priced := estimate.search.in_buckets) > 1:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
             lines.append(f"plans compared in buckets, by what found them: {said}")
-        if woven := estimate.solver.get("copies"):
+        if woven := estimate.search.copies:
             said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in woven.items())
             lines.append(f"micro-batches compared: {said}")
-        if ranked := estimate.solver.get("timeline"):
+        if ranked := estimate.search.timeline:
             lines.append(timeline_text(ranked))
-        if (folded := estimate.solver.get("folded_seconds")) is not None:
-            more = percent_text(folded / estimate.solver["searched_seconds"] - 1)
+        folded, searched = estimate.search.folded_seconds, estimate.search.searched_seconds
+        if folded is not None and searched is not None:
+            more = percent_text(folded / searched - 1)
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )

@@ -27,10 +27,10 @@ def recompute_text(plan: Plan, local: LocalModel) -> str:
         listed = "; ".join(f"{module}: {', '.join(names)}" for module, names in modules.items())
         count = len(blocks[kind])
         lines.append(f"run again in backward, {kind}{f' ×{count}' if count > 1 else ''}: {listed}")
-    trade = plan.estimate.solver.get("recompute")
+    trade = plan.estimate.search.recompute
     if lines and trade:
         lines.append(
-            f"that takes {seconds_text(trade['seconds'])} a step, and {nbytes_text(trade['nbytes'])} a device less "
+            f"that takes {seconds_text(trade.seconds)} a step, and {nbytes_text(trade.nbytes)} a device less "
             "than keeping everything under this sharding"
         )
     return "\n".join(lines)

@@ -16,16 +16,16 @@ def stages_table(plan: StagedPlan, stages: Sequence[CapturedModel]) -> Table:
     table = Table(title="stages", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):
         table.add_column(name, justify="left" if name in ("blocks", "devices") else "right")
-    prices = plan.estimate.solver.get("stages", [{}] * plan.num_stages)
-    for number, price in enumerate(prices):
+    costs = plan.estimate.search.stages or [None] * plan.num_stages
+    for number, cost in enumerate(costs):
         first = plan.stage_rank(number) * plan.mesh.size
         table.add_row(
             str(number),
             _blocks(stages[number]) if stages else "",
             f"{first}-{first + plan.mesh.size - 1}",
-            seconds_text(price["seconds"]) if price else "",
-            seconds_text(price["once"]) if price else "",
-            nbytes_text(price["memory"]) if price else "",
+            seconds_text(cost.seconds) if cost else "",
+            seconds_text(cost.once) if cost else "",
+            nbytes_text(cost.nbytes) if cost else "",
         )
     return table
 

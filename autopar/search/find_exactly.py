@@ -7,9 +7,8 @@ is not near, what may be run again joins. Of equal blocks some may then do as on
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
@@ -19,32 +18,39 @@ from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
-from autopar.search.graph.build import build
+from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.plan import Plan
+from autopar.values.search_report import SolvedGraph
 
 GB = 1e9
 TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
+EXACT = "ilp"
+"""The method, and where its plans come from."""
 LATER = 4
 """Part of the time, one in so many, that is left at least for a search after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """A plan, a lower bound in seconds, and what there is to say of the search.
+    """A plan, the seconds that the strategy graph counts of it, a lower bound on those of any, and that graph.
 
+    counted_nbytes: what the strategy graph counts at the plan's peak.
     mixture: a slow plan that fits and a fast one that does not, of which a mixture promises to be near the bound.
     """
 
     plan: Plan
+    seconds: float
     bound: float
-    facts: dict[str, Any]
+    solved: SolvedGraph
+    counted_nbytes: float
     mixture: tuple[Plan, Plan] | None = None
 
 
@@ -52,99 +58,172 @@ def find_exactly(
     program: Program,
     pricer: Pricer,
     limit: float,
-    relative_gap: float,
-    seconds: float | None,
-    fold: bool,
-    tell: Callable[[str], None],
-    cutoff: float = math.inf,
-    say_least: bool = True,
+    options: SearchOptions,
+    asked: SearchAim,
+    *,
     share: Share | None = None,
-    prices: dict[int, float] | None = None,
-    is_below: bool = False,
     mixes: bool = False,
 ) -> Exact:
-    """The best plan within `limit` bytes a device. Arguments and errors as of `planner.plan_program`.
+    """The best plan within `limit` bytes a device.
 
-    mixes: a mixture will do as well.
+    share: of a pipeline rank, whose memory is limited instead of the whole model's.
+    mixes: a mixture of two plans that promises to be near enough will do as well.
+
+    Raises:
+        InfeasibleError: if no plan meets the memory limit.
+        CutoffError: if it is proved that no plan is below the cutoff.
     """
+    search = _Search(program, pricer, limit, options, asked, share, mixes)
     began = time.perf_counter()
-
-    def show(state: Progress) -> None:
-        tell(f"solving ({state.phase}): best {state.incumbent:.4g} s, bound {state.bound:.4g} s, {state.elapsed:.0f} s")
-
-    def left() -> float | None:
-        return None if seconds is None else max(seconds - (time.perf_counter() - began), seconds / LATER)
-
-    def solved(
-        problem: Problem, least: bool, binds: bool = True, hint: Ints | None = None, below: float = cutoff
-    ) -> Solution:
-        mixing = mixes and problem is not plain
-        try:
-            return _solve(problem, limit, relative_gap, left(), show, below, least, binds, hint, prices, mixing)
-        except SearchTimeoutError as error:
-            if problem is not plain:
-                raise
-            raise SearchTimeoutError(str(error)) from error  # of plans that run nothing again
-
-    tell("building the strategy graph")
-    if cutoff < math.inf:  # a plan is at hand, and most graphs have none better: that takes few relaxations to see
-        again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
-        if not is_below:
-            bound = least_within(again.graph, cutoff=cutoff, seconds=seconds, prices={} if prices is None else prices)
-            if bound == math.inf:
-                raise InfeasibleError(f"no plan on mesh {pricer.mesh} fits in {limit / GB:.3g} GB a device")
-            if bound >= cutoff:
-                raise CutoffError(bound)
-    problem = plain = build(program, pricer, limit=limit, fold=fold, share=share)
+    options.tell("building the strategy graph")
+    if asked.cutoff < math.inf:  # a plan is known, and most graphs have none better: that takes few relaxations to see
+        search.check_cutoff()
+    plain = search.problem(Builder)
     built = time.perf_counter()
-    free = _unlimited(problem, relative_gap / 2, seconds, cutoff)
-    if free is None:
-        solution = solved(problem, say_least, binds=False)
-    elif within(problem.graph, free.choice, free.arcs):
-        solution = free
-    elif cutoff < math.inf:
-        if prices is not None and not prices:
-            prices.update(_guessed_prices(problem, free))
-        problem, solution = again, solved(again, say_least)
-    else:
-        # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
-        proved, kept, near = free.bound, None, free.bound / (1 - relative_gap)
-        if least_within(problem.graph, cutoff=near, seconds=left(), prices={} if prices is None else prices) < near:
-            kept = _attempt(lambda: solved(problem, False, hint=free.choice))
-        if kept is None or kept.seconds > near:
-            tell("the memory limit binds: adding recompute to the strategy graph")
-            again = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share)
-            if kept is None:
-                problem, kept = again, solved(again, say_least)
-                proved = max(proved, kept.bound)
-            else:
-                below = min(cutoff, kept.seconds * (1 - relative_gap))
-                try:
-                    found = solved(again, False, below=below)
-                    proved = max(proved, found.bound)
-                    if (found.seconds if found.mixture is None else found.mixture[2]) <= kept.seconds:
-                        problem, kept = again, found
-                except CutoffError as error:
-                    proved = max(proved, error.bound)
-                except (InfeasibleError, SearchTimeoutError):
-                    pass
-        solution = replace(kept, bound=min(proved, kept.seconds))
+    problem, solution = search.solved(plain)
     mixture = None
     if solution.mixture is not None:
         slow, fast, _ = solution.mixture
-        parts = [extract(problem, one, pricer.cluster, pricer.config, "ilp") for one in (slow, fast)]
+        parts = [extract(problem, one, pricer.cluster, pricer.config, EXACT) for one in (slow, fast)]
         mixture = parts[0], parts[1]
     solved_at = time.perf_counter()
-    plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")
-    facts = {
-        **_sizes(problem),
-        "status": solution.status,
-        "build_seconds": built - began,
-        "solve_seconds": solved_at - built,
-    }
-    if share is not None:
-        facts["counted_nbytes"] = float(usage(problem.graph, solution.choice, solution.arcs).max())
-    return Exact(plan=plan, bound=solution.bound, facts=facts, mixture=mixture)
+    graph = problem.graph
+    solved = SolvedGraph(
+        method=EXACT,
+        status=solution.status,
+        nodes=len(graph.nodes),
+        options=sum(len(node.seconds) for node in graph.nodes),
+        arcs=sum(len(group.arc_seconds) for group in graph.groups),
+        build_seconds=built - began,
+        solve_seconds=solved_at - built,
+    )
+    return Exact(
+        plan=extract(problem, solution, pricer.cluster, pricer.config, EXACT),
+        seconds=solution.seconds,
+        bound=solution.bound,
+        solved=solved,
+        counted_nbytes=float(usage(graph, solution.choice, solution.arcs).max()),
+        mixture=mixture,
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """The solves of one call of `find_exactly`, in the time that is given to all of them."""
+
+    program: Program
+    pricer: Pricer
+    limit: float
+    options: SearchOptions
+    asked: SearchAim
+    share: Share | None
+    mixes: bool
+    began: float = field(default_factory=time.perf_counter)
+    _problems: dict[type[Builder], Problem] = field(default_factory=dict)
+
+    def problem(self, builder: type[Builder]) -> Problem:
+        """The strategy graph, with recompute or without."""
+        if builder not in self._problems:
+            self._problems[builder] = build(
+                self.program,
+                self.pricer,
+                limit=self.limit,
+                fold=self.options.fold,
+                builder=builder,
+                counted=Counting(share=self.share),
+            )
+        return self._problems[builder]
+
+    def check_cutoff(self) -> None:
+        """Raises InfeasibleError or CutoffError where relaxations show that no plan fits, or is below the cutoff."""
+        graph = self.problem(RecomputeBuilder).graph
+        if self.asked.is_below:
+            return
+        cutoff, prices = self.asked.cutoff, self.asked.prices
+        bound = least_within(graph, cutoff=cutoff, seconds=self.options.seconds, prices=prices)
+        if bound == math.inf:
+            raise InfeasibleError(f"no plan on mesh {self.pricer.mesh} fits in {self.limit / GB:.3g} GB a device")
+        if bound >= cutoff:
+            raise CutoffError(bound)
+
+    def solved(self, plain: Problem) -> tuple[Problem, Solution]:
+        """The best choice, and the strategy graph that it is one of."""
+        asked, gap = self.asked, self.options.relative_gap
+        free = _unlimited(plain, gap / 2, self.options.seconds, asked.cutoff)
+        if free is None:
+            return plain, self._solve(plain, asked, binds=False)
+        if within(plain.graph, free.choice, free.arcs):
+            return plain, free
+        if asked.cutoff < math.inf:
+            if not asked.prices:
+                asked.prices.update(_guessed_prices(plain, free))
+            again = self.problem(RecomputeBuilder)
+            return again, self._solve(again, asked)
+        # To run something again only adds seconds: a plan that keeps everything near the bound without a limit will do.
+        near, kept = free.bound / (1 - gap), None
+        if least_within(plain.graph, cutoff=near, seconds=self._left(), prices=asked.prices) < near:
+            kept = _attempt(lambda: self._solve(plain, replace(asked, says_least=False), hint=free.choice))
+        if kept is not None and kept.seconds <= near:
+            return plain, replace(kept, bound=min(free.bound, kept.seconds))
+        self.options.tell("the memory limit binds: adding recompute to the strategy graph")
+        return self._recomputing(plain, kept, free.bound)
+
+    def _recomputing(self, plain: Problem, kept: Solution | None, proved: float) -> tuple[Problem, Solution]:
+        """The best choice where ops may run again, or `kept`, of the graph without; proved: a bound known before."""
+        again = self.problem(RecomputeBuilder)
+        if kept is None:
+            found = self._solve(again, self.asked)
+            return again, replace(found, bound=min(max(proved, found.bound), found.seconds))
+        problem, best = plain, kept
+        below = min(self.asked.cutoff, kept.seconds * (1 - self.options.relative_gap))
+        try:
+            found = self._solve(again, replace(self.asked, cutoff=below, says_least=False))
+            proved = max(proved, found.bound)
+            if (found.seconds if found.mixture is None else found.mixture[2]) <= kept.seconds:
+                problem, best = again, found
+        except CutoffError as error:
+            proved = max(proved, error.bound)
+        except (InfeasibleError, SearchTimeoutError):
+            pass
+        return problem, replace(best, bound=min(proved, best.seconds))
+
+    def _solve(self, problem: Problem, asked: SearchAim, *, binds: bool = True, hint: Ints | None = None) -> Solution:
+        """binds: what is cheapest without the limit is known not to fit. hint: a choice to start from."""
+        is_plain = problem is self._problems.get(Builder)
+        try:
+            return solve(
+                problem.graph,
+                relative_gap=self.options.relative_gap,
+                seconds=self._left(),
+                hint=hint,
+                on_progress=self._show,
+                cutoff=asked.cutoff,
+                binds=binds,
+                say_least=asked.says_least,
+                prices=asked.prices,
+                mixes=self.mixes and not is_plain,
+            )
+        except InfeasibleError as error:
+            if error.least_nbytes is None:
+                raise
+            raise InfeasibleError(
+                f"no plan on mesh {self.pricer.mesh} fits in {self.limit / GB:.3g} GB a device: the least that would "
+                f"do is {error.least_nbytes / GB:.3g} GB; use more devices, a smaller global batch, lower precision or "
+                "devices with more memory",
+                least_nbytes=error.least_nbytes,
+            ) from error
+        except SearchTimeoutError as error:
+            if not is_plain:
+                raise
+            raise SearchTimeoutError(str(error)) from error  # its bound is one of plans that run nothing again
+
+    def _left(self) -> float | None:
+        seconds = self.options.seconds
+        return None if seconds is None else max(seconds - (time.perf_counter() - self.began), seconds / LATER)
+
+    def _show(self, state: Progress) -> None:
+        best, bound = f"best {state.incumbent:.4g} s", f"bound {state.bound:.4g} s"
+        self.options.tell(f"solving ({state.phase}): {best}, {bound}, {state.elapsed:.0f} s")
 
 
 def _unlimited(problem: Problem, relative_gap: float, seconds: float | None, cutoff: float) -> Solution | None:
@@ -178,65 +257,15 @@ def make_problem(
     limit: float,
     *,
     restriction: Restriction | None = None,
-    fold: bool = True,
     seconds: float | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-    cutoff: float = math.inf,
 ) -> Problem:
     """The strategy graph; with recomputed options where the fastest plan that keeps everything does not fit."""
-    problem = build(program, pricer, limit=limit, fold=fold, restriction=restriction)
+    problem = build(program, pricer, limit=limit, restriction=restriction)
     graph = problem.graph
     try:
-        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds, cutoff=cutoff)
+        fastest = solve(replace(graph, memory=None), relative_gap=TRIAL_GAP, seconds=seconds)
     except SearchTimeoutError:
         return problem
     if within(graph, fastest.choice, fastest.arcs):
         return problem
-    tell("the memory limit binds: adding recompute to the strategy graph")
-    return build(program, pricer, limit=limit, fold=fold, restriction=restriction, builder=RecomputeBuilder)
-
-
-def _solve(
-    problem: Problem,
-    limit: float,
-    relative_gap: float,
-    seconds: float | None,
-    show: Callable[[Progress], None],
-    cutoff: float,
-    say_least: bool,
-    binds: bool,
-    hint: Ints | None,
-    prices: dict[int, float] | None,
-    mixes: bool,
-) -> Solution:
-    try:
-        return solve(
-            problem.graph,
-            relative_gap=relative_gap,
-            seconds=seconds,
-            hint=hint,
-            on_progress=show,
-            cutoff=cutoff,
-            binds=binds,
-            say_least=say_least,
-            prices=prices,
-            mixes=mixes,
-        )
-    except InfeasibleError as error:
-        if error.least_nbytes is None:
-            raise
-        raise InfeasibleError(
-            f"no plan on mesh {problem.pricer.mesh} fits in {limit / GB:.3g} GB a device: the least that would do is "
-            f"{error.least_nbytes / GB:.3g} GB; use more devices, a smaller global batch, lower precision or "
-            "devices with more memory",
-            least_nbytes=error.least_nbytes,
-        ) from error
-
-
-def _sizes(problem: Problem) -> Mapping[str, Any]:
-    graph = problem.graph
-    return {
-        "nodes": len(graph.nodes),
-        "options": sum(len(node.seconds) for node in graph.nodes),
-        "arcs": sum(len(group.arc_seconds) for group in graph.groups),
-    }
+    return build(program, pricer, limit=limit, restriction=restriction, builder=RecomputeBuilder)

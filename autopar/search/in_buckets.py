@@ -14,15 +14,13 @@ then its plan is proved to be as near the best as was asked. Where it is not, ot
 
 and the cheapest, with what of its reductions runs beside backward taken off, is taken. Nothing is begun that would take
 more than a part of what planning took before, nor where the plan at hand is a rough one, as no search had found another
-in time (`joint.at_hand`).
+in time (`joint.quick_plans`).
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
@@ -37,58 +35,48 @@ from autopar.search.graph.options import Restriction
 from autopar.search.known.baselines import BASELINES, memory_limit
 from autopar.search.planner import compare, plan_program
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
-from autopar.search.timeline.staged_buckets import MARK
-from autopar.values.cluster import Cluster
 from autopar.values.placement import Shard
 from autopar.values.plan import Plan
 
 COPIES_GAP = 1e-2
 SHOWN = 1.0, 0.5, 0.2
 """Parts of gradients' reductions that are counted, as if backward hid the rest."""
-ROUGH = "rough"
-"""What `estimate.solver` says of a plan that no search proved to be near the best (`joint.at_hand`)."""
 PART, LEAST = 0.25, 5.0
 """What may be spent, in CPU seconds: so much of what was spent before, and so many in any case."""
-SPENT = "build", "solve", "price"
-"""What a search says that its parts took."""
 
 
 def best_in_buckets(
     plan: Plan,
     program: Program,
-    cluster: Cluster,
+    pricer: Pricer,
+    options: SearchOptions,
     *,
-    flatten: bool = True,
-    with_baselines: bool = False,
     beside: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
-    seconds: float | None = None,
     spent: float = 0.0,
     most: float | None = None,
-    **search: Any,
 ) -> Plan:
     """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
-    as many micro-batches; with `plan`'s bound. `estimate.solver["in_buckets"]` says what each takes.
+    as many micro-batches; with `plan`'s bound. The search report says what each takes.
 
-    flatten: a bucket may take other ways. with_baselines: price them in any case; else only where
-    there is time. beside: search for what runs beside compute, which may add up to more. seconds: of solving, for each
-    search. spent: CPU seconds of planning so far, of which a part may be spent here; or `most`, if it is said. search:
-    as `search.planner.plan_program` takes it. Of a plan that came from here baselines are asked, and what runs beside
-    compute.
+    pricer: of the mesh, of the program.
+    options: `seconds` of each search; `with_baselines`: price them in any case; else only where there is time.
+    beside: search for what runs beside compute, which may add up to more.
+    spent: CPU seconds of planning so far, of which a part may be spent here; or `most`, if it is said.
+    Of a plan that came from here baselines are asked, and what runs beside compute.
     """
-    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    found, gap = {"the search": plan}, float(search["relative_gap"])
-    facts = plan.estimate.solver
-    before = dict(facts.get(MARK, {}).get("seconds", {}))
-    needed = math.inf if ROUGH in facts else sum(float(facts.get(f"{part}_seconds", 0.0)) for part in SPENT)
+    pricer, found, gap = pricer.alone, {"the search": plan}, options.relative_gap
+    report = plan.estimate.search
+    before = report.in_buckets
+    needed = math.inf if report.is_rough or report.solved is None else report.solved.seconds
     end = time.process_time() + (max(PART * spent, LEAST) if most is None else most)
 
     def best() -> Plan:
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
 
     def finish(other: Plan) -> Plan:
-        return bucketed(other, program, pricer, flatten=flatten)
+        return bucketed(other, program, pricer, flatten=options.flatten)
 
     def is_new(other: Plan) -> bool:
         return all(other.choices != one.choices or other.layouts != one.layouts for one in found.values())
@@ -102,15 +90,14 @@ def best_in_buckets(
     def is_over() -> bool:
         return time.process_time() + needed > end
 
-    how = {**search, "flatten": flatten}
     for axes in _parts(program, pricer, best()):
         least = _least_work(program, pricer, axes)
         if is_proved() or is_over() or least >= best().estimate.in_turn_seconds:
             continue
         names = " and ".join(pricer.mesh.names[axis] for axis in axes)
         where = f"on axis {names} alone" if len(axes) < pricer.mesh.num_axes else "with parameters whole"
-        tell(f"planning for buckets {where}")
-        copies = _copies_on(program, pricer, axes, seconds, bool(search["fold"]))
+        options.tell(f"planning for buckets {where}")
+        copies = _copies_on(program, pricer, axes, options)
         if copies is not None:
             found[where] = finish(copies)
     parts = SHOWN if beside and plan.microbatches == 1 and plan.mesh.size > 1 else ()
@@ -119,44 +106,39 @@ def best_in_buckets(
         if is_over() or least >= best().estimate.step_seconds * (1 - gap):
             break
         words = "the loss beside compute" + (f" and {1 - part:.0%} of reductions" if part < 1 else "")
-        tell(f"planning for buckets with {words}")
-        other = _beside(program, pricer.sharing(part), seconds, tell, how)
+        options.tell(f"planning for buckets with {words}")
+        other = _beside(program, pricer.sharing(part), options)
         if other is not None and (is_new(other) or other.estimate.step_seconds < best().estimate.step_seconds):
             found[words] = other
     chosen = best()
-    if with_baselines or (plan.mesh.size > 1 and not is_over()):
-        no_time = (lambda: False) if with_baselines else is_over
-        chosen = compare(chosen, program, pricer, tell, buckets=True, flatten=flatten, is_over=no_time)
+    if options.with_baselines or (plan.mesh.size > 1 and not is_over()):
+        no_time = (lambda: False) if options.with_baselines else is_over
+        chosen = compare(chosen, program, pricer, replace(options, buckets=True), is_over=no_time)
         if chosen.origin in BASELINES:
             found[chosen.origin] = chosen
-    own = {key: value for key, value in chosen.estimate.solver.items() if key == "recompute"}
     is_first = (chosen.choices, chosen.layouts) == (plan.choices, plan.layouts)
-    of_plan = ("recompute",) if is_first else ("recompute", "folded_seconds")
-    others = {key: value for key, value in facts.items() if key not in of_plan}
     priced = {name: one.estimate.step_seconds for name, one in found.items()}
-    compared = {"seconds": {**priced, **before}}
+    report = replace(
+        report,
+        recompute=chosen.estimate.search.recompute,
+        folded_seconds=report.folded_seconds if is_first else None,
+        is_in_buckets=True,
+        in_buckets={**priced, **before},
+    )
     return chosen.with_estimate(
         replace(
             chosen.estimate,
             bound=min(plan.estimate.bound, chosen.estimate.in_turn_seconds),
-            baselines=chosen.estimate.baselines if with_baselines else {},
-            solver={**others, **own, MARK: compared},
+            baselines=chosen.estimate.baselines if options.with_baselines else {},
+            search=report,
         )
     )
 
 
-def _beside(
-    program: Program,
-    pricer: Pricer,
-    seconds: float | None,
-    tell: Callable[[str], None],
-    search: dict[str, Any],
-) -> Plan | None:
+def _beside(program: Program, pricer: Pricer, options: SearchOptions) -> Plan | None:
     """The best plan where what runs beside compute counts less."""
     try:
-        return plan_program(
-            program, pricer, seconds=seconds, with_baselines=False, say_least=False, progress=tell, **search
-        )
+        return plan_program(program, pricer, replace(options, with_baselines=False), SearchAim(says_least=False))
     except (CutoffError, InfeasibleError, SearchTimeoutError):
         return None
 
@@ -180,9 +162,7 @@ def _least_work(program: Program, pricer: Pricer, axes: tuple[int, ...]) -> floa
     return work_seconds(program, pricer)[0] * pricer.mesh.size / ranks
 
 
-def _copies_on(
-    program: Program, pricer: Pricer, axes: tuple[int, ...], seconds: float | None, fold: bool
-) -> Plan | None:
+def _copies_on(program: Program, pricer: Pricer, axes: tuple[int, ...], options: SearchOptions) -> Plan | None:
     """The best plan in buckets that splits nothing on other axes, and of parameters nothing; None if it does not
     fit."""
     together = make_pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, in_buckets=True)
@@ -190,9 +170,9 @@ def _copies_on(
         choice=lambda op, axis, name: axis in axes or name == "invariant",
         storage=lambda tensor, storage: not any(isinstance(place, Shard) for place in storage.axes),
     )
-    problem = build(program, together, limit=None, fold=fold, restriction=part)
+    problem = build(program, together, limit=None, fold=options.fold, restriction=part)
     try:
-        solution = solve(problem.graph, relative_gap=COPIES_GAP, seconds=seconds)
+        solution = solve(problem.graph, relative_gap=COPIES_GAP, seconds=options.seconds)
     except SearchTimeoutError:
         return None
     plan = extract(problem, solution, pricer.cluster, pricer.config, "search")

@@ -17,7 +17,9 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
+from autopar.search.meshes import divisors
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.search_options import SearchOptions, Tell, silent
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
@@ -27,15 +29,8 @@ from autopar.values.staged_plan import StagedPlan
 Answer = TypeVar("Answer", Plan, StagedPlan)
 """Of a graph: a plan, or what is decided of a mesh alone."""
 
-ONE_MICROBATCH = "one_microbatch"
-"""Where an estimate says why a step is one micro-batch."""
 TOLERANCE = 1e-6
 """Bounds of a solver are no closer to the truth than this, relatively."""
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """From small to large."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def choose_microbatches(
@@ -44,12 +39,12 @@ def choose_microbatches(
     plan: Callable[[CapturedModel], Answer],
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Tell = silent,
 ) -> tuple[Answer, CapturedModel]:
     """The cheapest plan of all numbers of micro-batches in `candidates`, and the graph it is for.
 
     graph: of one of so many micro-batches. plan: the best for a graph. bound: seconds that no plan of a graph stays
-    below, whatever memory there is. The plan's `estimate.solver["microbatches"]` says what each number would cost, and
+    below, whatever memory there is. The plan's search report says what each number would cost, and
     its bound is one for all of them.
 
     Raises:
@@ -92,7 +87,7 @@ def choose_microbatches(
     estimate = replace(
         made.estimate,
         bound=min([made.estimate.in_turn_seconds, *proved]),
-        solver={**made.estimate.solver, "microbatches": said},
+        search=replace(made.estimate.search, microbatches=said),
     )
     return made.with_estimate(estimate), captured
 
@@ -103,7 +98,7 @@ def search_microbatches(
     plan: Callable[[CapturedModel], Answer],
     bound: Callable[[CapturedModel], float],
     relative_gap: float,
-    tell: Callable[[str], None],
+    tell: Tell,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
 ) -> Answer:
     """`choose_microbatches` among all divisors of `batch`; `capture` gives the graph of so many samples.
@@ -139,7 +134,7 @@ def with_reason(answer: Answer, why: str | None) -> Answer:
     if why is None:
         return answer
     estimate = answer.estimate
-    return answer.with_estimate(replace(estimate, solver={**estimate.solver, ONE_MICROBATCH: why}))
+    return answer.with_estimate(replace(estimate, search=replace(estimate.search, one_microbatch=why)))
 
 
 def unlimited_bound(
@@ -147,16 +142,14 @@ def unlimited_bound(
     cluster: Cluster,
     mesh: Mesh,
     config: TrainConfig,
-    relative_gap: float,
-    solver: str,
-    buckets: bool = False,
+    options: SearchOptions,
 ) -> float:
     """Seconds that no plan of a graph takes less than, if memory has no limit."""
     program = make_program(captured)
-    pricer = make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets)
-    if solver == "double-recursive" or mesh.num_axes > SEARCHED_AXES:
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=options.buckets)
+    if options.solver == "double-recursive" or mesh.num_axes > SEARCHED_AXES:
         return work_bound(program, pricer)
-    return solve(build(program, pricer, limit=None).graph, relative_gap=relative_gap).bound
+    return solve(build(program, pricer, limit=None).graph, relative_gap=options.relative_gap).bound
 
 
 def _needs(error: InfeasibleError) -> str:

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.capture.rebatch import Batches
 from autopar.errors import BatchError
@@ -21,16 +20,35 @@ from autopar.search.costs.work_bound import work_bound
 from autopar.search.explanation.next_best import SECONDS, next_best
 from autopar.search.meshes import divisors
 from autopar.search.pipeline_parts import part_of
+from autopar.search.search_options import Tell, silent
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
+from autopar.values.search_report import RankedPlan, TimelineRanking
 from autopar.values.staged_plan import StagedPlan
 
 OWN = 0.5
 """Part of the time for the first plan's own number of micro-batches, where there are others."""
 LEAST = 0.05
 """Seconds below which no other number is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToRank:
+    """Which plans are ranked, and by which timeline.
+
+    count: of the next best, of each number of micro-batches.
+    is_asked: only such plans.
+    seconds: of searching them.
+    tell: told what is being done.
+    """
+
+    overlap: Overlap
+    count: int
+    is_asked: Callable[[StagedPlan], bool] = lambda _: True
+    seconds: float = SECONDS
+    tell: Tell = silent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,32 +72,31 @@ class Ranking:
     def best(self) -> tuple[StagedPlan, CapturedModel]:
         """The plan whose step is shortest, and its graph; its bound, baselines and search are the first one's.
 
-        `estimate.solver["timeline"]` says what each takes by the additive cost and by the timeline.
+        The search report says what each takes by the additive cost and by the timeline.
         """
         first = self.rows[0][1]
         chosen = min(range(len(self.rows)), key=lambda number: (self.rows[number][0], number))
         _, plan, captured = self.rows[chosen]
-        facts: dict[str, Any] = {
-            "bucket_nbytes": self.overlap.bucket_nbytes,
-            "ahead": self.overlap.ahead,
-            "chosen": chosen,
-            "plans": [
-                {
-                    "plan": one.estimate.solver["instead"] if number else "first by the sum",
-                    "sum_seconds": one.estimate.in_turn_seconds,
-                    "timeline_seconds": seconds,
-                }
+        ranked = TimelineRanking(
+            bucket_nbytes=self.overlap.bucket_nbytes,
+            ahead=self.overlap.ahead,
+            chosen=chosen,
+            plans=tuple(
+                RankedPlan(
+                    plan=one.estimate.search.instead if number else "first by the sum",
+                    sum_seconds=one.estimate.in_turn_seconds,
+                    timeline_seconds=seconds,
+                )
                 for number, (seconds, one, _) in enumerate(self.rows)
-            ],
-            "left_out": self.left_out,
-        }
-        solver = {**first.estimate.solver, "timeline": facts}
+            ),
+            left_out=self.left_out,
+        )
         estimate = replace(
             plan.estimate,
             bound=first.estimate.bound,
             bounded_alone=first.estimate.bounded_alone,
             baselines=first.estimate.baselines,
-            solver=solver,
+            search=replace(first.estimate.search, timeline=ranked),
         )
         return plan.with_estimate(estimate), captured
 
@@ -88,27 +105,22 @@ def best_overlapped(
     plan: StagedPlan,
     captured: CapturedModel,
     cluster: Cluster,
-    overlap: Overlap,
-    count: int,
+    asked: ToRank,
     *,
     batch: int | None = None,
     capture: Callable[[int], CapturedModel] | None = None,
-    is_asked: Callable[[StagedPlan], bool] = lambda _: True,
-    seconds: float | None = None,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[StagedPlan, CapturedModel]:
-    """Of `plan` and its `count` next best the one whose overlapped step is shortest, and its graph.
+    """Of `plan` and its next best the one whose overlapped step is shortest, and its graph.
 
     batch, capture: of an open number of micro-batches, the samples of a step and the graph of so many samples; then the
-    best of every other number and its `count` next are ranked too. is_asked: only such plans. seconds: of searching.
+    best of every other number and its next are ranked too.
     """
-    given = SECONDS if seconds is None else seconds
-    if batch is None or capture is None or not count:
-        return _ranked(plan, captured, cluster, overlap, count, {}, is_asked, given, tell)
+    if batch is None or capture is None or not asked.count:
+        return _ranked(plan, captured, cluster, asked, {})
     batches = Batches(capture=capture, batch=batch)
     graphs = {number: batches.microbatch for number in divisors(batch) if number != plan.microbatches}
     while True:
-        best, own = _ranked(plan, captured, cluster, overlap, count, graphs, is_asked, given, tell)
+        best, own = _ranked(plan, captured, cluster, asked, graphs)
         number = best.microbatches
         if number == plan.microbatches or not batches.lines:
             return best, own
@@ -122,25 +134,21 @@ def _ranked(
     plan: StagedPlan,
     captured: CapturedModel,
     cluster: Cluster,
-    overlap: Overlap,
-    count: int,
+    asked: ToRank,
     graphs: Mapping[int, Callable[[int], CapturedModel]],
-    is_asked: Callable[[StagedPlan], bool],
-    seconds: float,
-    tell: Callable[[str], None],
 ) -> tuple[StagedPlan, CapturedModel]:
-    deadline = time.monotonic() + seconds
-    ranking = Ranking(cluster=cluster, overlap=overlap)
+    deadline = time.monotonic() + asked.seconds
+    ranking = Ranking(cluster=cluster, overlap=asked.overlap)
     ranking.add(plan, captured)
-    if count:
-        own = seconds * OWN if graphs else seconds
-        for other in next_best(plan, make_program(captured), cluster, count, seconds=own, tell=tell):
-            if is_asked(other):
+    if asked.count:
+        own = asked.seconds * OWN if graphs else asked.seconds
+        for other in next_best(plan, make_program(captured), cluster, asked.count, seconds=own, tell=asked.tell):
+            if asked.is_asked(other):
                 ranking.add(other, captured)
     for number, program, share in _numbers(plan, cluster, graphs, ranking, deadline):
-        tell(f"planning {number} micro-batches")
-        for other in next_best(plan, program, cluster, count + 1, seconds=share, tell=tell):
-            if is_asked(other):
+        asked.tell(f"planning {number} micro-batches")
+        for other in next_best(plan, program, cluster, asked.count + 1, seconds=share, tell=asked.tell):
+            if asked.is_asked(other):
                 ranking.add(other, program.captured)
     return ranking.best()
 

@@ -6,13 +6,11 @@ are solved in parts of the same space, so none is cheaper than a proved plan bey
 cheaper, it is taken.
 """
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.lower.program import Program, make_program
@@ -20,7 +18,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.find_exactly import LATER, Exact, find_exactly
+from autopar.search.find_exactly import EXACT, LATER, Exact, find_exactly
 from autopar.search.fitting import fitting
 from autopar.search.graph.moments import Share
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
@@ -29,15 +27,19 @@ from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.search_options import SOLVERS, SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel, called_name
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, TrainConfig
+from autopar.values.search_report import Recomputed, SearchReport, SolvedGraph
 
 GB = 1e9
-SOLVERS = ("auto", "ilp", "double-recursive")
+
+Found = tuple[Plan, float, SolvedGraph]
+"""A plan, a lower bound in seconds, and the strategy graph of which it is a choice."""
 
 
 def make_plan(
@@ -45,25 +47,9 @@ def make_plan(
     cluster: Cluster,
     mesh: Mesh,
     config: TrainConfig,
-    *,
-    relative_gap: float = 5e-3,
-    seconds: float | None = None,
-    with_baselines: bool = True,
-    fold: bool = True,
-    solver: str = "auto",
-    buckets: bool = False,
-    flatten: bool = True,
-    progress: Callable[[str], None] | None = None,
+    options: SearchOptions,
 ) -> Plan:
     """The best plan of `captured` on `mesh`, with its estimate, bound and baselines.
-
-    buckets: parameters share messages, in the search, its bound, the plan and the baselines; flatten: see
-    `timeline.buckets.bucketed`.
-
-    relative_gap: stop when the plan is proved to be within this of the best. seconds: stop solving then, with the best
-    plan so far and its true gap. fold: equal blocks decide alike; without it the plan also says what folding costs, and
-    is the folded one where the time ended before a better one was found. solver: one of `SOLVERS`; `auto` is ilp on up
-    to three axes, double-recursive on more, where tables over all axes grow beyond use. progress: told what is done.
 
     Raises:
         ArgumentError: if the solver is unknown.
@@ -75,121 +61,134 @@ def make_plan(
             f"mesh {mesh} has {mesh.size} ranks, cluster {cluster.name} has {cluster.num_devices} devices; "
             "choose a mesh whose sizes multiply to the number of devices"
         )
-    if solver not in SOLVERS:
-        raise ArgumentError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    return plan_program(
-        make_program(captured),
-        make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=buckets),
-        relative_gap=relative_gap,
-        seconds=seconds,
-        with_baselines=with_baselines,
-        fold=fold,
-        solver=solver,
-        flatten=flatten,
-        progress=progress,
-    )
+    if options.solver not in SOLVERS:
+        raise ArgumentError(f"unknown solver {options.solver!r}; choose one of {', '.join(SOLVERS)}")
+    pricer = make_pricer(mesh=mesh, cluster=cluster, config=config, in_buckets=options.buckets)
+    return plan_program(make_program(captured), pricer, options)
 
 
-def plan_program(
-    program: Program,
-    pricer: Pricer,
-    *,
-    relative_gap: float,
-    seconds: float | None,
-    with_baselines: bool,
-    fold: bool,
-    solver: str = "auto",
-    progress: Callable[[str], None] | None = None,
-    cutoff: float = math.inf,
-    say_least: bool = True,
-    share: Share | None = None,
-    prices: dict[int, float] | None = None,
-    is_below: bool = False,
-    mixes: Callable[[Plan, Plan], None] | None = None,
-    flatten: bool = True,
-) -> Plan:
-    """`make_plan` for a program and prices at hand; in buckets if these are.
-
-    cutoff: a plan of so many seconds or more is of no use. say_least: where nothing fits, find out what would.
-    share: of a pipeline rank, whose memory is limited instead of the whole model's; its plan is not priced. prices: of
-    memory, see `ilp.solve`.
-    is_below: the relaxation within the limit is known to be below the cutoff. mixes: of a rank's plan, told a slow one
-    that fits and a fast one that does not, if a mixture may be near the bound; then nothing better was looked for.
+def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked: SearchAim | None = None) -> Plan:
+    """`make_plan` for a program and its prices; in buckets if these are.
 
     Raises:
         InfeasibleError: if no plan meets the memory limit.
         CutoffError: if it is proved that no plan is below the cutoff.
     """
-    tell = progress or (lambda _: None)
-    limit = memory_limit(pricer.cluster, pricer.config)
-    few_axes = pricer.mesh.num_axes <= SEARCHED_AXES
-    bounds: list[float] = []
-    began = time.monotonic()
-    known: dict[int, float] = {} if prices is None else prices
-
-    def search(aim: float, folded: bool = fold) -> Found:
-        left = None if seconds is None else max(seconds - (time.monotonic() - began), seconds / LATER)
-        if solver == "double-recursive" or (solver == "auto" and not few_axes):
-            plan, bound, facts = _recursive(program, pricer, aim, folded, tell)
-        else:
-            below = is_below and aim == limit
-            exactly = partial(
-                find_exactly,
-                *(program, pricer, aim, relative_gap, left, folded, tell, cutoff, say_least, share, known, below),
-            )
-            found = exactly(mixes=folded and (share is None or mixes is not None))
-            plan, bound, facts = found.plan, found.bound, found.facts
-            if found.mixture is not None and mixes is not None:
-                mixes(*found.mixture)
-            elif found.mixture is not None:
-                plan, bound = _mixed(found, program, pricer, limit, near=bound / (1 - relative_gap), alone=exactly)
-                if plan.estimate.step_seconds * (1 - relative_gap) <= bound:
-                    facts["status"] = "optimal"
-        bounds.append(bound)
-        as_found = plan.estimate.seconds or is_rank
-        return plan if as_found else _evaluated(plan, program, pricer), bound, facts
-
-    is_rank = share is not None and fold  # then its stages are priced, by who asked
-    if is_rank:
-        plan, bound, facts = search(limit)
-        return plan.with_estimate(replace(plan.estimate, bound=bound, solver=facts))
-    try:
-        plan, _, facts = search(limit) if share is not None else fitting(search, _peak_nbytes, limit)
-    except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
-        if not bounds or (say_least and isinstance(error, InfeasibleError)):
-            raise
-        raise SearchTimeoutError(f"of plans found none fits, which proves nothing: {error}", bound=bounds[0]) from error
-    bound = bounds[0]  # what was searched again has less memory: its bound is none of the limit's
-    if not fold and "build_seconds" in facts:
-        folded, _, _ = fitting(lambda aim: search(aim, True), _peak_nbytes, limit)
-        facts["folded_seconds"] = folded.estimate.step_seconds
-        if folded.estimate.step_seconds < plan.estimate.step_seconds:
-            plan = folded
-    facts["searched_seconds"] = plan.estimate.step_seconds
-
-    def finish(other: Plan, peak: float | None = None) -> Plan:
-        is_whole = share is None  # stages get theirs later
-        if not (pricer.in_buckets and is_whole):
-            return other
-        prices = pricer.alone
-        own = partial(bucketed, program=program, pricer=prices, flatten=flatten, peak=peak)
-        return remembered(("in buckets", flatten), other, program, prices, own)
-
-    plan = finish(plan, plan.estimate.peak_nbytes)
-    others = facts.get("build_seconds", 0.0) + facts.get("solve_seconds", 0.0)
-    facts["price_seconds"] = max(time.monotonic() - began - others, 0.0)
-    if plan.recompute or plan.remade:
-        facts["recompute"] = _traded(plan, program, pricer.alone)
-    plan = plan.with_estimate(
-        replace(
-            plan.estimate,
-            bound=min(bound, plan.estimate.in_turn_seconds),
-            solver={**facts, "memory_limit": limit, "whole_seconds": _whole_seconds(program, pricer.alone)},
-        )
-    )
-    if not with_baselines:
+    search = _Search(program, pricer, options, asked or SearchAim())
+    plan = search.run()
+    if not options.with_baselines:
         return plan
-    return compare(plan, program, pricer.alone, tell, buckets=pricer.in_buckets and share is None, flatten=flatten)
+    return compare(plan, program, pricer.alone, replace(options, buckets=pricer.in_buckets))
+
+
+def plan_rank(
+    program: Program, pricer: Pricer, share: Share, options: SearchOptions, asked: SearchAim, *, mixes: bool
+) -> Exact:
+    """The plan of the whole model that is best within the memory of a pipeline rank, not priced: its stages are.
+
+    share: of the rank. mixes: two plans of which a mixture may be near the bound will do as well.
+
+    Raises:
+        InfeasibleError: if no plan meets the memory limit.
+        CutoffError: if it is proved that no plan is below the cutoff.
+    """
+    limit = memory_limit(pricer.cluster, pricer.config)
+    find = partial(find_exactly, program, pricer, limit, asked=asked, share=share)
+    found = find(options=options, mixes=mixes and options.fold)
+    if not options.fold:
+        with suppress(CutoffError, InfeasibleError, SearchTimeoutError):
+            folded = find(options=replace(options, fold=True))
+            if folded.seconds < found.seconds:
+                found = replace(folded, bound=found.bound)
+    return found
+
+
+@dataclass(slots=True)
+class _Search:
+    """A plan of the whole model on one mesh, found under a memory limit and less until it fits."""
+
+    program: Program
+    pricer: Pricer
+    options: SearchOptions
+    asked: SearchAim
+    began: float = field(default_factory=time.monotonic)
+    bounds: list[float] = field(default_factory=list)
+
+    def run(self) -> Plan:
+        """The plan, in buckets if prices are, with its bound and what there is to say of the search."""
+        limit = memory_limit(self.pricer.cluster, self.pricer.config)
+        try:
+            plan, _, solved = fitting(partial(self._found, fold=self.options.fold), _peak_nbytes, limit)
+        except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
+            if not self.bounds or (self.asked.says_least and isinstance(error, InfeasibleError)):
+                raise
+            message = f"of plans found none fits, which proves nothing: {error}"
+            raise SearchTimeoutError(message, bound=self.bounds[0]) from error
+        bound = self.bounds[0]  # what was searched again has less memory: its bound is none of the limit's
+        folded_seconds = None
+        if not self.options.fold and solved.method == EXACT:
+            folded, _, _ = fitting(partial(self._found, fold=True), _peak_nbytes, limit)
+            folded_seconds = folded.estimate.step_seconds
+            if folded_seconds < plan.estimate.step_seconds:
+                plan = folded
+        searched_seconds = plan.estimate.step_seconds
+        plan = self._in_buckets(plan)
+        alone = self.pricer.alone
+        report = SearchReport(
+            solved=replace(solved, price_seconds=max(time.monotonic() - self.began - solved.seconds, 0.0)),
+            memory_limit=limit,
+            searched_seconds=searched_seconds,
+            folded_seconds=folded_seconds,
+            whole_seconds=_whole_seconds(self.program, alone),
+            recompute=_traded(plan, self.program, alone) if plan.recompute or plan.remade else None,
+        )
+        bound = min(bound, plan.estimate.in_turn_seconds)
+        return plan.with_estimate(replace(plan.estimate, bound=bound, search=report))
+
+    def _found(self, aim: float, fold: bool) -> Found:
+        """What is best within so many bytes a device."""
+        few_axes = self.pricer.mesh.num_axes <= SEARCHED_AXES
+        if self.options.solver == "double-recursive" or (self.options.solver == "auto" and not few_axes):
+            plan, bound, solved = self._recursive(aim, fold)
+        else:
+            plan, bound, solved = self._exact(aim, fold)
+        self.bounds.append(bound)
+        return plan if plan.estimate.seconds else _evaluated(plan, self.program, self.pricer), bound, solved
+
+    def _exact(self, aim: float, fold: bool) -> Found:
+        seconds = self.options.seconds
+        left = None if seconds is None else max(seconds - (time.monotonic() - self.began), seconds / LATER)
+        limit = memory_limit(self.pricer.cluster, self.pricer.config)
+        asked = replace(self.asked, is_below=self.asked.is_below and aim == limit)
+        options = replace(self.options, fold=fold, seconds=left)
+        exactly = partial(find_exactly, self.program, self.pricer, aim, options, asked)
+        found = exactly(mixes=fold)
+        if found.mixture is None:
+            return found.plan, found.bound, found.solved
+        gap = self.options.relative_gap
+        near = found.bound / (1 - gap)
+        plan, bound = _mixed(found, self.program, self.pricer, limit, near=near, alone=exactly)
+        is_proved = plan.estimate.step_seconds * (1 - gap) <= bound
+        return plan, bound, replace(found.solved, status="optimal") if is_proved else found.solved
+
+    def _recursive(self, aim: float, fold: bool) -> Found:
+        began = time.perf_counter()
+        self.options.tell("splitting the mesh recursively")
+        decider = double_recursion(self.program, self.pricer, limit=aim, fold=fold)
+        solved = SolvedGraph(
+            method="double recursion",
+            status="found without a search for the best; the bound is that of the work alone",
+            nodes=len(decider.neighbours.clusters),
+            solve_seconds=time.perf_counter() - began,
+        )
+        return plan_of(decider, self.program), work_bound(self.program, self.pricer), solved
+
+    def _in_buckets(self, plan: Plan) -> Plan:
+        if not self.pricer.in_buckets:
+            return plan
+        peak, prices, flatten = plan.estimate.peak_nbytes, self.pricer.alone, self.options.flatten
+        own = partial(bucketed, program=self.program, pricer=prices, flatten=flatten, peak=peak)
+        return remembered(("in buckets", flatten), plan, self.program, prices, own)
 
 
 def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
@@ -229,27 +228,23 @@ def compare(
     plan: Plan,
     program: Program,
     pricer: Pricer,
-    tell: Callable[[str], None],
+    options: SearchOptions,
     *,
-    buckets: bool,
-    flatten: bool = True,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The plan with the named baselines beside it, or the baseline that is cheaper.
 
-    buckets: they are in buckets too; flatten: see `timeline.buckets.bucketed`. is_over: whether there is no time for
-    another.
+    is_over: whether there is no time for another.
     """
     best, compared = plan, dict[str, float | str]()
-    limit = memory_limit(pricer.cluster, pricer.config)
     for name in BASELINES if pricer.mesh.size > 1 else ():
         if pricer.mesh.num_axes > SEARCHED_AXES:
             compared[name] = f"not priced on more than {SEARCHED_AXES} axes"
             continue
         if is_over():
             break
-        tell(f"pricing the baseline {name}")
-        other = _baseline(name, program, pricer, limit, buckets, flatten)
+        options.tell(f"pricing the baseline {name}")
+        other = _baseline(name, program, pricer, options)
         if isinstance(other, str):
             compared[name] = other
             continue
@@ -257,46 +252,28 @@ def compare(
         if other.estimate.step_seconds < best.estimate.step_seconds:
             best = other
     bound = min(plan.estimate.bound, best.estimate.in_turn_seconds)
-    facts = dict(plan.estimate.solver)
-    if best is not plan:
-        facts.pop("recompute", None)
-    return best.with_estimate(replace(best.estimate, bound=bound, baselines=compared, solver=facts))
-
-
-Found = tuple[Plan, float, dict[str, Any]]
-"""A plan, a lower bound in seconds, and what there is to say of the search."""
+    report = plan.estimate.search if best is plan else replace(plan.estimate.search, recompute=None)
+    return best.with_estimate(replace(best.estimate, bound=bound, baselines=compared, search=report))
 
 
 def _peak_nbytes(found: Found) -> float:
     return found[0].estimate.peak_nbytes
 
 
-def _traded(plan: Plan, program: Program, pricer: Pricer) -> dict[str, float]:
+def _traded(plan: Plan, program: Program, pricer: Pricer) -> Recomputed:
     """Seconds that recompute takes, and bytes at the peak that it saves, beside the same plan that keeps everything."""
     kept = evaluate_program(replace(plan, recompute=frozenset(), remade={}), program, pricer)
-    return {
-        "seconds": plan.estimate.step_seconds - kept.step_seconds,
-        "nbytes": kept.peak_nbytes - plan.estimate.peak_nbytes,
-    }
+    return Recomputed(
+        seconds=plan.estimate.step_seconds - kept.step_seconds, nbytes=kept.peak_nbytes - plan.estimate.peak_nbytes
+    )
 
 
-def _recursive(program: Program, pricer: Pricer, limit: float, fold: bool, tell: Callable[[str], None]) -> Found:
-    began = time.perf_counter()
-    tell("splitting the mesh recursively")
-    decider = double_recursion(program, pricer, limit=limit, fold=fold)
-    facts = {
-        "nodes": len(decider.neighbours.clusters),
-        "status": "found without a search for the best; the bound is that of the work alone",
-        "solve_seconds": time.perf_counter() - began,
-    }
-    return plan_of(decider, program), work_bound(program, pricer), facts
-
-
-def _baseline(name: str, program: Program, pricer: Pricer, limit: float, buckets: bool, flatten: bool) -> Plan | str:
+def _baseline(name: str, program: Program, pricer: Pricer, options: SearchOptions) -> Plan | str:
     """A baseline's plan, or why it is none."""
+    limit = memory_limit(pricer.cluster, pricer.config)
     try:
-        if buckets:
-            return named_in_buckets(name, program, pricer, limit, flatten=flatten)
+        if options.buckets:
+            return named_in_buckets(name, program, pricer, limit, flatten=options.flatten)
         return baseline_plan(name, program, pricer, limit)
     except InfeasibleError as error:
         if error.least_nbytes is None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph
+from autopar.search.graph.undominated import beaten
 from autopar.search.graph.ways_kernel import reached, shorten, shortest_arcs
 from autopar.search.pairwise.anytime import Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
@@ -64,6 +65,7 @@ def main() -> None:
     ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
     reached(1, *ends, ends[0])
     shortest_arcs(1, *ends, np.zeros(1))
+    beaten(distance)
     dual_ascent(tensor())
     problem = sample()
     solve(problem, relative_gap=0.05)

@@ -16,6 +16,7 @@ from autopar.passes.weave_copies import COPIES
 from autopar.search.costs.evaluate import charges_of, evaluate
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import memory_limit
+from autopar.search.search_options import Tell, silent
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
@@ -34,12 +35,12 @@ def best_woven(
     search: Callable[[CapturedModel], Plan],
     capture: Capture | None = None,
     *,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Tell = silent,
 ) -> tuple[Plan, CapturedModel]:
     """`plan`, or the one of its answers that takes the shortest step within the memory limit; and its graph.
 
     search: the best plan for a graph. capture: None if the number of micro-batches is given.
-    `estimate.solver["copies"]` says what each takes.
+    The search report says what each takes.
     """
     limit = memory_limit(cluster, plan.config)
     found = {f"{plan.microbatches}, one at a time": (plan, captured)}
@@ -70,7 +71,7 @@ def best_woven(
         best.estimate,
         bound=min(first.bound, best.estimate.in_turn_seconds),
         baselines=first.baselines,
-        solver={**first.solver, "copies": {name: one.estimate.step_seconds for name, (one, _) in found.items()}},
+        search=replace(first.search, copies={name: one.estimate.step_seconds for name, (one, _) in found.items()}),
     )
     return best.with_estimate(estimate), graph
 

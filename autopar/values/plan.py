@@ -13,6 +13,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout
 from autopar.values.redistribution import Step, in_levels, route, step_between
+from autopar.values.search_report import SearchReport, report_from
 
 ROUNDING = 1e-9
 
@@ -82,6 +83,7 @@ class Estimate:
         where it was searched for those, else of every collective alone. 0 if none is proved.
     bounded_alone: the bound is one on `alone_seconds`, and buckets were chosen afterwards.
     baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
+    search: what there is to say of how the plan was found.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Estimate:
     bound: float = 0.0
     bounded_alone: bool = False
     baselines: Mapping[str, float | str] = field(default_factory=dict)
-    solver: Mapping[str, Any] = field(default_factory=dict)
+    search: SearchReport = field(default_factory=SearchReport)
 
     @property
     def step_seconds(self) -> float:
@@ -119,6 +121,15 @@ class Estimate:
         seconds = self.alone_seconds if self.bounded_alone else self.in_turn_seconds
         gap = (seconds - self.bound) / seconds if seconds else 0.0
         return gap if gap > ROUNDING else 0.0
+
+
+def estimate_from(body: Mapping[str, Any]) -> Estimate:
+    """The inverse of `dataclasses.asdict`. Of a file of a former schema, which said more freely how the plan was found,
+    whether it was priced in buckets is kept."""
+    fields = dict(body)
+    if (former := fields.pop("solver", None)) is not None:
+        return Estimate(**fields, search=SearchReport(is_in_buckets="in_buckets" in former))
+    return Estimate(**{**fields, "search": report_from(fields["search"])})
 
 
 @dataclass(frozen=True, kw_only=True)

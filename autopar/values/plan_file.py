@@ -8,7 +8,7 @@ from typing import Any
 from autopar.errors import PlanMismatchError
 from autopar.values.mesh import Mesh
 from autopar.values.placement import parse_layout
-from autopar.values.plan import Estimate, Plan, TrainConfig, Way
+from autopar.values.plan import Plan, TrainConfig, Way, estimate_from
 from autopar.values.staged_plan import VERSION, StagedPlan
 from autopar.values.version import in_range
 
@@ -68,7 +68,7 @@ def plan_from_json(text: str) -> StagedPlan:
         cuts=tuple(body["cuts"]),
         stages=tuple(_stage(stage, shared) for stage in body["stages"]),
         origin=body["origin"],
-        estimate=Estimate(**body["estimate"]),
+        estimate=estimate_from(body["estimate"]),
         **shared,
     )
 

@@ -31,7 +31,11 @@ def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
 
 def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
-    step = lower(plan, program, pricer.target)
+    return evaluate_step(lower(plan, program, pricer.target), pricer)
+
+
+def evaluate_step(step: LoweredStep, pricer: Pricer) -> Estimate:
+    """`evaluate_program` for a plan that is lowered already."""
     seconds = _summed(charges_of(step, pricer))
     saved, saved_by_ways = _saved(step, pricer)
     live = Live(step).bytes
@@ -44,7 +48,7 @@ def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
     elif step.plan.buckets and (step.plan.microbatches == 1 or step.plan.prefetch):
         hidden = overlapped_seconds(step, pricer)
     return replace(
-        plan.estimate,
+        step.plan.estimate,
         seconds=seconds,
         hidden=hidden,
         saved=saved,

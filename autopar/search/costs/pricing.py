@@ -104,18 +104,27 @@ class Pricer:
         other.made, other.parameters = self.made, self.parameters
         return other
 
-    def sharing(self, shown: float | None = None) -> "Pricer":
+    def sharing(self, shown: float) -> "Pricer":
+        """The same prices in buckets where what runs beside compute counts less."""
+        return replace(self, in_buckets=True, shown=shown, _steps={}, _sent={}, _ops={})
+
+    @cached_property
+    def shared(self) -> "Pricer":
         """The same prices in buckets, where parameters count their shares of starts."""
-        return self._with(True, shown)
+        return self if self.in_buckets and self.shown is None else self._with(True)
 
     @cached_property
     def alone(self) -> "Pricer":
         """The same prices with the whole start of every collective, as those are of which a plan is made."""
-        return self._with(False, None) if self.in_buckets else self
+        return self._with(False) if self.in_buckets else self
 
-    def _with(self, in_buckets: bool, shown: float | None) -> "Pricer":
-        ops = self._ops if shown == self.shown else {}
-        return replace(self, in_buckets=in_buckets, shown=shown, _steps={}, _sent={}, _ops=ops)
+    def _with(self, in_buckets: bool) -> "Pricer":
+        """Of ops, and of what is sent between them, the prices are the same in buckets and alone."""
+        if self.shown is not None:
+            return replace(self, in_buckets=in_buckets, shown=None, _steps={}, _sent={}, _ops={})
+        other = replace(self, in_buckets=in_buckets, _steps={})
+        other.made = self.made
+        return other
 
     @cached_property
     def rates(self) -> Rates:

@@ -13,7 +13,6 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program, make_program
@@ -28,8 +27,8 @@ from autopar.search.in_buckets import best_in_buckets
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.planner import make_plan
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.search_options import SearchOptions
 from autopar.search.timeline.named_in_buckets import named_in_buckets
-from autopar.search.timeline.staged_buckets import MARK
 from autopar.values.cluster import Cluster
 from autopar.values.explanation import Alternative, Explanation, Offer
 from autopar.values.graph import CapturedModel
@@ -56,7 +55,7 @@ def explain_stage(
         pricer=pricer,
         questions=asked,
         relative_gap=relative_gap,
-        is_in_buckets=MARK in whole.estimate.solver,
+        is_in_buckets=whole.estimate.search.is_in_buckets,
     )
     return asker.run()
 
@@ -85,7 +84,7 @@ class _Asker:
                 offers.append(self._offer(change, machine, room, free))
         alternatives: list[Alternative] = []
         if plan.mesh.size > 1 and plan.mesh.num_axes <= SEARCHED_AXES:
-            prices = self.pricer.sharing() if self.is_in_buckets else self.pricer
+            prices = self.pricer.shared if self.is_in_buckets else self.pricer
             space = Space(plan=plan, program=self.program, pricer=prices, limit=limit, relative_gap=self.relative_gap)
             both = itertools.zip_longest(space.techniques(), space.decisions(DECISIONS))
             for label, answer in filter(None, itertools.chain.from_iterable(both)):
@@ -114,19 +113,15 @@ class _Asker:
         if free is not None and free.best is not None and not free.why_not and free.nbytes <= limit:
             return replace(free, change=change, same=same)
         config = replace(self.plan.config, memory_nbytes=limit)
-        how: dict[str, Any] = {"relative_gap": self.relative_gap, "fold": True}
+        options = SearchOptions(
+            relative_gap=self.relative_gap,
+            seconds=self.questions.left(),
+            with_baselines=False,
+            buckets=self.is_in_buckets,
+        )
         until = time.monotonic() + self.questions.left()
         try:
-            plan = make_plan(
-                self.captured,
-                cluster,
-                self.plan.mesh,
-                config,
-                seconds=self.questions.left(),
-                with_baselines=False,
-                buckets=self.is_in_buckets,
-                **how,
-            )
+            plan = make_plan(self.captured, cluster, self.plan.mesh, config, options)
         except InfeasibleError as error:
             return Offer(change=change, same=same, best=same, in_turn=in_turn, why_not=str(error))
         except SearchTimeoutError:
@@ -135,7 +130,9 @@ class _Asker:
         found = [plan.estimate.in_turn_seconds, own.in_turn_seconds if is_held else math.inf]
         bound, left = plan.estimate.bound, until - time.monotonic()
         if self.is_in_buckets and left > 0:
-            plan = best_in_buckets(plan, self.program, cluster, seconds=left, most=min(left, BESIDE), **how)
+            own_pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=config)
+            options = replace(options, seconds=left)
+            plan = best_in_buckets(plan, self.program, own_pricer, options, most=min(left, BESIDE))
         in_turn = min(*found, plan.estimate.in_turn_seconds)
         best, nbytes = plan.estimate.step_seconds, plan.estimate.peak_nbytes
         if same is not None and same < best:

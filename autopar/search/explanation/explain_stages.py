@@ -36,8 +36,9 @@ from autopar.search.known.named_configuration import parse_configuration
 from autopar.search.known.staged_baselines import staged_baseline
 from autopar.search.meshes import Arrangement
 from autopar.search.pipeline_parts import part_of
+from autopar.search.search_options import SearchOptions
 from autopar.search.staged.stages import StagePrice, in_flight, price_stage, priced, stage_work
-from autopar.search.timeline.staged_buckets import MARK, in_buckets
+from autopar.search.timeline.staged_buckets import in_buckets
 from autopar.values.blocks import blocks_text
 from autopar.values.cluster import Cluster
 from autopar.values.explanation import Explanation, Item, Ledger, Offer, StageFacts
@@ -98,7 +99,7 @@ class _Asker:
         after = plan.stages[slowest + 1].layouts if slowest + 1 < plan.num_stages else {}
         own = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config)
         sent = {name: after[name] for name in parts[slowest].sends}
-        searched = plan.estimate.solver.get("search", {})
+        space = plan.estimate.search.space
         offers = [
             self._offer(change, machine, room, parts)
             for change, machine, room in changes(cluster, limit)
@@ -113,11 +114,11 @@ class _Asker:
             ledger=self._items(ledger(plan.stages[slowest], make_program(parts[slowest]), own, sent), prices[slowest]),
             offers=tuple(offers),
             schedules=self._schedules(parts, part),
-            near=searched.get("near", {}),
-            not_below=searched.get("not_below", {}),
+            near={} if space is None else space.near,
+            not_below={} if space is None else space.not_below,
             baselines=self._baselines(own),
             unanswered=tuple(self.questions.unanswered),
-            is_in_buckets=MARK in plan.estimate.solver,
+            is_in_buckets=plan.estimate.search.is_in_buckets,
         )
 
     def _prices(self, parts: Sequence[CapturedModel], part: Cluster) -> list[StagePrice]:
@@ -183,11 +184,10 @@ class _Asker:
                 counts=(plan.microbatches,),
                 cluster=cluster,
                 config=replace(plan.config, memory_nbytes=limit),
-                relative_gap=self.relative_gap,
-                fold=True,
+                options=SearchOptions(relative_gap=self.relative_gap),
             ),
         )
-        is_marked = MARK in plan.estimate.solver  # the search counts without buckets: no bound of it holds
+        is_marked = plan.estimate.search.is_in_buckets  # the search counts without buckets: no bound of it holds
         left = self.questions.left()
         try:
             joint.bound(key)
@@ -240,7 +240,7 @@ class _Asker:
             if self.questions.asks(f"baseline {text}"):
                 try:
                     made = staged_baseline(parse_configuration(text), program, pricer.for_another(), self.cluster)
-                    if MARK in plan.estimate.solver:
+                    if plan.estimate.search.is_in_buckets:
                         made = in_buckets(made, self.captured, self.cluster)
                     out[made.origin] = made.estimate.step_seconds
                 except (InfeasibleError, ArgumentError) as error:

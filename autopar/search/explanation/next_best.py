@@ -22,17 +22,21 @@ from autopar.errors import ArgumentError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.explanation.alternatives import Space
+from autopar.search.find_exactly import Exact
 from autopar.search.graph.moments import Share
 from autopar.search.joint.best_staged import best_staged
+from autopar.search.joint.candidates import Candidate
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
 from autopar.search.meshes import arrangements, meshes, parts
-from autopar.search.planner import plan_program
+from autopar.search.planner import plan_program, plan_rank
 from autopar.search.recursion.ways import SEARCHED_AXES
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.staged.stages import starts_of
 from autopar.search.timeline.named_in_buckets import named_in_buckets
-from autopar.search.timeline.staged_buckets import MARK, finisher, in_buckets
+from autopar.search.timeline.staged_buckets import finisher, in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.plan import Plan
+from autopar.values.search_report import SearchReport
 from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
 
 DECISIONS = 6
@@ -58,7 +62,7 @@ def next_best(
 
     program: of the plan's graph, or of that with another number of micro-batches.
 
-    Each fits the memory limit; its `estimate.solver["instead"]` says what it is.
+    Each fits the memory limit; its search report says what it is.
     """
     deadline, share = time.monotonic() + seconds, seconds * SHARE
 
@@ -78,14 +82,21 @@ def next_best(
         candidates = ((one_stage(other), what) for other, what in found_on_mesh)
     number = f"{program.microbatches} micro-batches, " if program.microbatches != plan.microbatches else ""
     for other, what in candidates:
-        is_marked = MARK in other.estimate.solver or (other.num_stages == 1 and other.single.buckets)
-        if MARK in plan.estimate.solver and not is_marked:
+        is_marked = other.estimate.search.is_in_buckets or (other.num_stages == 1 and other.single.buckets)
+        if plan.estimate.search.is_in_buckets and not is_marked:
             other = in_buckets(other, program.captured, cluster)
         key = _decisions(other, without)
         if key not in seen and other.estimate.peak_nbytes <= memory_limit(cluster, plan.config):
             seen.add(key)
-            told = {k: v for k, v in other.estimate.solver.items() if k in ("stages", "recompute", MARK)}
-            estimate = replace(other.estimate, bound=0.0, baselines={}, solver={**told, "instead": number + what})
+            told = other.estimate.search
+            report = SearchReport(
+                stages=told.stages,
+                recompute=told.recompute,
+                is_in_buckets=told.is_in_buckets,
+                in_buckets=told.in_buckets,
+                instead=number + what,
+            )
+            estimate = replace(other.estimate, bound=0.0, baselines={}, search=report)
             found.append(other.with_estimate(estimate))
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
@@ -120,7 +131,7 @@ def _candidates(
     plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
 ) -> Iterator[tuple[Plan, str]]:
     """Plans of one stage as they are found, with words for each."""
-    buckets = MARK in plan.estimate.solver
+    buckets = plan.estimate.search.is_in_buckets
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
     limit = memory_limit(cluster, plan.config)
     if plan.mesh.size == 1:
@@ -140,7 +151,7 @@ def _candidates(
                 yield (named_in_buckets if buckets else baseline_plan)(name, program, pricer.alone, limit), name
             except InfeasibleError:
                 continue
-    for mesh in meshes(cluster) if "search" in plan.estimate.solver else ():
+    for mesh in meshes(cluster) if plan.estimate.search.space is not None else ():
         if mesh.shape != plan.mesh.shape and left():
             tell(f"planning mesh {mesh}")
             own = make_pricer(mesh=mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
@@ -172,8 +183,8 @@ def _pipelines(
     for arrangement in near:
         p = arrangement.pipeline
 
-        def whole(pricer: Pricer, share: Share, mixes: Callable[[Plan, Plan], None] | None) -> Plan:
-            return _planned(program, pricer, left(), share, mixes)
+        def whole(pricer: Pricer, share: Share, mixes: bool) -> Exact:
+            return plan_rank(program, pricer, share, _options(left()), SearchAim(says_least=False), mixes=mixes)
 
         for schedule, chunks in SCHEDULES if p > 1 else (("", 1),):
             if p * chunks > num_blocks or not _runs(schedule, p, program.microbatches) or not left():
@@ -184,38 +195,29 @@ def _pipelines(
                 mesh=arrangement.mesh,
                 cluster=arrangement.cluster,
                 config=plan.config,
-                in_buckets=p == 1 and MARK in plan.estimate.solver,
+                in_buckets=p == 1 and plan.estimate.search.is_in_buckets,
             )
             try:
                 if p == 1:
                     yield one_stage(_planned(program, pricer, left())), words
                     continue
-                finish = finisher(cluster) if MARK in plan.estimate.solver else None
-                made = best_staged(program, pricer, cluster, p, schedule, chunks, whole, finish=finish).plan
+                finish = finisher(cluster) if plan.estimate.search.is_in_buckets else None
+                key = Candidate(
+                    arrangement=arrangement, microbatches=program.microbatches, schedule=schedule, chunks=chunks
+                )
+                made = best_staged(program, pricer, cluster, key, whole, finish=finish).plan
                 if made is not None:
                     yield made, words
             except (InfeasibleError, SearchTimeoutError):
                 continue
 
 
-def _planned(
-    program: Program,
-    pricer: Pricer,
-    seconds: float,
-    share: Share | None = None,
-    mixes: Callable[[Plan, Plan], None] | None = None,
-) -> Plan:
-    return plan_program(
-        program,
-        pricer,
-        relative_gap=GAP,
-        seconds=max(seconds, LEAST),
-        with_baselines=False,
-        fold=True,
-        say_least=False,
-        share=share,
-        mixes=mixes,
-    )
+def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
+    return plan_program(program, pricer, _options(seconds), SearchAim(says_least=False))
+
+
+def _options(seconds: float) -> SearchOptions:
+    return SearchOptions(relative_gap=GAP, seconds=max(seconds, LEAST), with_baselines=False)
 
 
 def _runs(schedule: str, pipeline: int, microbatches: int) -> bool:

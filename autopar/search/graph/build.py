@@ -17,15 +17,15 @@ import numpy as np
 from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding, Signature, fold_program
-from autopar.search.costs.paid import Everywhere, PaidFor, Times
+from autopar.search.costs.paid import Everywhere, Times
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts
 from autopar.search.graph.clusters import Cluster, make_clusters
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice, Lattices
-from autopar.search.graph.moments import Moments, Share
-from autopar.search.graph.options import Option, Restriction, cluster_options
-from autopar.search.graph.parameters import ParameterSpace, held, parameter_space
+from autopar.search.graph.moments import WHOLE, Counting, Moments
+from autopar.search.graph.options import EVERYTHING, Option, Restriction, cluster_options
+from autopar.search.graph.parameters import ParameterSpace, Used, held, parameter_space
 from autopar.search.graph.positions import leave_as_views, reading_positions
 from autopar.search.graph.problem import ArcSteps, Problem, Reader
 from autopar.search.graph.reduce_moments import few_moments
@@ -54,25 +54,21 @@ def build(
     coarse: bool | None = None,
     restriction: Restriction | None = None,
     builder: "type[Builder] | None" = None,
-    share: Share | None = None,
-    paid: PaidFor | None = None,
-    part: float = 1.0,
+    counted: Counting = WHOLE,
 ) -> Problem:
     """The strategy graph for a memory limit of `limit` bytes a device (None: unlimited), made by a `Builder`.
 
-    fold: equal blocks decide alike. coarse: decide cheap ops with their readers; by default on three axes and more.
-    share: memory is that of one rank of a pipeline. paid: how often ops and tensors are paid for, else in every
-    micro-batch. part: of their bytes that ops and tensors between them take, for a bound on smaller micro-batches.
+    fold: equal blocks decide alike.
+    coarse: decide cheap ops with their readers; by default on three axes and more.
     """
     coarse = pricer.mesh.num_axes > 2 if coarse is None else coarse
-    restriction = restriction or Restriction()
+    restriction = restriction or EVERYTHING
     key = ("clusters", fold, coarse, restriction.apart)
     if key not in program.made:
         folding = fold_program(program, fold=fold)
         program.made[key] = folding, make_clusters(program, folding, coarse=coarse, apart=restriction.apart)
     folding, clusters = program.made[key]
-    made = (builder or Builder)(program, pricer, folding, clusters, restriction, share, paid, part)
-    return made.run(limit)
+    return (builder or Builder)(program, pricer, folding, clusters, restriction, counted).run(limit)
 
 
 class Builder:
@@ -83,17 +79,15 @@ class Builder:
         folding: Folding,
         clusters: tuple[Cluster, ...],
         restriction: Restriction,
-        share: Share | None = None,
-        paid: PaidFor | None = None,
-        part: float = 1.0,
+        counted: Counting,
     ) -> None:
         self.program, self.pricer, self.folding, self.restriction = program, pricer, folding, restriction
-        self.part = part
+        self.part = counted.part
         self.problem = Problem(program=program, pricer=pricer, clusters=clusters)
         self.lattices = Lattices(pricer)
         self.times = program.microbatches
-        self.paid = paid or Everywhere(microbatches=self.times)
-        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=share)
+        self.paid = counted.paid or Everywhere(microbatches=self.times)
+        self.moments = Moments(num_ops=len(program.ops), several=self.times > 1, share=counted.share)
         self.place: dict[int, tuple[int, int]] = {}  # class -> (cluster, member)
         self.node_memory: list[tuple[int, Floats, Floats]] = []
         self.kept_memory: list[tuple[int, Floats, Floats, bool, tuple[int, ...]]] = []
@@ -290,18 +284,17 @@ class Builder:
         uses = tuple(dict.fromkeys(w for r in readers for w in r.wants))
         times = self._times(names)
         block, model = zip(*(self.program.tensors[name].shares for name in names), strict=True)
-        space = parameter_space(
-            replace(tensor, shares=(min(block), min(model))),
-            uses,
-            max((self.pricer.gathers_again(r.savers, len(readers)) for r in readers), default=0),
-            any(r.in_backward for r in readers),
-            len(readers) > 1,
-            not leave_as_views(self.program, self.problem.clusters, names),
-            self.lattices,
-            self.restriction,
-            times.both / times.once if times.once else 1.0,
-            self.limited,
+        used = Used(
+            tensor=replace(tensor, shares=(min(block), min(model))),
+            uses=uses,
+            savers=max((self.pricer.gathers_again(r.savers, len(readers)) for r in readers), default=0),
+            in_backward=any(r.in_backward for r in readers),
+            shared=len(readers) > 1,
+            regatherable=not leave_as_views(self.program, self.problem.clusters, names),
+            microbatches=times.both / times.once if times.once else 1.0,
+            limited=self.limited,
         )
+        space = parameter_space(used, self.lattices, self.restriction)
         node = self._node(names[0], np.array(space.seconds) * times.once)
         self.problem.parameters[node] = (names, space)
         for nbytes, coefficient in held(space, names, self.program, self.moments) if self.limited else ():

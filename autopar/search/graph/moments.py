@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.search.costs.paid import PaidFor
 from autopar.search.graph.strategy_graph import Floats
 
 Mask = NDArray[np.bool_]
@@ -43,6 +44,23 @@ class Share:
     kinds: tuple[str, ...]
     sent: tuple[float, ...]
     received: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Counting:
+    """What counts in a strategy graph.
+
+    share: of a pipeline rank, whose memory is limited; None for that of the whole model.
+    paid: how often ops and tensors are paid for; None for in every micro-batch.
+    part: of their bytes that ops and tensors between them take, for a bound on smaller micro-batches.
+    """
+
+    share: Share | None = None
+    paid: PaidFor | None = None
+    part: float = 1.0
+
+
+WHOLE = Counting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -35,6 +35,9 @@ class Restriction:
     """Ops that are run again where that is possible, all others not; None where the search decides."""
 
 
+EVERYTHING = Restriction()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Option:
     """`names[member]`: its choices; `wants[member]`: layouts of its operands; `gives`: of the root's results.

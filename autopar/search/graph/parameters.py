@@ -8,7 +8,8 @@ parameter are priced as if each came from storage by itself, so that for these a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,9 @@ from autopar.lower.program import Program, Tensor
 from autopar.search.costs.storages import storages
 from autopar.search.graph.lattice import Distances, Lattices, cheapest_ways
 from autopar.search.graph.moments import Moments
-from autopar.search.graph.options import Restriction
+from autopar.search.graph.options import EVERYTHING, Restriction
 from autopar.search.graph.strategy_graph import Floats, Ints
+from autopar.search.graph.undominated import undominated
 from autopar.values.placement import Layout
 from autopar.values.redistribution import Step
 
@@ -26,7 +28,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Way:
+class ParameterWay:
     """From option to layout in use: seconds of one instance (once, and again for each op that saves the copy), bytes of
     the copy (0 if none is made) and of a gradient in that layout (0 unless the lifetime is `step`)."""
 
@@ -48,33 +50,61 @@ class ParameterSpace:
     stored: tuple[int, ...]
     casts: tuple[int, ...]
     states: tuple[int, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[ParameterWay, ...]
 
 
-def parameter_space(
-    tensor: Tensor,
-    uses: tuple[Layout, ...],
-    savers: float,
-    in_backward: bool,
-    shared: bool,
-    regatherable: bool,
-    lattices: Lattices,
-    restriction: Restriction,
-    microbatches: float,
-    limited: bool = True,
-) -> ParameterSpace:
-    """The options of a parameter used in `uses`; each copy is gathered again `savers` times if it lives for a use.
+class _Storages(NamedTuple):
+    """Of each way to store a parameter: seconds of its update, bytes stored, of casts and of optimizer state."""
 
-    `limited`: bytes count; else only the cheapest in seconds are kept, for every use one (of a `shared` one, all).
+    updates: Floats
+    sizes: Ints
+    casts: Ints
+    states: Ints
 
-    `shared`: several readers may want different copies, so an option kept for one of them is kept for all.
-    `regatherable`: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """A kind of parameter and how it is used.
+
+    uses: the layouts that its readers want.
+    savers: how often a copy that lives for a use is gathered again.
+    in_backward: some reader has a backward pass.
+    shared: several readers may want different copies, so an option kept for one of them is kept for all.
+    regatherable: no view of it leaves a cluster (whose readers would gather it again); else its copies are kept.
+    microbatches: how often a micro-batch's passes are paid for, beside what is paid for once.
+    limited: bytes count; else only the cheapest in seconds are kept, for every use one (of a `shared` one, all).
     """
-    pricer = lattices.pricer
+
+    tensor: Tensor
+    uses: tuple[Layout, ...]
+    savers: float
+    in_backward: bool
+    shared: bool
+    regatherable: bool
+    microbatches: float
+    limited: bool
+
+
+def parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -> ParameterSpace:
+    """The options of a parameter, found once for all graphs of the program on the mesh."""
+    made, tensor = lattices.pricer.made, used.tensor
+    if restriction.storage is EVERYTHING.storage:  # else it may ask for the parameter's name
+        tensor = replace(tensor, name="")
+    in_buckets = lattices.pricer.in_buckets
+    key = replace(used, tensor=tensor), restriction.storage, restriction.lifetimes, in_buckets
+    if key not in made:
+        made[key] = _parameter_space(used, lattices, restriction)
+    found: ParameterSpace = made[key]
+    return found
+
+
+def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -> ParameterSpace:
+    pricer, tensor, uses, microbatches = lattices.pricer, used.tensor, used.uses, used.microbatches
+    savers, shared, limited = used.savers, used.shared, used.limited
     once = "step" if microbatches > 1 else "keep"
     lifetimes = tuple(v for v in restriction.lifetimes if v != "step" or microbatches > 1)
-    lifetimes = lifetimes if regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
-    trained = in_backward and tensor.requires_grad
+    lifetimes = lifetimes if used.regatherable else tuple(v for v in lifetimes if v != "use") or (once,)
+    trained = used.in_backward and tensor.requires_grad
     stored = [
         s for s in storages(tensor.shape, pricer.mesh, tensor.requires_grad, True) if restriction.storage(tensor, s)
     ]
@@ -82,18 +112,20 @@ def parameter_space(
     shape = tensor.shape, tensor.element_size, tensor.requires_grad
     if not limited and once in lifetimes:
         lifetimes = (once,)  # a copy kept longest is made least often
-    updates = np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored])
-    sizes = np.array([pricer.target.stored_nbytes(tensor, s) for s in stored])
-    casts = np.array([pricer.target.cast_nbytes(tensor, s) for s in stored])
-    states = np.array([pricer.target.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored])
+    costs = _Storages(
+        updates=np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored]),
+        sizes=np.array([pricer.target.stored_nbytes(tensor, s) for s in stored]),
+        casts=np.array([pricer.target.cast_nbytes(tensor, s) for s in stored]),
+        states=np.array([pricer.target.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored]),
+    )
     if not uses:  # nothing reads it: an output layer that the loss has no part of
         lifetime = once if once in lifetimes else lifetimes[0]
         return ParameterSpace(
             options=tuple((s, lifetime) for s in stored),
-            seconds=tuple(updates.tolist()),
-            stored=tuple(sizes.tolist()),
-            casts=tuple(casts.tolist()),
-            states=tuple(states.tolist()),
+            seconds=tuple(costs.updates.tolist()),
+            stored=tuple(costs.sizes.tolist()),
+            casts=tuple(costs.casts.tolist()),
+            states=tuple(costs.states.tolist()),
             ways=(),
         )
     copies = np.array([pricer.target.local_nbytes(tensor, use) for use in uses])
@@ -118,7 +150,11 @@ def parameter_space(
         passages = along(lifetime)
         paid = 1 if lifetime == "step" else microbatches
         for u in range(len(uses)):
-            near = range(len(stored)) if limited or shared else [int((updates + paid * passages.least[:, u]).argmin())]
+            near = (
+                range(len(stored))
+                if limited or shared
+                else [int((costs.updates + paid * passages.least[:, u]).argmin())]
+            )
             for s in near:
                 moved = bool(passages.moved[s, u])
                 # of shared ones that must live for a use, another use may be gathered
@@ -128,7 +164,7 @@ def parameter_space(
                 elif instead is not None:
                     seconds = float(instead.seconds[s, u]) * (1 if once == "step" else microbatches)
                     found.append((s, once, u, seconds, 0.0, bool(instead.moved[s, u])))
-    kept = _efficient_ways(found, updates, sizes, casts, states, copies, wanted, savers, microbatches > 1)
+    kept = _efficient_ways(found, costs, copies, wanted, savers, several=microbatches > 1)
     chosen = {found[i][:2] for i in kept}
     numbers: dict[tuple[int, str], int] = {}
     for row in found:
@@ -139,7 +175,7 @@ def parameter_space(
         if (s, lifetime) in chosen:
             lattice = known[lifetime].lattice
             arcs = known[lifetime].path(lattice.number[stored[s]], lattice.number[uses[u]])
-            way = Way(
+            way = ParameterWay(
                 option=numbers[s, lifetime],
                 use=uses[u],
                 steps=tuple(lattice.steps[a] for a in arcs),
@@ -151,10 +187,10 @@ def parameter_space(
             ways.append(way)
     return ParameterSpace(
         options=tuple((stored[s], lifetime) for s, lifetime in numbers),
-        seconds=tuple(float(updates[s]) for s, _ in numbers),
-        stored=tuple(int(sizes[s]) for s, _ in numbers),
-        casts=tuple(int(casts[s]) for s, _ in numbers),
-        states=tuple(int(states[s]) for s, _ in numbers),
+        seconds=tuple(float(costs.updates[s]) for s, _ in numbers),
+        stored=tuple(int(costs.sizes[s]) for s, _ in numbers),
+        casts=tuple(int(costs.casts[s]) for s, _ in numbers),
+        states=tuple(int(costs.states[s]) for s, _ in numbers),
         ways=tuple(ways),
     )
 
@@ -197,18 +233,17 @@ def _passages(distances: Distances, stored: Sequence[Layout], uses: Sequence[Lay
 
 def _efficient_ways(
     found: Sequence[tuple[int, str, int, float, float, bool]],
-    updates: Floats,
-    sizes: Ints,
-    casts: Ints,
-    states: Ints,
+    costs: _Storages,
     copies: Ints,
     wanted: Ints,
     savers: float,
+    *,
     several: bool,
 ) -> list[int]:
     """Of each use the ways that no other beats in seconds of a step, persistent, kept and passing bytes at once."""
     if not found:
         return []
+    updates, sizes, casts, states = costs
     storage, lifetime, use, seconds, again, moved = map(np.array, zip(*found, strict=True))
     for_step, for_use = lifetime == "step", lifetime == "use"
     copy = np.where(moved, copies[use], 0)
@@ -228,7 +263,7 @@ def _efficient_ways(
     kept: list[int] = []
     for u in dict.fromkeys(use.tolist()):
         rows = np.flatnonzero(use == u)
-        kept += rows[_efficient(table[rows])].tolist()
+        kept += rows[undominated(table[rows])].tolist()
     return kept
 
 
@@ -254,13 +289,3 @@ def held(
         (np.where(for_step, 0, stored), gradient),
         (np.where(for_step, stored, 0), reduced),
     ]
-
-
-def _efficient(table: Floats) -> list[int]:
-    """Rows that no other row beats or equals in every column, the first of equal ones."""
-    order = np.lexsort(table.T[::-1])
-    rows = table[order]
-    beaten = np.tri(len(rows), k=-1, dtype=bool)  # [row, one before it]
-    for column in rows.T:
-        beaten &= column[None, :] <= column[:, None] + 1e-15
-    return sorted(order[~beaten.any(axis=1)].tolist())

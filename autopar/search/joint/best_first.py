@@ -33,7 +33,7 @@ BETTER = 0.05
 AHEAD = 64
 """How many of the next are foreseen; many of them ask for the same bound."""
 PATIENCE, PATIENT_PART = 60.0, 0.4
-"""Seconds, or which part of those given, after which what is at hand is taken if there is no answer yet."""
+"""Seconds, or which part of those given, after which a quick answer is taken if there is none yet."""
 ALIKE = (1.2, 1.03)
 """Of the promising, those expected so near the least are as good: the one of least effort is taken. For a first answer,
 then for better ones."""
@@ -86,7 +86,7 @@ class Problems(Protocol[Asked, Given]):
     def foresee_tightening(self, keys: Sequence[Asked], cutoff: float) -> None:
         """These are tightened next."""
 
-    def at_hand(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
+    def quick_plans(self, keys: Sequence[Asked], seconds: float | None) -> Iterator[tuple[Asked, Given, float]]:
         """Answers that are soon found, of some of these, and their costs; better than none at all."""
 
     def solve(self, key: Asked, cutoff: float, seconds: float | None) -> tuple[Given, float, float]:
@@ -97,7 +97,7 @@ class Problems(Protocol[Asked, Given]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome(Generic[Key, Answer]):
+class SearchOutcome(Generic[Key, Answer]):
     """The best answer and what is proved of all. `solved`: cost, or None where there is no answer; `bounds`: of those;
     `answers`: of solving, the last of each.
 
@@ -129,7 +129,7 @@ def best_first(
     relative_gap: float,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Outcome[Key, Answer]:
+) -> SearchOutcome[Key, Answer]:
     """The cheapest answer of all, proved to `relative_gap`, or the best found in `seconds`; Ctrl-C ends it likewise.
 
     No answer is found where there is none, as `failures` say, or where some problems have none and the others,
@@ -140,7 +140,7 @@ def best_first(
         SearchTimeoutError: if the time ended before there was any, or all problems were given up.
     """
     began = time.monotonic()
-    outcome: Outcome[Key, Answer] = Outcome()
+    outcome: SearchOutcome[Key, Answer] = SearchOutcome()
     keys = list(keys)
     left_open = _Open(problems, outcome)
     for key in keys:
@@ -230,7 +230,7 @@ class _Open(Generic[Key, Answer]):
     """
 
     problems: Problems[Key, Answer]
-    outcome: Outcome[Key, Answer]
+    outcome: SearchOutcome[Key, Answer]
     bounds: dict[Key, float] = field(default_factory=dict)
     sharpened: set[Key] = field(default_factory=set)
     refined: set[Key] = field(default_factory=set)
@@ -311,7 +311,7 @@ class _Open(Generic[Key, Answer]):
 
 def _tighten(
     problems: Problems[Key, Answer],
-    outcome: Outcome[Key, Answer],
+    outcome: SearchOutcome[Key, Answer],
     relative_gap: float,
     deadline: float | None,
     tell: Callable[[str], None],
@@ -340,20 +340,24 @@ def _tighten(
 def _take(
     problems: Problems[Key, Answer],
     keys: Sequence[Key],
-    outcome: Outcome[Key, Answer],
+    outcome: SearchOutcome[Key, Answer],
     left: float | None,
     tell: Callable[[str], None],
 ) -> float:
-    """The best answer at hand, if there is one; what it costs."""
+    """The best quick answer, if there is one; what it costs."""
     tell("looking for any plan that fits")
-    for found in problems.at_hand(keys, left):
+    for found in problems.quick_plans(keys, left):
         if found[2] < outcome.cost:  # taken at once, for whoever interrupts the next
             outcome.key, outcome.answer, outcome.cost = found
     return outcome.cost
 
 
 def _solve(
-    problems: Problems[Key, Answer], key: Key, outcome: Outcome[Key, Answer], relative_gap: float, left: float | None
+    problems: Problems[Key, Answer],
+    key: Key,
+    outcome: SearchOutcome[Key, Answer],
+    relative_gap: float,
+    left: float | None,
 ) -> None:
     try:
         answer, cost, bound = problems.solve(key, outcome.cost * (1 - relative_gap), left)

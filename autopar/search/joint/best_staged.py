@@ -7,7 +7,6 @@ count; then all ranks are counted call by call (`search.staged_memory`).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -20,8 +19,10 @@ from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.work_bound import ops_work
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.find_exactly import Exact
 from autopar.search.graph.moments import Share
-from autopar.search.joint.critical_path import Way, guessed_way, longest_way
+from autopar.search.joint.candidates import Candidate
+from autopar.search.joint.critical_path import CriticalWay, guessed_way, longest_way
 from autopar.search.joint.fullest_rank import fullest_share
 from autopar.search.joint.messages import least_messages
 from autopar.search.joint.mixed_stages import mix_stages
@@ -45,10 +46,9 @@ SLOWER = 0.1
 """By what part a step is expected to get slower for as much memory less as the limit (70B, H100: 0.1 to 0.3)."""
 
 
-def way_before_planning(
-    program: Program, pricer: Pricer, cluster: Cluster, pipeline: int, schedule: str, chunks: int
-) -> Way:
-    """A way through the step of evenly dealt stages, so many a rank, that no plan is needed for."""
+def way_before_planning(program: Program, pricer: Pricer, cluster: Cluster, key: Candidate) -> CriticalWay:
+    """A way through the step of evenly dealt stages that no plan is needed for."""
+    pipeline, schedule, chunks = key.arrangement.pipeline, key.schedule, key.chunks
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     begins = even_starts(program, pipeline, chunks)
     order = make_order(schedule, pipeline, program.microbatches, chunks)
@@ -56,7 +56,7 @@ def way_before_planning(
     return guessed_way(program, pricer, ops_work(program, pricer), order, begins, share, send)
 
 
-class Run(NamedTuple):
+class StagedRun(NamedTuple):
     """A plan of the whole model in stages: these, the plan of them, its timeline, and the rank that pays most once."""
 
     plan: Plan
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 def held_by_ranks(plan: StagedPlan) -> list[float]:
     """Bytes at the peak of each pipeline rank."""
-    return [price["memory"] for price in plan.estimate.solver["stages"][: plan.pipeline]]
+    return [cost.nbytes for cost in plan.estimate.search.stages[: plan.pipeline]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,17 +77,15 @@ class Staged:
 
     plan: StagedPlan | None
     bound: float
-    way: Way
+    way: CriticalWay
 
 
 def best_staged(
     program: Program,
     pricer: Pricer,
     cluster: Cluster,
-    pipeline: int,
-    schedule: str,
-    chunks: int,
-    whole: Callable[[Pricer, Share, Callable[[Plan, Plan], None] | None], Plan],
+    key: Candidate,
+    whole: Callable[[Pricer, Share, bool], Exact],
     cutoff: float = math.inf,
     finish: Finish | None = None,
 ) -> Staged:
@@ -95,14 +93,17 @@ def best_staged(
 
     Raises InfeasibleError or CutoffError if the first search of `whole` does, within the memory of a rank.
 
-    chunks: stages a rank. whole: the best plan of the whole model for a pricer, within the memory of the fullest rank,
-    blocks dealt evenly; so its bound, shared out over the stages, is one for all of theirs; or two, see `plan_program`,
-    of which each rank has as many blocks of the slow one as it needs to fit. If they do not fit they are
-    planned within the memory of the rank that holds too much as well, then with ever less memory, which proves nothing.
-    Stages of one chunk a rank are cut where they are fastest too, if that fits. cutoff: of seconds from which on a plan
-    is of no use: stages that are slower with more memory than there is are not planned again. finish: puts a plan in
-    buckets, whose memory is then spared where blocks differ.
+    whole: the best plan of the whole model for a pricer, within the memory of the fullest rank, blocks dealt evenly; so
+        its bound, shared out over the stages, is one for all of theirs; or a mixture of two, if that is asked for, of
+        which each rank has as many blocks of the slow one as it needs to fit.
+    cutoff: seconds from which on a plan is of no use: stages that are slower with more memory than there is are not
+        planned again.
+    finish: puts a plan in buckets, whose memory is then spared where blocks differ.
+
+    Stages that do not fit are planned within the memory of the rank that holds too much as well, then with ever less
+    memory, which proves nothing. Those of one chunk a rank are cut where they are fastest too, if that fits.
     """
+    pipeline, schedule, chunks = key.arrangement.pipeline, key.schedule, key.chunks
     limit = memory_limit(pricer.cluster, pricer.config)
     begins = even_starts(program, pipeline, chunks)
     fullest = share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
@@ -112,32 +113,30 @@ def best_staged(
     fitting: list[StagedPlan] = []
     even = even_cuts(program, pipeline, chunks)
     few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
-    known: dict[tuple[int, tuple[str, ...]], Run] = {}
+    known: dict[tuple[int, tuple[str, ...]], StagedRun] = {}
     prices, spared = PricedStages(), 0.0 if finish is None else SPARED
 
-    def run(plan: Plan, cuts: tuple[str, ...]) -> Run:
+    def run(plan: Plan, cuts: tuple[str, ...]) -> StagedRun:
         if (id(plan), cuts) not in known:
             cut, stages = staged(plan, program, pricer, pipeline, schedule, cuts)
-            known[id(plan), cuts] = Run(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
+            known[id(plan), cuts] = StagedRun(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
         return known[id(plan), cuts]
 
     def held(plan: Plan) -> list[float]:
         return held_by_ranks(run(plan, even).made)
 
     for attempt in range(ATTEMPTS):
-        both: list[Plan] = []
-        mixes = None if few_blocks else partial(_keep, both)
         try:
-            planned = whole(pricer.within(room), share, mixes)
+            planned = whole(pricer.within(room), share, not few_blocks)
         except (InfeasibleError, CutoffError, SearchTimeoutError):
             if attempt == 0:
                 raise
             break  # in less room than there is: that proves nothing
         if attempt == 0:
-            bound = planned.estimate.bound / pipeline
-        plan, mixture = replace(planned, config=pricer.config), None
-        if both:
-            slow, fast = (replace(one, config=pricer.config) for one in both)
+            bound = planned.bound / pipeline
+        plan, mixture = replace(planned.plan, config=pricer.config), None
+        if planned.mixture is not None:
+            slow, fast = (replace(one, config=pricer.config) for one in planned.mixture)
             mixture = mix_stages(slow, fast, program, begins, pipeline, held, limit * (1 - spared))
             plan = mixture or plan
         every = [even]
@@ -151,7 +150,7 @@ def best_staged(
         ran = run(plan, even)
         passes, messages = longest_way(ran.timeline, len(ran.stages))
         nbytes = min(least_messages(program, pricer.mesh.size, [stage.sends for stage in ran.stages[:-1]]))
-        way = Way(
+        way = CriticalWay(
             forward=passes[0],
             backward=passes[1],
             rank=ran.slowest,
@@ -172,12 +171,8 @@ def best_staged(
             share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins, others)
             continue
         beyond = hopeful.estimate.peak_nbytes - limit + MARGIN * limit
-        room = min(planned.estimate.solver["counted_nbytes"], room) - beyond
+        room = min(planned.counted_nbytes, room) - beyond
     return Staged(plan=best, bound=bound, way=way)
-
-
-def _keep(both: list[Plan], slow: Plan, fast: Plan) -> None:
-    both[:] = [slow, fast]
 
 
 def _with_less(estimate: Estimate, limit: float) -> float:

@@ -1,10 +1,12 @@
 """Which problems make up the joint space? A mesh, a number of stages, of micro-batches, and a schedule for each."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ArgumentError
 from autopar.search.meshes import Arrangement, arrangements
 from autopar.values.cluster import Cluster
+from autopar.values.mesh import Mesh
 
 INTERLEAVED = "interleaved-1f1b"
 SEARCHED = ("gpipe", "1f1b", INTERLEAVED)
@@ -12,6 +14,10 @@ CHUNKS = (2, 4, 8, 16)
 """Stages a rank of interleaved schedules."""
 FEWEST = 4
 """Numbers of micro-batches for which interleaved stages are tried beside 1f1b."""
+IDLE = (1.25, 1.05)
+"""How much longer than the least work a step may take for what a pipeline idles, to be tried first."""
+PLAIN_IDLE = 1.15
+"""The same among those of one stage a rank, of which few are in flight, so that their plans are found at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,26 @@ class Candidate:
         text = f"{self.arrangement}, {self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
         text += f", {self.schedule}" if self.schedule else ""
         return text + (f" of {self.chunks} stages a rank" if self.chunks > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSpace:
+    """Which candidates are searched.
+
+    microbatches: their number; None for every divisor of the batch.
+    pipelines: numbers of pipeline ranks; None for all that the cluster's levels allow.
+    mesh: that of each pipeline rank; None for all that follow the cluster's levels.
+    schedule: one of `SEARCHED`, or auto.
+    """
+
+    microbatches: int | None = None
+    pipelines: tuple[int, ...] | None = (1,)
+    mesh: Mesh | None = None
+    schedule: str = "auto"
+
+
+EVERY_MESH = CandidateSpace()
+"""Every mesh and number of micro-batches, without stages."""
 
 
 def candidates(
@@ -69,3 +95,20 @@ def in_flight(key: Candidate) -> float:
     if key.schedule == INTERLEAVED:
         return min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v
     return min(p, m) if key.schedule == "1f1b" else m
+
+
+def first_tried(keys: Sequence[Candidate], work: Callable[[Candidate], float]) -> list[Candidate]:
+    """For each number of stages those on a mesh of fewest axes whose pipeline idles little, or hardly, and runs little
+    again, with as few micro-batches as can be. work: seconds a step, at least, with what memory makes run again."""
+    out: list[Candidate] = []
+    for p in sorted({key.arrangement.pipeline for key in keys}):
+        own = [key for key in keys if key.arrangement.pipeline == p]
+        axes = min(key.arrangement.mesh.num_axes for key in own)
+        seconds = {key: work(key) for key in own if key.arrangement.mesh.num_axes == axes}
+        for idle in IDLE:
+            near = [key for key in seconds if seconds[key] <= idle * min(seconds.values())]
+            out.append(min(near, key=lambda key: (key.microbatches, -key.chunks)))
+        plain = {key: value for key, value in seconds.items() if key.chunks == 1}
+        near = [key for key, value in plain.items() if value <= PLAIN_IDLE * min(plain.values())]
+        out += sorted(near, key=lambda key: key.microbatches)[:1]
+    return out

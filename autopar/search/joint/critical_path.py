@@ -31,8 +31,9 @@ from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.joint.messages import crossing, least_messages
+from autopar.search.search_options import SearchAim
 
 GAP = 2e-3
 SECONDS = 15.0
@@ -40,7 +41,7 @@ SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Way:
+class CriticalWay:
     """forward, backward: how often the way leads through each stage. rank: that pays most once a step.
 
     sent: seconds of the messages on the way, each the least that it can be. share: of the fullest rank. begins:
@@ -79,19 +80,19 @@ def longest_way(pipeline: Pipeline, num_stages: int) -> tuple[NDArray[np.float64
 def way_seconds(
     program: Program,
     pricer: Pricer,
-    way: Way,
+    way: CriticalWay,
     fold: bool,
     *,
     limit: float | None = None,
-    cutoff: float = math.inf,
-    enough: float = math.inf,
-    prices: dict[int, float] | None = None,
+    asked: SearchAim | None = None,
+    seconds: float = SECONDS,
     exact: bool = False,
 ) -> float:
     """The least that a step takes on that way, memory aside; with a limit, of what fits in so many bytes of the fullest
-    rank, recompute allowed, or no less than the cutoff, or than what is `enough`.
+    rank, recompute allowed.
 
-    prices: of memory, see `ilp.solve`. exact: of choices, not of their relaxation.
+    seconds: of climbing prices of memory, or solving.
+    exact: of choices, not of their relaxation.
     """
     ranks = np.arange(len(way.forward)) % way.num_ranks
     paid = Paid(
@@ -101,22 +102,23 @@ def way_seconds(
         once=np.where(ranks == way.rank, 1.0, 0.0),
     )
     if limit is None:
-        graph = build(program, pricer, limit=None, fold=fold, paid=paid).graph
-        return least_seconds(graph, cutoff - way.sent) + way.sent
-    known = {} if prices is None else prices
-    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=way.share, paid=paid).graph
+        graph = build(program, pricer, limit=None, fold=fold, counted=Counting(paid=paid)).graph
+        return least_seconds(graph) + way.sent
+    asked = asked or SearchAim()
+    cutoff = asked.cutoff - way.sent
+    counted = Counting(share=way.share, paid=paid)
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, counted=counted).graph
     if not exact:
-        till = cutoff - way.sent, enough - way.sent
-        return least_within(graph, cutoff=till[0], enough=till[1], seconds=SECONDS, prices=known) + way.sent
+        return least_within(graph, cutoff=cutoff, seconds=seconds, prices=asked.prices) + way.sent
     try:
         found = solve(
             graph,
             relative_gap=GAP,
-            seconds=SECONDS,
-            cutoff=cutoff - way.sent,
+            seconds=seconds,
+            cutoff=cutoff,
             binds=True,
             say_least=False,
-            prices=known,
+            prices=asked.prices,
         )
     except CutoffError as error:
         return error.bound + way.sent
@@ -135,7 +137,7 @@ def guessed_way(
     begins: Sequence[int],
     share: Share,
     send: tuple[Form, ...],
-) -> Way:
+) -> CriticalWay:
     """The longest way where no plan is at hand: of stages that take what their work takes, split evenly.
 
     work: seconds of each op's forward and backward, [ops, 2].
@@ -157,7 +159,7 @@ def guessed_way(
     for name, tensor in program.tensors.items():
         if tensor.kind == "parameter":
             stored[reading_stages(program, stage_of, name)] += math.prod(tensor.shape)
-    return Way(
+    return CriticalWay(
         forward=passes[0],
         backward=passes[1],
         rank=int(np.argmax(np.bincount(np.arange(num_stages) % p, weights=stored))),

@@ -29,14 +29,12 @@ from autopar.lower.program import Program
 from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint.ahead import Ahead
-from autopar.search.joint.at_hand import at_hand
 from autopar.search.joint.best_first import Known
-from autopar.search.joint.candidates import INTERLEAVED, Candidate
-from autopar.search.joint.critical_path import Way
-from autopar.search.joint.helpers import Helpers
+from autopar.search.joint.candidates import INTERLEAVED, Candidate, first_tried
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.memory_bounds import MemoryBounds
+from autopar.search.joint.prefetch import Prefetch
 from autopar.search.joint.programs import Programs
 from autopar.search.joint.questions import (
     Question,
@@ -48,32 +46,31 @@ from autopar.search.joint.questions import (
     Solving,
     Tightening,
 )
+from autopar.search.joint.quick_plans import quick_plans
 from autopar.search.joint.relaxing import Pricers, relaxed_seconds
-from autopar.search.joint.scouts import scouts
+from autopar.search.joint.shared_bounds import SharedBounds
 from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
-from autopar.search.joint.together import Together
+from autopar.search.joint.workers import Workers
 from autopar.search.meshes import Arrangement, divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.staged_plan import StagedPlan, one_stage
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
-ENOUGH = 1.25
-"""How many times what another is expected to take a bound need not exceed, while no plan is known."""
-BARELY = 0.01
-"""A bound that ends so near what was enough might be better."""
 MESSAGES = 1.1
 """What a step in stages took beside its bound for uneven stages (Llama 70B, 1f1b of 8 to 64 stages: 1.08 to 1.12)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Joint:
-    """The problems of `best_first`. `graph`: the captured model of one of so many micro-batches, for each of `counts`;
-    line: what gives them, where something does, though it may have to be captured for that; at hand: if it need not.
+    """The problems of `best_first`: one search over meshes, stages, micro-batches and schedules.
 
+    graph: the captured model of one of so many micro-batches, for each of `counts`.
+    line: what gives them, where something does, though it may have to be captured for that; line_at_hand: if it need
+        not.
     improved: told the number of a plan that is better than the best before it, which was not the first.
-    helpers: run `joint.helper` and answer beside this process.
+    workers: run `joint.worker` and answer beside this process.
     """
 
     graph: Callable[[int], CapturedModel]
@@ -81,7 +78,7 @@ class Joint:
     tell: Callable[[str], None] = lambda _: None
     line: Callable[[], BatchLine | None] = lambda: None
     line_at_hand: Callable[[], BatchLine | None] = lambda: None
-    helpers: Helpers | None = None
+    workers: Workers | None = None
     improved: Callable[[int], None] = lambda _: None
     programs: Programs = field(init=False)
     _own: dict[Candidate, float] = field(default_factory=dict)
@@ -90,27 +87,26 @@ class Joint:
     _told: float = math.inf
     _prices: KnownPrices = field(default_factory=KnownPrices)
     _refined: set[Candidate] = field(default_factory=set)
-    _barely: set[Candidate] = field(default_factory=set)
     _scouts: set[Candidate] = field(default_factory=set)
     _settled: set[Candidate] = field(default_factory=set)
-    _together: Together = field(init=False)
-    _ways: dict[Candidate, Way | None] = field(default_factory=dict)
+    _shared: SharedBounds = field(init=False)
+    _ways: dict[Candidate, CriticalWay | None] = field(default_factory=dict)
     _pricers: Pricers = field(init=False)
     _step: StepBounds = field(init=False)
     _bounds: MemoryBounds = field(init=False)
     _solver: Solver = field(init=False)
-    _ahead: Ahead = field(init=False)
+    _prefetch: Prefetch = field(init=False)
 
     def __post_init__(self) -> None:
         self.programs = Programs(graph=self.graph, line=self.line)
-        self._together = Together(counts=self.setup.counts)
-        self._pricers = Pricers(self.setup.config, self.setup.buckets)
+        self._shared = SharedBounds(counts=self.setup.counts)
+        self._pricers = Pricers(self.setup.config, self.setup.options.buckets)
         self._step = StepBounds(program=self.program, pricers=self._pricers, setup=self.setup)
         self._bounds = MemoryBounds(
             program=self.program, pricers=self._pricers, setup=self.setup, step=self._step, prices=self._prices
         )
         self._solver = Solver(bounds=self._bounds, tell=self.tell)
-        self._ahead = Ahead(
+        self._prefetch = Prefetch(
             here=self.answer,
             fresh=self._fresh,
             graph=self.programs.captured,
@@ -118,7 +114,7 @@ class Joint:
             setup=self.setup,
             line=self.line,
             line_at_hand=self.line_at_hand,
-            helpers=self.helpers,
+            workers=self.workers,
         )
 
     def _needs(self, question: Question) -> set[int]:
@@ -130,7 +126,7 @@ class Joint:
     def _fresh(self, question: Question) -> Question:
         """A plan that was found since lowers the cutoff."""
         if isinstance(question, Relaxing | Refining | Solving):
-            return replace(question, cutoff=min(question.cutoff, self._best * (1 - self.setup.relative_gap)))
+            return replace(question, cutoff=min(question.cutoff, self._best * (1 - self.setup.options.relative_gap)))
         return question
 
     def answer(self, question: Question) -> Any:
@@ -140,16 +136,13 @@ class Joint:
         if isinstance(question, Refining):
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
-            bound = self._bounds.within_memory(
-                question.key, question.cutoff, enough=question.enough, most=question.most
-            )
-            uneven = self._bounds.uneven.get(_alike(question.key))
-            return Refined(bound=bound, uneven=uneven, prices=dict(self._prices.of(p)))
+            bound = self._bounds.within_memory(question.key, question.cutoff, most=question.most)
+            return Refined(bound=bound, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
         m, pricer = question.microbatches, self._pricers.of(question.arrangement, question.microbatches, loose=True)
-        return relaxed_seconds(self.program(m), pricer, question.times, self.setup.fold, question.enough())
+        return relaxed_seconds(self.program(m), pricer, question.times, self.setup.options.fold, question.enough())
 
     def program(self, microbatches: int) -> Program:
         """The program of one of so many micro-batches.
@@ -170,7 +163,7 @@ class Joint:
         first = first_alike(key.arrangement)
         least = [self._least.get((first, n), 0.0) for n in divisors(key.microbatches)]
         alike = _alike(key)
-        own = max(self._own.get(key, 0.0), self._bounds.alike.get(alike, 0.0), self._bounds.uneven.get(alike, 0.0))
+        own = max(self._own.get(key, 0.0), self._bounds.alike.get(alike, 0.0))
         return max(own, self._step.with_bubble(key, max(least)))
 
     def expected(self, key: Candidate) -> float:
@@ -192,15 +185,14 @@ class Joint:
         if len(keys) < MANY:
             return ()
         self._scouts.update(
-            scouts(keys, lambda key: self._step.work_bound(key, key.microbatches) * self._step.again(key))
+            first_tried(keys, lambda key: self._step.work_bound(key, key.microbatches) * self._step.again(key))
         )
         return sorted(self._scouts, key=self.bound)
 
-    def at_hand(
+    def quick_plans(
         self, keys: Sequence[Candidate], seconds: float | None
     ) -> Iterator[tuple[Candidate, StagedPlan, float]]:
-        how = {"fold": self.setup.fold, "flatten": self.setup.flatten}
-        for key, plan in at_hand(keys, self.program, self.pricer, seconds, **how):
+        for key, plan in quick_plans(keys, self.program, self.pricer, seconds, self.setup.options):
             self._best = min(self._best, plan.estimate.in_turn_seconds)
             yield key, one_stage(plan), plan.estimate.in_turn_seconds
 
@@ -208,18 +200,18 @@ class Joint:
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
     ) -> None:
         with suppress(BatchError, InfeasibleError):  # a batch that does not divide: said when its turn comes
-            self._ahead.foresee(self._questions(keys, cutoff, seconds, solve))
+            self._prefetch.foresee(self._questions(keys, cutoff, seconds, solve))
 
     def _questions(
         self, keys: Iterable[tuple[Candidate, Known]], cutoff: float, seconds: float | None, solve: bool
     ) -> Iterator[Question]:
         for key, known in keys:
             is_bounded = known != Known.LITTLE
-            while not is_bounded and self._ahead.knows(self._wanted(key, cutoff)):
+            while not is_bounded and self._prefetch.knows(self._wanted(key, cutoff)):
                 is_bounded = self.sharpen(key, cutoff)
             with suppress(InfeasibleError):  # said when its turn comes
                 while is_bounded and known != Known.REFINED and self._may_refine(key, cutoff):
-                    if not self._ahead.knows(refining := self._refining(key, cutoff)):
+                    if not self._prefetch.knows(refining := self._refining(key, cutoff)):
                         break
                     self._refine(refining)
             if self.bound(key) < cutoff and not is_bounded:
@@ -239,7 +231,7 @@ class Joint:
         arrangement, m, times = wanted.arrangement, wanted.microbatches, wanted.times
         own = self._step.rounds(key, key.microbatches)
         is_own = (arrangement, m) in self._least or own == (m, 1.0)
-        found = self._ahead.of(wanted) / arrangement.pipeline
+        found = self._prefetch.of(wanted) / arrangement.pipeline
         # r t + o is concave in r: of fewer rounds at least their share
         self._least[arrangement, m] = max(self._least.get((arrangement, m), 0.0), found * min(m / times, 1.0))
         if m != key.microbatches or not is_own:
@@ -258,12 +250,10 @@ class Joint:
         return key not in self._refined and self.bound(key) < cutoff
 
     def _refine(self, question: Refining) -> None:
-        key, came = question.key, self._ahead.of(question)
-        if came.uneven is not None:
-            self._bounds.uneven[_alike(key)] = came.uneven
+        key, came = question.key, self._prefetch.of(question)
         if question.most:
-            is_of_use = came.bound >= self._best * (1 - self.setup.relative_gap)
-            for one in self._together.answered((key, question.most), self._best, is_of_use):
+            is_of_use = came.bound >= self._best * (1 - self.setup.options.relative_gap)
+            for one in self._shared.answered((key, question.most), self._best, is_of_use):
                 if came.bound < math.inf:  # where nothing fits each says so itself
                     self._bounds.alike[_alike(one)] = max(self._bounds.alike.get(_alike(one), 0.0), came.bound)
             return
@@ -272,20 +262,16 @@ class Joint:
         self._own[key] = max(self._own.get(key, 0.0), came.bound)
         self._prices.remember(key.arrangement.pipeline, came.prices)
         self._refined.add(key)
-        if came.bound >= question.enough * (1 - BARELY):
-            self._barely.add(key)
 
     def _refining(self, key: Candidate, cutoff: float) -> Refining:
-        """While no plan is known it is enough to see which scout's comes first; once one is, that many are excluded."""
+        """Once a plan is known, of all that may be excluded together."""
         prices = dict(self._prices.of(key.arrangement.pipeline))
         group = None
         if self._best < math.inf:
-            group = self._together.of(key, self._best, lambda other: self._is_open(other, cutoff))
+            group = self._shared.of(key, self._best, lambda other: self._is_open(other, cutoff))
         if group is not None:
             return Refining(key=group[0], most=group[1], cutoff=cutoff, prices=prices)
-        others = [self.expected(scout) for scout in self._scouts if scout != key] if cutoff == math.inf else []
-        enough = ENOUGH * min(others, default=math.inf)
-        return Refining(key=key, cutoff=cutoff, enough=enough, prices=prices)
+        return Refining(key=key, cutoff=cutoff, prices=prices)
 
     def _is_open(self, key: Candidate, cutoff: float) -> bool:
         """Whether one without stages may be better, memory aside."""
@@ -308,7 +294,7 @@ class Joint:
         return self._relaxing(key, key.microbatches, self._step.times(key))
 
     def _relaxing(self, key: Candidate, microbatches: int, times: int) -> Relaxing:
-        cutoff = self._best * (1 - self.setup.relative_gap)
+        cutoff = self._best * (1 - self.setup.options.relative_gap)
         return Relaxing(arrangement=first_alike(key.arrangement), microbatches=microbatches, times=times, cutoff=cutoff)
 
     def _first_open(self, key: Candidate, cutoff: float) -> Relaxing:
@@ -323,7 +309,7 @@ class Joint:
         return self._relaxing(key, key.microbatches, self._step.times(key))
 
     def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[StagedPlan, float, float]:
-        return self._taken(key, self._ahead.of(self._solving(key, cutoff, seconds)))
+        return self._taken(key, self._prefetch.of(self._solving(key, cutoff, seconds)))
 
     def _taken(self, key: Candidate, came: Solved) -> tuple[StagedPlan, float, float]:
         self._own[key] = max(self._own.get(key, 0.0), came.own)
@@ -332,7 +318,8 @@ class Joint:
         if isinstance(came.found, Exception):
             raise came.found
         plan, _, bound = came.found
-        if plan.estimate.solver.get("searched_seconds", math.inf) * (1 - self.setup.relative_gap) <= bound:
+        searched = plan.estimate.search.searched_seconds
+        if searched is not None and searched * (1 - self.setup.options.relative_gap) <= bound:
             self._settled.add(key)
         if came.found[1] < self._told < math.inf:
             self.improved(key.microbatches)
@@ -346,7 +333,7 @@ class Joint:
             key=key,
             cutoff=cutoff,
             deadline=deadline,
-            is_refined=key in self._refined and key not in self._barely,
+            is_refined=key in self._refined,
             prices=dict(self._prices.of(key.arrangement.pipeline)),
         )
 
@@ -362,13 +349,13 @@ class Joint:
         """By a way through its step; a guessed one without a plan. Without stages it is solved with more time, unless
         nothing but starts that buckets do not share is between its plan and its bound."""
         if key.schedule:
-            self._own[key] = max(self._own.get(key, 0.0), self._ahead.of(self._tightening(key, cutoff)))
+            self._own[key] = max(self._own.get(key, 0.0), self._prefetch.of(self._tightening(key, cutoff)))
             return None
         if key in self._settled:
             return None
         patient = replace(self._solving(key, cutoff, seconds), patient=True, is_refined=False)
         try:
-            return self._taken(key, self._ahead.of(patient))
+            return self._taken(key, self._prefetch.of(patient))
         except CutoffError as error:
             self._own[key] = max(self._own.get(key, 0.0), error.bound)
         except InfeasibleError:
@@ -378,7 +365,7 @@ class Joint:
         return None
 
     def foresee_tightening(self, keys: Sequence[Candidate], cutoff: float) -> None:
-        self._ahead.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
+        self._prefetch.foresee(self._tightening(key, cutoff) for key in keys if key.schedule)
 
     def _tightening(self, key: Candidate, cutoff: float) -> Tightening:
         way, prices = self._ways.get(key) or self._bounds.guessed(key), dict(self._prices.of(key.arrangement.pipeline))
@@ -386,5 +373,5 @@ class Joint:
 
 
 def _alike(key: Candidate) -> tuple[Arrangement, str, int]:
-    """What has one bound however uneven its stages are."""
+    """Candidates for which one bound holds (`shared_bounds`)."""
     return first_alike(key.arrangement), key.schedule, key.microbatches

@@ -12,33 +12,34 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from autopar.capture.rebatch import Batches
 from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.lower.program import Program
 from autopar.passes.accumulate_gradients import accumulate_gradients
+from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.states import check_states
-from autopar.search.joint.best_first import PROVED, Outcome, best_first
-from autopar.search.joint.candidates import Candidate, candidates, num_devices
-from autopar.search.joint.helpers import Helpers, spare_helpers
+from autopar.search.joint.best_first import PROVED, SearchOutcome, best_first
+from autopar.search.joint.candidates import EVERY_MESH, Candidate, CandidateSpace, candidates, num_devices
 from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Setup
+from autopar.search.joint.workers import Workers, spare_workers
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import divisors, parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
+from autopar.search.search_options import SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
-from autopar.values.mesh import Mesh
 from autopar.values.plan import TrainConfig
+from autopar.values.search_report import LeastInTurn, SpaceSearched
 from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
 
 NEAR = 8
 """How many alternatives a plan names."""
 SURELY_MANY = 2 * MANY
-"""Problems, for a model of blocks without end, from which on helpers start before the model is captured."""
+"""Problems, for a model of blocks without end, from which on workers start before the model is captured."""
 
 
 @contextmanager
@@ -60,28 +61,20 @@ def search_meshes(
     capture: Callable[[int | None], CapturedModel],
     cluster: Cluster,
     config: TrainConfig,
+    options: SearchOptions,
+    space: CandidateSpace = EVERY_MESH,
     *,
-    microbatches: int | None = None,
-    pipelines: tuple[int, ...] | None = (1,),
-    mesh: Mesh | None = None,
-    schedule: str = "auto",
-    relative_gap: float,
-    seconds: float | None = None,
-    fold: bool = True,
-    with_baselines: bool = True,
-    buckets: bool = False,
-    flatten: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
-    finish: Callable[[StagedPlan, Program], StagedPlan] = lambda answer, _: answer,
+    finish: Callable[[StagedPlan, Program, Pricer], StagedPlan] = lambda answer, *_: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
 ) -> tuple[StagedPlan, CapturedModel]:
-    """The best plan over all meshes of the cluster (`mesh`: that alone, on each pipeline rank) and, unless
-    `microbatches` is given, all divisors of `batch`, with the graph that it is for.
+    """The best plan of a space, and the graph that it is for.
 
-    buckets: without stages parameters share messages, in bounds and plans; flatten: see `timeline.buckets.bucketed`.
-    capture: the graph of so many samples, of the whole batch for None; shared: see `Batches`. finish: what is still
-    done to the plan found, while its graph is captured in another process. The plan's `estimate.solver["search"]` says
-    what was searched and which alternatives were near.
+    batch: samples of a step, None where the inputs have no batch in common.
+    capture: the graph of so many samples, of the whole batch for None; shared: see `Batches`.
+    options: in `buckets` are plans without stages, and bounds on them.
+    finish: what is still done to the plan found, while its graph is captured in another process.
+
+    The plan's search report says what was searched and which alternatives were near.
 
     Raises:
         BatchError: if the number of micro-batches is open, but the inputs have no batch in common (None).
@@ -89,7 +82,9 @@ def search_meshes(
     """
     began = time.monotonic()
     batches = Batches(capture=capture, batch=batch or 1, shared=shared)
-    counts = (microbatches,) if microbatches is not None else (1,) if batch is None else divisors(batch)
+    counts = (1,) if batch is None else divisors(batch)
+    if space.microbatches is not None:
+        counts = (space.microbatches,)
 
     def graph(count: int) -> CapturedModel:
         if batch is None:
@@ -102,57 +97,50 @@ def search_meshes(
 
     def keys(num_blocks: int, written: str = "") -> list[Candidate]:
         possible = tuple(n for n in parts(cluster) if n <= num_blocks)
-        if wrong := sorted(set(pipelines or ()) - set(possible)):
+        if wrong := sorted(set(space.pipelines or ()) - set(possible)):
             raise MeshError(
                 f"{wrong[0]} pipeline ranks: {cluster} and the model's {num_blocks} blocks{written} allow "
                 f"{', '.join(map(str, possible))}; choose one of them or auto"
             )
-        found = candidates(cluster, counts, pipelines or possible, schedule, num_blocks)
+        pipelines = space.pipelines or possible
+        found = candidates(cluster, counts, pipelines, space.schedule, num_blocks)
         found = [key for key in found if key.arrangement.pipeline == 1 or _runs(key)]
-        if mesh is not None:
+        if (mesh := space.mesh) is not None:
             found = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in found))
         if not found:
             raise InfeasibleError(
-                f"schedule {schedule} on {pipelines or possible} pipeline ranks does not run {counts} micro-batches; "
-                "choose another number of them, gpipe or auto"
+                f"schedule {space.schedule} on {pipelines} pipeline ranks does not run {counts} micro-batches; choose "
+                "another number of them, gpipe or auto"
             )
         return found
 
-    setup = Setup(
-        counts=counts,
-        cluster=cluster,
-        config=config,
-        relative_gap=relative_gap,
-        fold=fold,
-        buckets=buckets,
-        flatten=flatten,
-    )
+    setup = Setup(counts=counts, cluster=cluster, config=config, options=replace(options, tell=silent))
     with ExitStack() as held:
         held.callback(batches.close)
-        helpers = _entered(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
+        workers = _entered(held) if len(keys(sys.maxsize)) >= SURELY_MANY else None
         if batch is not None and counts != (1,):  # else there is one size
             batches.begin_line()
         while True:
-            left = None if seconds is None else max(seconds - (time.monotonic() - began), 1.0)
+            left = None if options.seconds is None else max(options.seconds - (time.monotonic() - began), 1.0)
             whole = graph(min(counts))
-            why = batches.why_whole() if batch is not None and microbatches is None else None
+            why = batches.why_whole() if batch is not None and space.microbatches is None else None
             if why is not None:
                 counts, setup = (1,), replace(setup, counts=(1,))
             asked = keys(len(block_starts(whole)) + 1, written_text(whole))
-            if helpers is None and len(asked) >= MANY:
-                helpers = _entered(held)
+            if workers is None and len(asked) >= MANY:
+                workers = _entered(held)
             joint = Joint(
                 graph=graph,
                 line=batches.find_line,
                 line_at_hand=lambda: batches.line,
                 setup=setup,
-                tell=tell,
-                helpers=helpers,
+                tell=options.tell,
+                workers=workers,
                 improved=begin,
             )
             limit = memory_limit(cluster, config)
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
-            outcome = best_first(joint, asked, relative_gap=relative_gap, seconds=left, tell=tell)
+            outcome = best_first(joint, asked, relative_gap=options.relative_gap, seconds=left, tell=options.tell)
             if outcome.answer is None or outcome.key is None:
                 raise _nothing_fits(joint, outcome, why)
             best = _worth_finishing(outcome)
@@ -160,8 +148,11 @@ def search_meshes(
             finished: list[StagedPlan] = []
             for key, answer in best:
                 taken = time.monotonic() - began
-                plan = _certified(key, answer, outcome, joint, len(asked), with_baselines, taken, mesh)
-                finished.append(with_reason(finish(plan, joint.program(key.microbatches)), why))
+                plan = _certified(key, answer, outcome, _searched(key, outcome, options, space, taken))
+                program, pricer = joint.program(key.microbatches), joint.pricer(key)
+                if options.with_baselines and outcome.status == PROVED and plan.num_stages == 1:
+                    plan = one_stage(compare(plan.single, program, pricer.alone, options))
+                finished.append(with_reason(finish(plan, program, pricer), why))
             found = min(finished, key=lambda plan: plan.estimate.step_seconds)
             count = found.microbatches
             begin(count)
@@ -171,9 +162,9 @@ def search_meshes(
             batches.distrust()
 
 
-def _entered(held: ExitStack) -> Helpers | None:
+def _entered(held: ExitStack) -> Workers | None:
     """Processes beside this one, where there are cores for them."""
-    found = spare_helpers()
+    found = spare_workers()
     return None if found is None else held.enter_context(found)
 
 
@@ -186,7 +177,7 @@ def _runs(key: Candidate) -> bool:
     return True
 
 
-def _worth_finishing(outcome: Outcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
+def _worth_finishing(outcome: SearchOutcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
     """The best answer with everything in turn, which is what bounds are of; then one that takes less as it runs, more
     of it beside compute, if another was met that does."""
     assert outcome.answer is not None and outcome.key is not None
@@ -198,45 +189,47 @@ def _worth_finishing(outcome: Outcome[Candidate, StagedPlan]) -> list[tuple[Cand
 
 
 def _certified(
-    key: Candidate,
-    plan: StagedPlan,
-    outcome: Outcome[Candidate, StagedPlan],
-    joint: Joint,
-    count: int,
-    with_baselines: bool,
-    seconds: float,
-    mesh: Mesh | None,
+    key: Candidate, plan: StagedPlan, outcome: SearchOutcome[Candidate, StagedPlan], space: SpaceSearched
 ) -> StagedPlan:
     """A plan found with the bound of the whole space and what there is to say of it."""
+    assert outcome.answer is not None
+    if key != outcome.key:
+        least, as_it_runs = outcome.cost, outcome.answer.estimate.step_seconds
+        in_turn = LeastInTurn(plan=str(outcome.key), in_turn_seconds=least, step_seconds=as_it_runs)
+        space = replace(space, in_turn=in_turn)
+    report = replace(plan.estimate.search, space=space)
+    return plan.with_estimate(replace(plan.estimate, bound=outcome.bound, search=report))
+
+
+def _searched(
+    key: Candidate,
+    outcome: SearchOutcome[Candidate, StagedPlan],
+    options: SearchOptions,
+    space: CandidateSpace,
+    seconds: float,
+) -> SpaceSearched:
+    """What was searched in so many seconds, and what is near the candidate whose plan is taken."""
     planned = sorted((cost, str(k)) for k, cost in outcome.solved.items() if cost is not None and k != key)
     left_out = sorted((bound, str(k)) for k, bound in outcome.excluded.items() if k != key)
-    staged = ", ".join(sorted({k.schedule for k in (*outcome.solved, *outcome.excluded) if k.schedule}))
-    staged += ", stages with every collective alone" if staged and joint.setup.buckets else ""
-    places = "meshes of at most 3 axes that follow the cluster's levels" if mesh is None else f"mesh {mesh}"
-    facts: dict[str, Any] = {
-        "space": places + (", " + staged if staged else ""),
-        "candidates": count,
-        "planned": len(outcome.solved),
-        "do_not_fit": sum(cost is None for cost in outcome.solved.values()),
-        "status": outcome.status,
-        "seconds": seconds,
-        "near": {name: cost for cost, name in planned[:NEAR]},
-        "not_below": {name: bound for bound, name in left_out[:NEAR]},
-    }
-    if outcome.answer is not None and key != outcome.key:
-        least, as_it_runs = outcome.cost, outcome.answer.estimate.step_seconds
-        facts["in_turn"] = {"plan": str(outcome.key), "in_turn_seconds": least, "step_seconds": as_it_runs}
-    estimate = replace(plan.estimate, bound=outcome.bound, solver={**plan.estimate.solver, "search": facts})
-    plan = plan.with_estimate(estimate)
-    if with_baselines and outcome.status == PROVED and plan.num_stages == 1:
-        program, pricer = joint.program(key.microbatches), joint.pricer(key)
-        setup = joint.setup
-        best = compare(plan.single, program, pricer.alone, joint.tell, buckets=setup.buckets, flatten=setup.flatten)
-        return one_stage(best)
-    return plan
+    every = {*outcome.solved, *outcome.excluded}
+    staged = ", ".join(sorted({k.schedule for k in every if k.schedule}))
+    staged += ", stages with every collective alone" if staged and options.buckets else ""
+    places = "meshes of at most 3 axes that follow the cluster's levels"
+    if space.mesh is not None:
+        places = f"mesh {space.mesh}"
+    return SpaceSearched(
+        space=places + (", " + staged if staged else ""),
+        status=outcome.status,
+        candidates=len(every),
+        planned=len(outcome.solved),
+        do_not_fit=sum(cost is None for cost in outcome.solved.values()),
+        seconds=seconds,
+        near={name: cost for cost, name in planned[:NEAR]},
+        not_below={name: bound for bound, name in left_out[:NEAR]},
+    )
 
 
-def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
+def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
 
     why: a step is one micro-batch.
@@ -253,14 +246,8 @@ def _nothing_fits(joint: Joint, outcome: Outcome[Candidate, StagedPlan], why: st
     failure = outcome.failures[key]
     if not key.schedule:  # else it is of a rank, which has a part of the model
         try:
-            plan_program(
-                joint.program(key.microbatches),
-                joint.pricer(key),
-                relative_gap=joint.setup.relative_gap,
-                seconds=None,
-                with_baselines=False,
-                fold=joint.setup.fold,
-            )
+            options = replace(joint.setup.options, seconds=None, with_baselines=False)
+            plan_program(joint.program(key.microbatches), joint.pricer(key), options)
         except InfeasibleError as error:
             failure = error
     least = None if key.schedule else failure.least_nbytes

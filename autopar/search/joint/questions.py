@@ -2,35 +2,43 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
-from autopar.search.joint.critical_path import Way
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.meshes import Arrangement
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster
 from autopar.values.plan import TrainConfig
 from autopar.values.staged_plan import StagedPlan
+
+Found = TypeVar("Found")
+
+
+class JointProblem(Generic[Found]):
+    """What one process of the search may ask another; what comes back is a `Found`."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What the problems of a search have in common, beside the graphs.
 
-    counts: of micro-batches. buckets: without stages parameters share messages; flatten: see `timeline.buckets`.
+    counts: of micro-batches.
+    options: `buckets` without stages; with those every collective is alone until a plan is found.
     """
 
     counts: tuple[int, ...]
     cluster: Cluster
     config: TrainConfig
-    relative_gap: float
-    fold: bool
-    buckets: bool = False
-    flatten: bool = True
+    options: SearchOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxing:
+class Relaxing(JointProblem[float]):
     """The question what `times` micro-batches, and what is paid once, take at least with memory aside, whatever the
     cutoff, on the first of the meshes that are alike.
 
@@ -48,32 +56,42 @@ class Relaxing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refining:
-    """The question what a candidate takes at least within memory, whatever the cutoff, or what is `enough`.
+class Refined:
+    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
 
-    most: not 0 where all of its `together.Group` are meant, of whose numbers of micro-batches it is the largest.
+    bound: float
+    prices: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refining(JointProblem[Refined]):
+    """The question what a candidate takes at least within memory, whatever the cutoff.
+
+    most: not 0 where all of its `shared_bounds.Group` are meant, of whose numbers of micro-batches it is the largest.
     prices: of memory, that are tried first.
     """
 
     key: Candidate
     most: int = 0
     cutoff: float = field(compare=False)
-    enough: float = field(compare=False, default=math.inf)
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refined:
-    """bound: seconds of a step, infinite where nothing fits. uneven: memory aside, of every mesh like the candidate's
-    and every cut of its stages, None where that was not asked. prices: of memory, where it binds."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solved:
+    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. way: through a step.
 
-    bound: float
-    uneven: float | None
+    prices: of memory, where it binds.
+    """
+
+    found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+    own: float
+    way: CriticalWay | None
     prices: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solving:
+class Solving(JointProblem[Solved]):
     """The question what a candidate's best plan is, whatever the cutoff and the deadline (of `time.time`).
 
     is_refined: that `Refining` was answered, with less than the cutoff. prices: of memory, that are tried first.
@@ -88,28 +106,15 @@ class Solving:
     prices: dict[int, float] = field(compare=False, default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Solved:
-    """found: plan, its seconds and a bound, or why there is none. own: the candidate's bound. way: through a step.
-
-    prices: of memory, where it binds.
-    """
-
-    found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
-    own: float
-    way: Way | None
-    prices: dict[int, float]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tightening:
+class Tightening(JointProblem[float]):
     """The question what a step takes at least on this way of the candidate's, whatever the cutoff.
 
     prices: of memory, that are tried first.
     """
 
     key: Candidate
-    way: Way = field(compare=False)
+    way: CriticalWay = field(compare=False)
     cutoff: float = field(compare=False)
     prices: dict[int, float] = field(compare=False)
 

@@ -11,9 +11,10 @@ from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
-from autopar.search.graph.moments import Share
+from autopar.search.graph.moments import Counting, Share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
+from autopar.search.search_options import SearchAim
 from autopar.values.plan import TrainConfig
 
 RECENT = 8
@@ -37,18 +38,17 @@ def seconds_within(
     pricer: Pricer,
     share: Share | None,
     fold: bool,
-    *,
-    cutoff: float,
-    enough: float,
+    asked: SearchAim,
     seconds: float,
-    prices: dict[int, float],
     part: float = 1.0,
 ) -> float:
     """The least that a step of the whole model takes within the memory of a device, or of the pipeline rank whose
-    `share` it is, recompute allowed (a bound); no better than the cutoff or `enough`, infinite where nothing fits."""
-    limit = memory_limit(pricer.cluster, pricer.config)
-    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, share=share, part=part).graph
-    return least_within(graph, cutoff=cutoff, enough=enough, seconds=seconds, prices=prices)
+    `share` it is, recompute allowed (a bound); infinite where nothing fits.
+
+    part: of the bytes of what lies between ops."""
+    limit, counted = memory_limit(pricer.cluster, pricer.config), Counting(share=share, part=part)
+    graph = build(program, pricer, limit=limit, fold=fold, builder=RecomputeBuilder, counted=counted).graph
+    return least_within(graph, cutoff=asked.cutoff, seconds=seconds, prices=asked.prices)
 
 
 @dataclass(slots=True)

@@ -2,22 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.find_exactly import Exact
 from autopar.search.graph.moments import Share
 from autopar.search.in_buckets import best_in_buckets
 from autopar.search.joint.best_staged import best_staged
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
-from autopar.search.joint.critical_path import Way
+from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.joint.memory_bounds import PLAN_SECONDS, MemoryBounds
 from autopar.search.joint.questions import Solved, Solving
 from autopar.search.known.baselines import memory_limit
-from autopar.search.planner import plan_program
-from autopar.values.plan import Plan
+from autopar.search.planner import plan_program, plan_rank
+from autopar.search.search_options import SearchAim, Tell
 from autopar.values.staged_plan import StagedPlan, one_stage
 
 FIRST_SECONDS = 20.0
@@ -35,9 +35,9 @@ class Solver:
     """`solved` answers; what it proved on the way is in the answer, whatever was found."""
 
     bounds: MemoryBounds
-    tell: Callable[[str], None]
+    tell: Tell
     _own: dict[Candidate, float] = field(default_factory=dict)
-    _ways: dict[Candidate, Way | None] = field(default_factory=dict)
+    _ways: dict[Candidate, CriticalWay | None] = field(default_factory=dict)
 
     def solved(self, asked: Solving) -> Solved:
         found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
@@ -69,56 +69,51 @@ class Solver:
         room = memory_limit(key.arrangement.cluster, setup.config)
         began = time.monotonic()
 
-        def whole(
-            pricer: Pricer, share: Share | None = None, mixes: Callable[[Plan, Plan], None] | None = None
-        ) -> Plan:
-            left = most - (time.monotonic() - began)
-            if left < 0.0:
+        options = replace(
+            setup.options,
+            relative_gap=setup.options.relative_gap / 4,  # a better plan leaves fewer bounds to be found
+            with_baselines=False,
+            tell=lambda text: self.tell(f"{key}: {text}"),
+        )
+
+        def left() -> float:
+            """Seconds for the next search."""
+            rest = most - (time.monotonic() - began)
+            if rest < 0.0:
                 raise SearchTimeoutError(f"{key}: no plan was found that fits in {most:g} s")
             if key.schedule == INTERLEAVED:
-                left = min(left, FIRST_PART * most)
-            left = max(left, AGAIN_SECONDS)
-            if asked.deadline is not None:
-                left = min(left, max(asked.deadline - time.time(), LEAST_SECONDS))
+                rest = min(rest, FIRST_PART * most)
+            rest = max(rest, AGAIN_SECONDS)
+            return rest if asked.deadline is None else min(rest, max(asked.deadline - time.time(), LEAST_SECONDS))
+
+        def within(prices: dict[int, float], pricer: Pricer) -> SearchAim:
+            return SearchAim(
+                cutoff=(cutoff - bubble) / once * p,
+                is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
+                says_least=False,
+                prices=prices,
+            )
+
+        def whole(pricer: Pricer, share: Share, mixes: bool) -> Exact:
             with self.bounds.prices.at(p, key.microbatches) as prices:
-                return plan_program(
-                    program,
-                    pricer,
-                    relative_gap=setup.relative_gap / 4,  # a better plan leaves fewer bounds to be found
-                    seconds=left,
-                    with_baselines=False,
-                    fold=setup.fold,
-                    progress=lambda text: self.tell(f"{key}: {text}"),
-                    cutoff=(cutoff - bubble) / once * p,
-                    say_least=False,
-                    share=share,
-                    prices=prices,
-                    is_below=key.schedule != INTERLEAVED and memory_limit(pricer.cluster, pricer.config) == room,
-                    mixes=mixes,
-                    flatten=setup.flatten,
-                )
+                own = replace(options, seconds=left())
+                return plan_rank(program, pricer, share, own, within(prices, pricer), mixes=mixes)
 
         if p == 1:
             try:
-                plan = whole(pricer)
+                with self.bounds.prices.at(p, key.microbatches) as prices:
+                    plan = plan_program(program, pricer, replace(options, seconds=left()), within(prices, pricer))
             except SearchTimeoutError as error:
                 self._proved(key, error.bound)
                 raise
-            if setup.buckets and plan.estimate.gap > setup.relative_gap:
-                plan = best_in_buckets(
-                    plan,
-                    program,
-                    key.arrangement.cluster,
-                    flatten=setup.flatten,
-                    beside=False,  # what comes here is compared by the sum
-                    tell=lambda text: self.tell(f"{key}: {text}"),
-                    seconds=most if asked.deadline is None else max(asked.deadline - time.time(), LEAST_SECONDS),
-                    relative_gap=setup.relative_gap,
-                    fold=setup.fold,
-                )
+            if setup.options.buckets and plan.estimate.gap > setup.options.relative_gap:
+                seconds = most if asked.deadline is None else max(asked.deadline - time.time(), LEAST_SECONDS)
+                own = replace(options, relative_gap=setup.options.relative_gap, seconds=seconds)
+                # what comes here is compared by the sum
+                plan = best_in_buckets(plan, program, pricer, own, beside=False)
             return one_stage(plan), plan.estimate.in_turn_seconds, plan.estimate.bound
         try:
-            found = best_staged(program, pricer, setup.cluster, p, key.schedule, key.chunks, whole, cutoff)
+            found = best_staged(program, pricer, setup.cluster, key, whole, cutoff)
         except CutoffError as error:
             raise CutoffError(step.with_bubble(key, error.bound / p)) from error
         self._ways[key] = found.way

@@ -14,7 +14,7 @@ from autopar.search.joint.candidates import Candidate, in_flight
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import Pricers
 from autopar.search.known.baselines import memory_limit
-from autopar.search.staged.rounds import Rounds, interleaved_rounds, least_uneven, rounds
+from autopar.search.staged.rounds import PipelineRounds, interleaved_rounds, least_uneven, rounds
 from autopar.search.staged.stages import even_starts, start_positions
 
 AGAIN = 1 / 3
@@ -29,7 +29,7 @@ class StepBounds:
     pricers: Pricers
     setup: Setup
     _work: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _rounds: dict[tuple[str, int, int, int], Rounds] = field(default_factory=dict)
+    _rounds: dict[tuple[str, int, int, int], PipelineRounds] = field(default_factory=dict)
     _blocks: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     _uneven: dict[tuple[str, int, int], float] = field(default_factory=dict)
     _saved: NDArray[np.float64] | None = None
@@ -54,10 +54,10 @@ class StepBounds:
         p = key.arrangement.pipeline
         return (self.rounds(key, key.microbatches).passing - rounds) * self.work_seconds(key)[0] / key.microbatches / p
 
-    def rounds(self, key: Candidate, microbatches: int) -> Rounds:
+    def rounds(self, key: Candidate, microbatches: int) -> PipelineRounds:
         """Of the candidate's schedule with so many micro-batches."""
         p, v = key.arrangement.pipeline, key.chunks
-        if v == 1 or not self.setup.fold:
+        if v == 1 or not self.setup.options.fold:
             return rounds(key.schedule, p, microbatches)
         known = (key.schedule, p, v, microbatches)
         if known not in self._rounds:

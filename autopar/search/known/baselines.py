@@ -189,8 +189,10 @@ def _recompute(configuration: NamedConfiguration, program: Program) -> Callable[
 
 
 def _meanings(program: Program) -> Meaning:
-    tags, nodes = dim_tags(program.captured), program.captured.nodes
-    named = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in program.ops}
+    if "factor tags" not in program.made:
+        tags, nodes = dim_tags(program.captured), program.captured.nodes
+        program.made["factor tags"] = {op.name: factor_tags(nodes[op.name], op.rule, tags) for op in program.ops}
+    named: dict[str, dict[str, str]] = program.made["factor tags"]
 
     def meaning(op: Op, option: str) -> str:
         if option in ("replicate", "invariant"):

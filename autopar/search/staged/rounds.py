@@ -45,18 +45,18 @@ SAFE = 1e-9
 """Part of a bound that is left to the linear program's tolerance."""
 
 
-class Rounds(NamedTuple):
+class PipelineRounds(NamedTuple):
     """(r, g) such that no step of p stages is below (r t + g o) / p."""
 
     passing: float
     once: float = 1.0
 
 
-def rounds(schedule: str, p: int, m: int) -> Rounds:
+def rounds(schedule: str, p: int, m: int) -> PipelineRounds:
     """Of stages however uneven."""
     if schedule == "gpipe" or (schedule == "1f1b" and m > p):
-        return Rounds(m + p - 1)
-    return Rounds(p / (1 - (1 - 1 / m) ** p) if schedule == "1f1b" else m)
+        return PipelineRounds(m + p - 1)
+    return PipelineRounds(p / (1 - (1 - 1 / m) ** p) if schedule == "1f1b" else m)
 
 
 def least_uneven(blocks: Floats, schedule: str, p: int, m: int) -> float:
@@ -141,7 +141,7 @@ def _classes_in_stages(program: Program, folding: Folding, begins: Sequence[int]
 
 def interleaved_rounds(
     program: Program, folding: Folding, begins: Sequence[int], p: int, m: int, shares: tuple[float, float]
-) -> Rounds:
+) -> PipelineRounds:
     """Of interleaved stages that begin at these positions of ops, where ops of one class decide alike.
 
     shares: what a micro-batch's passing and what is paid once are worth beside each other, in any unit.
@@ -170,4 +170,4 @@ def interleaved_rounds(
         method="highs-ds",
     )
     r, g = (float(value) * p * (1 - SAFE) for value in answer.x[p:])
-    return Rounds(r, g)
+    return PipelineRounds(r, g)

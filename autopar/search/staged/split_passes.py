@@ -15,7 +15,7 @@ from autopar.rules.spare import gives_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PassParts:
     """What is live while a part runs, `first` and `second`, and between the two: `left`. returned: bytes of gradients
     that the first part gives back."""
 
@@ -25,7 +25,11 @@ class Parts:
     returned: float
 
 
-def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
+NO_PARTS = PassParts(first=(), second=(), left=(), returned=0.0)
+"""Of a backward pass in one piece."""
+
+
+def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> PassParts:
     """Both parts, of what is kept from forward and what a whole backward pass holds."""
     cut = find_cut(live.step)
     later, heads = cut.later, cut.heads
@@ -55,7 +59,7 @@ def split_passes(live: Live, kept: list[Holding], back: list[Holding]) -> Parts:
         key: Holding("working", g.name, g.nbytes, g.since, until[key])
         for key, g in {id(g): g for g in noted.values()}.items()
     }
-    return Parts(
+    return PassParts(
         first=(
             *map(spans.first, stored),
             *(replace(h, last=spans.end - 1) for key, h in noting.items() if key not in given),

@@ -30,7 +30,7 @@ from autopar.lower.program import make_program
 from autopar.search.costs.evaluate import peak_without_optimizer
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.graph.strategy_graph import Floats
-from autopar.search.staged.split_passes import split_passes
+from autopar.search.staged.split_passes import NO_PARTS, split_passes
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import local_shape
@@ -94,8 +94,8 @@ class StageMemory:
         return _vector("optimizer", float(self.update[STAGED_KINDS.index("optimizer")]))
 
 
-def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
-    """What `live` counts of a stage, by pass."""
+def stage_memory(live: Live, stage: CapturedModel, *, splits: bool = True) -> StageMemory:
+    """What `live` counts of a stage, by pass. splits: backward may have two parts, else nothing is said of them."""
     turn, end = len(live.calls), live.end
     inputs = {spec.placeholder for spec in stage.inputs}
     fixed = [h for h in live.holdings if h.role == "fixed" and h.name not in inputs]
@@ -104,7 +104,7 @@ def stage_memory(live: Live, stage: CapturedModel) -> StageMemory:
     moving = [h for h in live.holdings if h.role not in ("fixed", "once")] + list(_copied_inputs(live, stage))
     forward, back = [h for h in moving if h.first < turn], [h for h in moving if h.last >= turn]
     kept = [h for h in forward if h.last >= turn]
-    parts = split_passes(live, kept, back)
+    parts = split_passes(live, kept, back) if splits else NO_PARTS
     received = [live.redistributed[name] for name in stage.received]
     taken = [live.target.local_nbytes(j.tensor, j.source) for j in received]
     parts_of = {"B": back, "I": parts.first, "W": parts.second}
@@ -258,7 +258,7 @@ def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluste
         pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
         sent = {name: after[name] for name in stage.sends}
         step = lower(plan.stages[number], make_program(stage), pricer.target, sent)
-        memories.append(stage_memory(Live(step), stage))
+        memories.append(stage_memory(Live(step), stage, splits=plan.schedule in SPLITTING))
     return memories
 
 

@@ -39,6 +39,7 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.placement import Layout, local_shape
 from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.values.search_report import StageCost
 from autopar.values.staged_plan import SPLITTING, StagedPlan
 
 
@@ -266,7 +267,7 @@ def price_stage(
             passes[part] = sum(task.seconds for task in tasks if not task.event.once)
     return StagePrice(
         **passes,
-        memory=stage_memory(Live(step), stage),
+        memory=stage_memory(Live(step), stage, splits=splits),
         sent=sent_seconds(program, pricer, sent, send),
     )
 
@@ -326,15 +327,14 @@ def simulated(
         "bubble": max(makespan - busy[fullest], 0.0),
         "once a step": once[slowest],
     }
-    facts = {
-        "stages": [
-            {"seconds": price.passing, "once": price.once, "memory": sum(held[plan.stage_rank(number)].values())}
-            for number, price in enumerate(prices)
-        ]
-    }
+    costs = tuple(
+        StageCost(seconds=price.passing, once=price.once, nbytes=sum(held[plan.stage_rank(number)].values()))
+        for number, price in enumerate(prices)
+    )
     rates = make_pricer(mesh=plan.mesh, cluster=part, config=plan.config).rates.name
-    estimate = replace(plan.estimate, seconds=seconds, memory=memory, rates=rates)
-    return plan.with_estimate(replace(estimate, solver={**estimate.solver, **facts})), pipeline, slowest
+    report = replace(plan.estimate.search, stages=costs)
+    estimate = replace(plan.estimate, seconds=seconds, memory=memory, rates=rates, search=report)
+    return plan.with_estimate(estimate), pipeline, slowest
 
 
 def stage_work(price: StagePrice) -> StageWork:

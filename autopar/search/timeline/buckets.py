@@ -35,7 +35,7 @@ from autopar.lower.prefetch import prefetched_buckets
 from autopar.lower.program import Program, Tensor, make_program
 from autopar.lower.redistributions import Redistributed, redistribute, sent_by
 from autopar.search.costs.bucket_ways import Word, seconds_of, ways_of
-from autopar.search.costs.evaluate import evaluate_program, peak_nbytes
+from autopar.search.costs.evaluate import evaluate_program, evaluate_step, peak_nbytes
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.baselines import memory_limit
 from autopar.values.blocks import block_of
@@ -78,9 +78,10 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
 def _prefetching(plan: Plan, program: Program, pricer: Pricer, limit: float) -> Plan:
     """The plan, its gathers begun early if that is faster and fits."""
     early = replace(plan, prefetch=True)
-    if len(prefetched_buckets(lower(early, program, pricer.target))) < 2:
+    step = lower(early, program, pricer.target)
+    if len(prefetched_buckets(step)) < 2:
         return plan
-    early = early.with_estimate(evaluate_program(early, program, pricer))
+    early = early.with_estimate(evaluate_step(step, pricer))
     is_better = early.estimate.step_seconds < plan.estimate.step_seconds and early.estimate.peak_nbytes <= limit
     return early if is_better else plan
 

@@ -32,12 +32,13 @@ def named_in_buckets(
     plain = pricer.alone
     made = [alone or baseline_plan(text, program, plain, limit)]
     try:
-        shared = baseline_plan(text, program, plain.sharing(), limit)
+        shared = baseline_plan(text, program, plain.shared, limit)
     except InfeasibleError:
         shared = made[0]  # its memory was counted from above, and what is nearest to it in seconds holds more
     if replace(shared, estimate=made[0].estimate) != made[0]:
         made.append(shared)
-    return min((bucketed(one, program, plain, flatten=flatten) for one in made), key=lambda p: p.estimate.step_seconds)
+    found = (bucketed(one, program, plain, flatten=flatten, peak=one.estimate.peak_nbytes) for one in made)
+    return min(found, key=lambda p: p.estimate.step_seconds)
 
 
 def configuration_in_buckets(

@@ -37,7 +37,7 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.runs import Runs, Task, find_runs, labels
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import sent_seconds, shared_seconds
-from autopar.search.timeline.weave import Names, Overlap, beside, chain, weave
+from autopar.search.timeline.weave import NamesOfTasks, Overlap, beside, chain, weave
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import Layout
@@ -182,7 +182,7 @@ class _Stage:
             over = ", ".join(self.plan.mesh.names[a] for a in task.axes)
             return f"{task.event.kind} of {words[task.event.name]}{more} over {over}"
 
-        names = Names(lane=lambda axes: lanes.number[self.pricer.slowest_level(axes)], name=name)
+        names = NamesOfTasks(lane=lambda axes: lanes.number[self.pricer.slowest_level(axes)], name=name)
         passes = {"F": runs.forward, **self.back}
         each = {kind: [task for task in tasks if not task.event.once] for kind, tasks in passes.items()}
         if overlap is None:

@@ -25,8 +25,6 @@ from autopar.values.staged_plan import SPLITTING, StagedPlan, one_stage
 
 SMALLER, FILLED = 2, 0.9
 """How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""
-MARK = "in_buckets"
-"""What `estimate.solver` has of a plan that was priced in buckets, whether some pay or not."""
 
 
 def in_buckets(plan: StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> StagedPlan:
@@ -55,7 +53,7 @@ def finisher(cluster: Cluster, *, flatten: bool = True) -> Finish:
 
 def marked(estimate: Estimate) -> Estimate:
     """As that of a plan that was priced in buckets."""
-    return replace(estimate, solver={**estimate.solver, MARK: {}})
+    return replace(estimate, search=replace(estimate.search, is_in_buckets=True))
 
 
 def stages_in_buckets(

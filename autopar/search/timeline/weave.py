@@ -43,21 +43,21 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class NamesOfTasks:
     """lane: of a collective's axes. name: of a task, for a trace; of several merged, that of the first is given."""
 
     lane: Callable[[tuple[int, ...]], int]
     name: Callable[[Task, int], str]
 
 
-def chain(tasks: Iterable[Task], names: Names) -> tuple[Segment, ...]:
+def chain(tasks: Iterable[Task], names: NamesOfTasks) -> tuple[Segment, ...]:
     """One after another; what takes no time is left out."""
     return tuple(
         Segment(names.lane(t.axes) if t.axes else COMPUTE, t.seconds, names.name(t, 1)) for t in tasks if t.seconds
     )
 
 
-def beside(tasks: Iterable[Task], names: Names) -> Woven:
+def beside(tasks: Iterable[Task], names: NamesOfTasks) -> Woven:
     """One after another, but a collective that is begun runs on its link until what it brings is read."""
     segments, edges = [Segment(COMPUTE, 0.0)], list[tuple[int, int]]()
     sent: dict[Fact, frozenset[int]] = {}
@@ -89,7 +89,12 @@ def beside(tasks: Iterable[Task], names: Names) -> Woven:
 
 
 def weave(
-    tasks: Sequence[Task], ends: Sequence[Fact], leaves: frozenset[Fact], names: Names, price: Price, overlap: Overlap
+    tasks: Sequence[Task],
+    ends: Sequence[Fact],
+    leaves: frozenset[Fact],
+    names: NamesOfTasks,
+    price: Price,
+    overlap: Overlap,
 ) -> Woven:
     """The overlapped passage. ends: what it is for, such as what the next stage receives."""
     return _Weaver(leaves, names, price, overlap).run(tasks, ends)
@@ -123,7 +128,7 @@ class _Bucket:
 @dataclass(slots=True)
 class _Weaver:
     leaves: frozenset[Fact]
-    names: Names
+    names: NamesOfTasks
     price: Price
     overlap: Overlap
     segments: list[Segment] = field(default_factory=lambda: [Segment(COMPUTE, 0.0)])

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-HELPER = "autopar.search.joint.helper"
+WORKER = "autopar.search.joint.worker"
 MOST = 3
 """Processes beside this one: each imports torch and builds graphs of its own, up to a gigabyte."""
 
@@ -21,7 +21,7 @@ Told = dict[str, Any]
 """What a process was told, for those who ask to note."""
 
 
-class Helpers:
+class Workers:
     """A context: `count` processes that run `python -m module`, which `serve`s, and for each a thread that waits.
 
     Questions queue in the threads, and may be cancelled until they are sent.
@@ -44,7 +44,7 @@ class Helpers:
         for process in self.processes:
             self._idle.put((process, {}))
 
-    def __enter__(self) -> "Helpers":
+    def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -80,7 +80,7 @@ class Helpers:
                         stream.close()
 
 
-_ready: list[Helpers] = []
+_ready: list[Workers] = []
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def started(devices: int) -> Iterator[None]:
     """A search over all meshes of so many devices follows: what helps it starts now, while a model is loaded, for to
     import all that they need takes longer than that. What it did not take ends behind."""
     if devices >= LARGE and not _ready and (count := spare_cores()):
-        _ready.append(Helpers(HELPER, count))
+        _ready.append(Workers(WORKER, count))
     try:
         yield
     finally:
@@ -96,11 +96,11 @@ def started(devices: int) -> Iterator[None]:
             _ready.pop().close()
 
 
-def spare_helpers() -> Helpers | None:
+def spare_workers() -> Workers | None:
     """Those that were started, or new ones; None where no core is free for any."""
     if _ready:
         return _ready.pop()
-    return Helpers(HELPER, spare_cores()) if spare_cores() else None
+    return Workers(WORKER, spare_cores()) if spare_cores() else None
 
 
 def spare_cores() -> int:

@@ -12,9 +12,9 @@ from autopar.errors import BatchError, InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.in_buckets import ROUGH
 from autopar.search.joint.candidates import Candidate
 from autopar.search.planner import plan_program
+from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.plan import Plan
 
 GAP, BETTER = 0.3, 0.05
@@ -24,14 +24,12 @@ MOST_SECONDS, PART = 30.0, 0.5
 """For all, and which part of the time that is left."""
 
 
-def at_hand(
+def quick_plans(
     keys: Sequence[Candidate],
     program: Callable[[int], Program],
     pricer: Callable[[Candidate], Pricer],
     seconds: float | None,
-    *,
-    fold: bool = True,
-    flatten: bool = True,
+    options: SearchOptions,
 ) -> Iterator[tuple[Candidate, Plan]]:
     """Such plans that fit, each faster than those before, as far as the time goes: it ends with a number of
     micro-batches of which none is."""
@@ -39,28 +37,20 @@ def at_hand(
     flat = [key for key in keys if key.arrangement.pipeline == 1 and key.arrangement.mesh.num_axes <= MOST_AXES]
     best = math.inf
     for count in sorted({key.microbatches for key in flat}, reverse=True):
-        own = sorted((k for k in flat if k.microbatches == count), key=lambda key: key.arrangement.mesh.num_axes)
+        alike = sorted((k for k in flat if k.microbatches == count), key=lambda key: key.arrangement.mesh.num_axes)
         before = best
-        for key in own:
+        for key in alike:
             left = until - time.monotonic()
             if left <= 0:
                 return
             try:
-                plan = plan_program(
-                    program(count),
-                    pricer(key),
-                    relative_gap=GAP,
-                    seconds=left,
-                    with_baselines=False,
-                    fold=fold,
-                    cutoff=best * (1 - BETTER),
-                    say_least=False,
-                    flatten=flatten,
-                )
+                own = replace(options, relative_gap=GAP, seconds=left, with_baselines=False)
+                asked = SearchAim(cutoff=best * (1 - BETTER), says_least=False)
+                plan = plan_program(program(count), pricer(key), own, asked)
             except (InfeasibleError, CutoffError, SearchTimeoutError, BatchError):
                 continue
             estimate = plan.estimate
             best = estimate.in_turn_seconds
-            yield key, plan.with_estimate(replace(estimate, solver={**estimate.solver, ROUGH: True}))
+            yield key, plan.with_estimate(replace(estimate, search=replace(estimate.search, is_rough=True)))
         if best < math.inf and best == before:
             return

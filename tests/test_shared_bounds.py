@@ -19,9 +19,10 @@ from autopar.search.joint.candidates import Candidate
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Question, Refining, Setup
-from autopar.search.joint.together import MISSES, Together, pairs
+from autopar.search.joint.shared_bounds import MISSES, SharedBounds, pairs
 from autopar.search.meshes import Arrangement, divisors
 from autopar.search.planner import make_plan
+from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import TrainConfig
@@ -66,7 +67,7 @@ def test_each_number_is_in_one_pair() -> None:
 
 
 def test_who_is_bounded_together() -> None:
-    together, best = Together(counts=(1, 2, 4)), 1.0
+    together, best = SharedBounds(counts=(1, 2, 4)), 1.0
     assert together.of(candidate(2, 8, 2), best, lambda _: True) is None, "few axes"
     first = candidate(2, 2, 2, 4)
     assert together.of(candidate(4, 4, 2, 2), best, lambda _: True) == (first, 4)
@@ -84,9 +85,14 @@ def test_who_is_bounded_together() -> None:
 @pytest.mark.parametrize(("share", "buckets"), [(0.3, False), (0.5, False), (0.5, True)])
 def test_a_bound_of_many_is_below_that_of_each(share: float, buckets: bool) -> None:
     """Of linear programs, climbed to `GAP` of the best prices; where memory binds it is above that without a limit."""
-    plan = make_plan(graph(2), machine(8), make_mesh((2, 4)), TrainConfig(), with_baselines=False)
+    plan = make_plan(graph(2), machine(8), make_mesh((2, 4)), TrainConfig(), SearchOptions(with_baselines=False))
     config = TrainConfig(memory_nbytes=share * plan.estimate.peak_nbytes)
-    setup = Setup(counts=(1, 2, 4, 8), cluster=machine(8), config=config, relative_gap=0.02, fold=True, buckets=buckets)
+    setup = Setup(
+        counts=(1, 2, 4, 8),
+        cluster=machine(8),
+        config=config,
+        options=SearchOptions(relative_gap=0.02, buckets=buckets),
+    )
     free = Joint(graph=graph, setup=replace(setup, config=TrainConfig()))
     joint = Joint(graph=graph, setup=setup)
     binding = 0
@@ -116,20 +122,20 @@ def test_prices_are_those_of_one_micro_batch_whatever_ends_the_search() -> None:
 
 def test_what_was_bounded_together_is_not_asked_again() -> None:
     """Two numbers of micro-batches on three axes, both excluded by one bound, neither where it does not reach."""
-    plan = make_plan(graph(2), machine(8), make_mesh((2, 4)), TrainConfig(), with_baselines=False)
+    plan = make_plan(graph(2), machine(8), make_mesh((2, 4)), TrainConfig(), SearchOptions(with_baselines=False))
     config = TrainConfig(memory_nbytes=0.5 * plan.estimate.peak_nbytes)
-    setup = Setup(counts=(4, 8), cluster=machine(8), config=config, relative_gap=0.0, fold=True)
+    setup = Setup(counts=(4, 8), cluster=machine(8), config=config, options=SearchOptions(relative_gap=0.0))
     few, many = candidate(4, 2, 2, 2), candidate(8, 2, 2, 2)
     shared = Joint(graph=graph, setup=setup).answer(Refining(key=few, most=8, cutoff=math.inf)).bound
     for cutoff, excluded in ((0.999 * shared, True), (1.5 * shared, False)):
         joint, asked = Joint(graph=graph, setup=setup), list[Refining]()
-        joint._best, ask = cutoff, joint._ahead.here
+        joint._best, ask = cutoff, joint._prefetch.here
 
         def noted(question: Question, asked: list[Refining] = asked, ask: Callable[[Question], Any] = ask) -> Any:
             asked += [question] if isinstance(question, Refining) else []
             return ask(question)
 
-        joint._ahead.here = noted
+        joint._prefetch.here = noted
         for key in (few, many):
             while not joint.sharpen(key, cutoff):
                 pass

@@ -1,9 +1,9 @@
-"""What a helper of the joint search runs: `python -m autopar.search.joint.helper` answers as `Joint` does."""
+"""What a worker of the joint search runs: `python -m autopar.search.joint.worker` answers as `Joint` does."""
 
 from autopar.capture.rebatch import BatchLine
-from autopar.search.joint.helpers import serve
 from autopar.search.joint.joint import Joint
 from autopar.search.joint.questions import Question, Setup
+from autopar.search.joint.workers import serve
 from autopar.values.graph import CapturedModel
 from autopar.values.serialize import load
 

@@ -1,4 +1,4 @@
-"""What helpers answer is what this process does, whoever is asked, and without them the search goes on."""
+"""What workers answer is what this process does, whoever is asked, and without them the search goes on."""
 
 import math
 import os
@@ -12,29 +12,30 @@ import pytest
 from autopar.capture.rebatch import Batches
 from autopar.errors import InfeasibleError
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.joint import helpers as helpers_module
-from autopar.search.joint.ahead import Ahead
+from autopar.search.joint import workers as workers_module
 from autopar.search.joint.best_first import Known
 from autopar.search.joint.candidates import Candidate, candidates
-from autopar.search.joint.helpers import HELPER, LARGE, Helpers, spare_cores, spare_helpers, started
 from autopar.search.joint.joint import Joint
+from autopar.search.joint.prefetch import Prefetch
 from autopar.search.joint.questions import Question, Relaxing, Setup, Solved, Solving
 from autopar.search.joint.relaxing import relaxed_seconds
+from autopar.search.joint.workers import LARGE, WORKER, Workers, spare_cores, spare_workers, started
+from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.plan import TrainConfig
 from tests.search_cases import program_of
 from tests.zoo_graphs import zoo_graph
 
 CLUSTER = load_cluster("8xh100")
-SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), relative_gap=0.01, fold=True)
+SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), options=SearchOptions(relative_gap=0.01))
 
 
 @contextmanager
-def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Ahead, Helpers]]:
-    """A search with so many helpers."""
-    with Helpers(HELPER, count) as helpers:
-        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=setup, helpers=helpers)
-        yield joint, joint._ahead, helpers
+def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Prefetch, Workers]]:
+    """A search with so many workers."""
+    with Workers(WORKER, count) as workers:
+        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=setup, workers=workers)
+        yield joint, joint._prefetch, workers
 
 
 def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits() -> None:
@@ -46,7 +47,7 @@ def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits() -> None:
         found = joint.answer(Solving(key=key, cutoff=math.inf, deadline=None)).found
         assert isinstance(found, tuple)
         fresh = joint._fresh(Solving(key=later, cutoff=math.inf, deadline=None))
-        assert isinstance(fresh, Solving) and fresh.cutoff == found[1] * (1 - SETUP.relative_gap)
+        assert isinstance(fresh, Solving) and fresh.cutoff == found[1] * (1 - SETUP.options.relative_gap)
         lower = joint._fresh(replace(fresh, cutoff=0.0))
         assert isinstance(lower, Solving) and lower.cutoff == 0.0  # never a higher one
 
@@ -65,9 +66,9 @@ def bounds() -> list[Relaxing]:
 
 def test_who_finds_a_bound_does_not_matter() -> None:
     asked, here = bounds(), alone()
-    with helped(2) as (_, ahead, helpers):
+    with helped(2) as (_, ahead, workers):
         ahead.foresee([*asked[1:], *asked[1:]])
-        assert helpers._threads._work_queue.qsize() <= len(asked) - 1  # each once
+        assert workers._threads._work_queue.qsize() <= len(asked) - 1  # each once
         there = {one: future.result() for one, future in ahead._asked.items()}
         assert set(there) == set(asked[1:])
         assert all(ahead.knows(one) for one in asked[1:]) and not ahead.knows(asked[0])
@@ -78,25 +79,25 @@ def test_who_finds_a_bound_does_not_matter() -> None:
     assert found[0] == pytest.approx(own, rel=1e-12)
 
 
-def test_helpers_make_graphs_of_a_line_themselves() -> None:
+def test_workers_make_graphs_of_a_line_themselves() -> None:
     """Of all numbers of micro-batches, from its ends, once one is known to be on it; each end is sent once."""
     batches = Batches(capture=lambda size: zoo_graph("llama", size), batch=8)
     counts = (1, 2, 4, 8)
     setup, arrangement = replace(SETUP, counts=counts), keys()[0].arrangement
     asked = [Relaxing(arrangement=arrangement, microbatches=count, times=count) for count in counts]
-    with Helpers(HELPER, 1) as helpers:
+    with Workers(WORKER, 1) as workers:
         joint = Joint(
             graph=batches.microbatch,
             line=batches.find_line,
             line_at_hand=lambda: batches.line,
             setup=setup,
-            helpers=helpers,
+            workers=workers,
         )
-        joint._ahead.foresee(asked[2:3])  # 4 of 2 samples: between the ends
+        joint._prefetch.foresee(asked[2:3])  # 4 of 2 samples: between the ends
         assert batches.line is not None and not joint.programs.graphs
-        joint._ahead.foresee(asked)
-        there = [joint._ahead._asked[one].result() for one in asked]
-        ends = joint._ahead._ends
+        joint._prefetch.foresee(asked)
+        there = [joint._prefetch._asked[one].result() for one in asked]
+        ends = joint._prefetch._ends
         assert not joint.programs.graphs and ends is not None and ends[2] == (1, 8)
     here = Joint(graph=batches.captured_microbatch, setup=setup)
     assert there == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
@@ -131,8 +132,10 @@ def test_who_finds_a_plan_does_not_matter() -> None:
         with pytest.raises(CutoffError) as there:
             joint.solve(first, cost / 4, None)
         assert cost / 2 <= there.value.bound <= cost
-    small = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), relative_gap=0.01, fold=True)
-    with helped(setup=small) as (joint, _, _helpers):
+    small = Setup(
+        counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), options=SearchOptions(relative_gap=0.01)
+    )
+    with helped(setup=small) as (joint, _, _workers):
         joint.foresee([(first, Known.REFINED)], math.inf, None, True)
         for cutoff in (math.inf, 1e3):
             for searching in (joint, alone(small)):
@@ -155,16 +158,16 @@ def test_a_problem_without_stages_is_tightened_by_solving_it_with_more_time() ->
 
 def test_without_the_other_process_answers_are_found_here() -> None:
     asked, here = bounds()[:2], alone()
-    with helped(2) as (_, ahead, helpers):
+    with helped(2) as (_, ahead, workers):
         ahead.foresee(asked)
-        for process in helpers.processes:
+        for process in workers.processes:
             os.kill(process.pid, signal.SIGKILL)
         assert [ahead.of(one) for one in asked] == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
 
 
 def test_what_is_foreseen_anew_takes_the_place_of_what_waits() -> None:
     asked = bounds()
-    with helped() as (_, ahead, _helpers):
+    with helped() as (_, ahead, _workers):
         ahead.foresee(asked)
         ahead.foresee(asked[-1:])
         assert asked[-1] in ahead._asked
@@ -197,7 +200,7 @@ def test_what_is_excluded_by_what_came_since_is_not_asked_any_more() -> None:
         asked.append(question)
         return joint.answer(question)
 
-    joint._ahead.here = answer
+    joint._prefetch.here = answer
     while not joint.sharpen(first, math.inf):
         pass
     count, known = len(asked), joint.bound(first)
@@ -212,27 +215,27 @@ def test_what_is_excluded_by_what_came_since_is_not_asked_any_more() -> None:
 @pytest.mark.skipif(not spare_cores(), reason="no core for a process beside this one")
 def test_what_was_started_ahead_serves_the_first_search_and_ends_with_it() -> None:
     with started(LARGE):
-        first, second = spare_helpers(), spare_helpers()
+        first, second = spare_workers(), spare_workers()
         assert first is not None and second is not None and first is not second
         with first, second:
             assert all(process.poll() is None for process in (*first.processes, *second.processes))
     with started(LARGE), started(LARGE):  # one search follows
         pass
     with started(LARGE - 1):
-        later = spare_helpers()
+        later = spare_workers()
         assert later is not None
         later.close()
 
 
 @pytest.mark.skipif(not spare_cores(), reason="no core for a process beside this one")
 def test_what_no_search_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Helpers] = []
+    made: list[Workers] = []
 
-    def make(module: str, count: int) -> Helpers:
-        made.append(Helpers(module, count))
+    def make(module: str, count: int) -> Workers:
+        made.append(Workers(module, count))
         return made[-1]
 
-    monkeypatch.setattr(helpers_module, "Helpers", make)
+    monkeypatch.setattr(workers_module, "Workers", make)
     with pytest.raises(ValueError, match="no model"), started(LARGE):
         assert len(made) == 1
         raise ValueError("no model")

@@ -36,7 +36,7 @@ def pairs(counts: Sequence[int]) -> dict[int, int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Together:
+class SharedBounds:
     """counts: of micro-batches that are searched."""
 
     counts: tuple[int, ...]
