@@ -113,6 +113,7 @@ MAX_PARAMETERS = 8
 # Functions whose parameters are somebody else's: a user's keywords, an ATen op's schema, arrays of a compiled kernel.
 MANY_PARAMETERS = (
     "autopar.api.planning.plan",
+    "autopar.capture.inner_gradients.inner_gradients",
     "autopar.cli.*",
     "autopar.ops.*",
     "autopar.search.*kernel.*",

@@ -51,7 +51,7 @@ def overlapped_seconds(step: LoweredStep, pricer: Pricer) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class InFlight:
     """A message beside compute, whose times are seconds of compute from the beginning of a pass.
 
     begins, read: when it can begin, and when it is waited for (None: at the end). start: what beginning it delays.
@@ -78,7 +78,7 @@ class _Link:
     free: float = 0.0
     stalled: float = 0.0
 
-    def run(self, messages: Sequence[Sent]) -> float:
+    def run(self, messages: Sequence[InFlight]) -> float:
         """Seconds of these messages that compute does not wait for."""
         moments = [(sent.begins, 2 * sent.place, True, number) for number, sent in enumerate(messages)]
         reads = [(sent.read, sent.place, number) for number, sent in enumerate(messages) if sent.read is not None]
@@ -103,7 +103,7 @@ class _Link:
         self.stalled += max(arrives - (at + self.stalled), 0.0)
 
 
-def _gathers(step: LoweredStep, pricer: Pricer, before: Floats, after: Floats) -> tuple[list[Sent], list[Sent]]:
+def _gathers(step: LoweredStep, pricer: Pricer, before: Floats, after: Floats) -> tuple[list[InFlight], list[InFlight]]:
     """Those of buckets that are begun early, forward and back; the first of each pass is waited for."""
     groups = prefetched_buckets(step)
     following = _next_ops(step)
@@ -132,11 +132,11 @@ def _next_ops(step: LoweredStep) -> list[int]:
     return out[::-1]
 
 
-def _sent(step: LoweredStep, pricer: Pricer, group: Bucket, place: int, begins: float, read: float) -> Sent:
+def _sent(step: LoweredStep, pricer: Pricer, group: Bucket, place: int, begins: float, read: float) -> InFlight:
     message = bucket_messages(group, step.plan, step.redistributed, backward=False)[0]
     wait = pricer.waiting(message.axes)
     start, whole = (pricer.message(message.kind, message.axes, n, True)[0] - wait for n in (1, message.nbytes))
-    return Sent(begins=begins, read=read, seconds=whole, start=start, place=place)
+    return InFlight(begins=begins, read=read, seconds=whole, start=start, place=place)
 
 
 def _beside(sent: Timed, pricer: Pricer, room: float) -> float:
@@ -160,9 +160,9 @@ def _told(step: LoweredStep, pricer: Pricer) -> Timed:
     return pricer.step(steps[-1], one.tensor.shape, one.tensor.element_size, False)[0][-1:]
 
 
-def _reductions(step: LoweredStep, pricer: Pricer, after: Floats) -> tuple[list[Sent], float]:
+def _reductions(step: LoweredStep, pricer: Pricer, after: Floats) -> tuple[list[InFlight], float]:
     """Those of gradients in buckets, and seconds that ranks wait for one another less."""
-    redistributed, sent, paid, wait = step.redistributed, list[Sent](), 0.0, 0.0
+    redistributed, sent, paid, wait = step.redistributed, list[InFlight](), 0.0, 0.0
     for group in dict.fromkeys(step.fused.values()):
         messages = bucket_messages(group, step.plan, redistributed, backward=True)
         is_trained = any(redistributed[name].tensor.requires_grad for name, _ in group.values)
@@ -176,5 +176,5 @@ def _reductions(step: LoweredStep, pricer: Pricer, after: Floats) -> tuple[list[
         start, whole = (pricer.message(first.kind, first.axes, n, True)[0] - waits[0] for n in (1, first.nbytes))
         ready = float(after[max(min(uses), 0)])
         holds = first.kind == "reduce_scatter"
-        sent.append(Sent(begins=ready, read=None, seconds=whole + own, start=start + own, holds=holds))
+        sent.append(InFlight(begins=ready, read=None, seconds=whole + own, start=start + own, holds=holds))
     return sent, paid - wait

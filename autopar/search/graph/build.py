@@ -20,7 +20,7 @@ from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.paid import Everywhere, Times
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import input_layouts
-from autopar.search.graph.clusters import Cluster, make_clusters
+from autopar.search.graph.clusters import OpCluster, make_clusters
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice, Lattices
 from autopar.search.graph.moments import WHOLE, Counting, Moments
@@ -77,7 +77,7 @@ class Builder:
         program: Program,
         pricer: Pricer,
         folding: Folding,
-        clusters: tuple[Cluster, ...],
+        clusters: tuple[OpCluster, ...],
         restriction: Restriction,
         counted: Counting,
     ) -> None:
@@ -107,7 +107,7 @@ class Builder:
         problem.graph = StrategyGraph(nodes=tuple(problem.nodes), groups=tuple(problem.groups), memory=memory)
         return problem
 
-    def options(self, cluster: Cluster) -> list[Option]:
+    def options(self, cluster: OpCluster) -> list[Option]:
         """The cluster's, priced once for all graphs of the program on the mesh."""
         key = (cluster, self.restriction.choice)
         made = self.pricer.made
@@ -122,7 +122,7 @@ class Builder:
         self.problem.nodes.append(Node(name=name, seconds=seconds))
         return len(self.problem.nodes) - 1
 
-    def _cluster(self, number: int, cluster: Cluster) -> None:
+    def _cluster(self, number: int, cluster: OpCluster) -> None:
         options = self.options(cluster)
         times = self.paid.of_ops(cluster.positions)
         node = self._node(cluster.root.name, np.array([o.paid(times) for o in options]))
@@ -131,7 +131,7 @@ class Builder:
         if self.limited:
             self._count_cluster(node, cluster, options)
 
-    def _count_cluster(self, node: int, cluster: Cluster, options: list[Option]) -> None:
+    def _count_cluster(self, node: int, cluster: OpCluster, options: list[Option]) -> None:
         firsts = cluster.firsts
         keeping, (forward, backward) = self.moments.keeping(firsts, firsts), self.moments.running(cluster.positions)
         self._count(node, [self.part * o.kept for o in options], keeping)
@@ -155,7 +155,7 @@ class Builder:
         else:
             self._input(names, tensor, readers)
 
-    def _cluster_of(self, position: int) -> Cluster:
+    def _cluster_of(self, position: int) -> OpCluster:
         return self.problem.clusters[self.place[self.folding.class_of[position]][0]]
 
     def _reader(self, names: tuple[str, ...], number: int, slot: int) -> Reader:

@@ -24,7 +24,7 @@ import numpy as np
 from autopar.lower.program import Op, Program, Tensor
 from autopar.search.costs.pricing import total
 from autopar.search.graph.build import Builder
-from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.clusters import OpCluster
 from autopar.search.graph.copies_held import copies_held
 from autopar.search.graph.lattice import Lattice
 from autopar.search.graph.parameters import ParameterSpace
@@ -55,7 +55,7 @@ class RecomputeBuilder(Builder):
         self.plain: dict[int, int] = {}  # node -> number of options that keep
         return super().run(limit)
 
-    def _can_be_made_again(self, cluster: Cluster) -> bool:
+    def _can_be_made_again(self, cluster: OpCluster) -> bool:
         key = ("can be made again", cluster)
         if key not in self.program.made:
             form, alike = self.program.form, (*key[:1], cluster.grown, cluster.number)
@@ -64,7 +64,7 @@ class RecomputeBuilder(Builder):
             self.program.made[key] = form[alike]
         return bool(self.program.made[key])
 
-    def _is_recomputable(self, cluster: Cluster) -> bool:
+    def _is_recomputable(self, cluster: OpCluster) -> bool:
         root = cluster.root
         if not root.has_backward or all(op.rule.alias is not None for op in cluster.members):
             return False
@@ -85,7 +85,7 @@ class RecomputeBuilder(Builder):
                     if self.program.ops[reader].rule.alias == slot:
                         yield from self._views_of(reader)
 
-    def _cluster(self, number: int, cluster: Cluster) -> None:
+    def _cluster(self, number: int, cluster: OpCluster) -> None:
         options = self.options(cluster)
         again = np.array([sum(map(self._again, cluster.members, option.names)) for option in options])
         times = self.paid.of_ops(cluster.positions)
@@ -117,7 +117,7 @@ class RecomputeBuilder(Builder):
         price = self.pricer.op(op, names)
         return self.pricer.again(op, price) + total(price.forward_sent) if any(op.result_grads) else 0.0
 
-    def _passing(self, cluster: Cluster, names: tuple[tuple[str, ...], ...]) -> int:
+    def _passing(self, cluster: OpCluster, names: tuple[tuple[str, ...], ...]) -> int:
         """Bytes of what members hand to each other and nothing saves: they exist during a replay alone."""
         nbytes = 0
         for i, (op, name) in enumerate(zip(cluster.members[:-1], names, strict=False)):

@@ -42,7 +42,7 @@ class Grown:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cluster:
+class OpCluster:
     """`members`: ops of the first instance in graph order, the root last; `instances[k][i]`: position of member i.
 
     grown, number: the clusters that it is one of, and which. inner: tensors (of the first instance) that stay inside.
@@ -92,7 +92,7 @@ def is_seed(op: Op, program: Program) -> bool:
 
 def make_clusters(
     program: Program, folding: Folding, *, coarse: bool = False, apart: frozenset[str] = frozenset()
-) -> tuple[Cluster, ...]:
+) -> tuple[OpCluster, ...]:
     """All clusters, in graph order of their first ops. apart: names of ops that are seeds too."""
     seeds = {
         n
@@ -111,7 +111,7 @@ def make_clusters(
         seeds |= found
 
 
-def _boundary(program: Program, cluster: Cluster, coarse: bool) -> int | None:
+def _boundary(program: Program, cluster: OpCluster, coarse: bool) -> int | None:
     """Position of the last member, no view and not the root, whose result may want to travel by itself."""
     entries: list[set[str]] = []
     made = {r: i for i, op in enumerate(cluster.members) for r in op.results if r is not None}
@@ -175,7 +175,7 @@ def _common(
     return out if same and len(set(out)) == len(out) else None  # type: ignore[return-value]
 
 
-def _cluster(program: Program, grown: Grown, number: int) -> Cluster:
+def _cluster(program: Program, grown: Grown, number: int) -> OpCluster:
     members = tuple(program.ops[p] for p in grown.instances[number][0])
     made = {r: (i, j) for i, op in enumerate(members[:-1]) for j, r in enumerate(op.results) if r is not None}
     inner: set[tuple[int, int]] = set()
@@ -195,7 +195,7 @@ def _cluster(program: Program, grown: Grown, number: int) -> Cluster:
                 outer[member, operand] = outer.get((member, operand), 0) + 1
         if i < len(members) - 1:
             inner.update((i, j) for j in op.rule.saves_results)
-    return Cluster(
+    return OpCluster(
         members=members,
         grown=grown,
         number=number,

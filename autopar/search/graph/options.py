@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.lower.program import Op, Tensor
 from autopar.search.costs.pricing import Pricer, total
-from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.clusters import OpCluster
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement
 
 Allowed = Callable[[Op, int, str], bool]
@@ -97,7 +97,7 @@ def _alone(name: str, axis: int, pricer: Pricer) -> tuple[str, ...]:
     return tuple(name if a == axis else "invariant" for a in range(pricer.mesh.num_axes))
 
 
-def joint_choices(cluster: Cluster, axis: int, pricer: Pricer, allowed: Allowed) -> list[tuple[str, ...]]:
+def joint_choices(cluster: OpCluster, axis: int, pricer: Pricer, allowed: Allowed) -> list[tuple[str, ...]]:
     """Consistent choices of all members on one axis: inner tensors are wanted as they are given."""
     members = cluster.members
     offered = [axis_choices(op, axis, pricer, allowed) for op in members]
@@ -116,7 +116,7 @@ def joint_choices(cluster: Cluster, axis: int, pricer: Pricer, allowed: Allowed)
 
 
 def _consistent(
-    cluster: Cluster, offered: list[list[str]], i: int, wanted: dict[str, Placement], chosen: tuple[str, ...]
+    cluster: OpCluster, offered: list[list[str]], i: int, wanted: dict[str, Placement], chosen: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
     """Depth first from the root backwards; `wanted` says how inner tensors are read by the members already chosen."""
     if i < 0:
@@ -137,7 +137,7 @@ def _consistent(
             yield from _consistent(cluster, offered, i - 1, after, (name, *chosen))
 
 
-def cluster_options(cluster: Cluster, pricer: Pricer, allowed: Allowed) -> list[Option]:
+def cluster_options(cluster: OpCluster, pricer: Pricer, allowed: Allowed) -> list[Option]:
     """All options: combinations of the axes' joint choices that the members' sizes allow."""
     axes = [joint_choices(cluster, axis, pricer, allowed) for axis in range(pricer.mesh.num_axes)]
     out = []
@@ -148,7 +148,7 @@ def cluster_options(cluster: Cluster, pricer: Pricer, allowed: Allowed) -> list[
     return out
 
 
-def make_option(cluster: Cluster, names: tuple[tuple[str, ...], ...], pricer: Pricer) -> Option:
+def make_option(cluster: OpCluster, names: tuple[tuple[str, ...], ...], pricer: Pricer) -> Option:
     """The members' choices, one an axis each, with what they cost together."""
     members = cluster.members
     prices = [pricer.op(op, n) for op, n in zip(members, names, strict=True)]

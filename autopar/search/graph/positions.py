@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 
 from autopar.lower.program import Program
 from autopar.search.costs.folding import Folding
-from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.clusters import OpCluster
 
 
 def reading_positions(
@@ -20,7 +20,7 @@ def reading_positions(
     return found
 
 
-def leave_as_views(program: Program, clusters: tuple[Cluster, ...], names: tuple[str, ...]) -> bool:
+def leave_as_views(program: Program, clusters: tuple[OpCluster, ...], names: tuple[str, ...]) -> bool:
     """Whether a view of any of these parameters is read by other clusters, or by an op inside the view's own."""
     if not clusters:
         return False

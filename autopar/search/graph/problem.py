@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
-from autopar.search.graph.clusters import Cluster
+from autopar.search.graph.clusters import OpCluster
 from autopar.search.graph.options import Option
 from autopar.search.graph.parameters import ParameterSpace
 from autopar.search.graph.strategy_graph import Group, Ints, Node, StrategyGraph
@@ -53,7 +53,7 @@ class Problem:
 
     program: Program
     pricer: Pricer
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[OpCluster, ...]
     nodes: list[Node] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     options: dict[int, list[Option]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from autopar.lower.program import Program, Tensor
 from autopar.lower.redistributions import SINK
 from autopar.search.costs.folding import Folding, Signature, fold_program
 from autopar.search.costs.pricing import Pricer
-from autopar.search.graph.clusters import Cluster, make_clusters
+from autopar.search.graph.clusters import OpCluster, make_clusters
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
 
 
@@ -59,7 +59,7 @@ class Neighbours:
 
     program: Program
     pricer: Pricer
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[OpCluster, ...]
     travels: tuple[Travel, ...]
 
     @cached_property
@@ -113,7 +113,7 @@ def _travel(
     maker: int | None,
     program: Program,
     folding: Folding,
-    clusters: Sequence[Cluster],
+    clusters: Sequence[OpCluster],
     place: dict[int, tuple[int, int]],
 ) -> Travel:
     tensor = program.tensors[names[0]]
@@ -140,7 +140,7 @@ def _use(
     slot: int,
     program: Program,
     folding: Folding,
-    clusters: Sequence[Cluster],
+    clusters: Sequence[OpCluster],
     place: dict[int, tuple[int, int]],
 ) -> Use:
     if number == SINK:
@@ -165,7 +165,7 @@ def _leaves_as_view(
     position: int,
     program: Program,
     folding: Folding,
-    clusters: Sequence[Cluster],
+    clusters: Sequence[OpCluster],
     place: dict[int, tuple[int, int]],
 ) -> bool:
     """Whether the op is a view that other clusters read, or is read by one inside its cluster."""
