@@ -194,7 +194,7 @@ def test_peak_memory_is_the_predicted(name: str, microbatches: int) -> None:
     predicted = evaluate(plan, captured, machine(2)).peak_nbytes
     plain = replace(captured, parameters=tuple(replace(p, stored=None) for p in captured.parameters))
     assert predicted > 1.1 * evaluate(plan, plain, machine(2)).peak_nbytes
-    assert max(ranks(2).run(measured, plan, dump(captured), values, inputs)) == pytest.approx(predicted, rel=0.02)
+    assert max(ranks(2).run(measured, plan, dump(captured), values, inputs)) == pytest.approx(predicted, rel=0.05)
 
 
 def test_a_plan_counts_stored_bytes() -> None:
