@@ -97,11 +97,12 @@ def reduce(problem: Pairwise, *, seconds: float | None = None) -> Reduced:
         drop_oversized(tables)
         _cheap(tables, heaviest, stop)
         apply(tables, drop_dominated, stop)
-        if tables.changes == before:
-            if heaviest > 2 * problem.num_nodes:
-                break
+        while tables.changes == before and heaviest <= 2 * problem.num_nodes and monotonic() < stop:
             heaviest *= 4
             tables.waiting[contract.__name__] |= tables.alive
+            _cheap(tables, heaviest, stop)
+        if tables.changes == before:
+            break
     apply(tables, tighten)
     apply(tables, settle)
     tables.certain()

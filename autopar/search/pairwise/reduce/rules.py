@@ -135,9 +135,6 @@ def drop_dominated(tables: Tables, node: int) -> None:
     if len(cost) < 2 or not (cost < np.inf).all():
         return
     replaces = cost[:, None] <= cost[None, :]
-    _, taken = profile(tables.members[node], len(cost))
-    for column in taken.T:
-        replaces &= column[:, None] <= column[None, :]
     np.fill_diagonal(replaces, False)
     i, k = np.nonzero(replaces)
     total = cost[i] - cost[k]
@@ -147,6 +144,11 @@ def drop_dominated(tables: Tables, node: int) -> None:
         total = total + _largest_differences(pairs, i, k)
         still = total <= 0.0
         i, k, total = i[still], k[still], total[still]
+    if not len(i):
+        return
+    _, taken = profile(tables.members[node], len(cost))
+    no_more = (taken[i] <= taken[k]).all(axis=1)
+    i, k = i[no_more], k[no_more]
     replaces[:] = False
     replaces[i, k] = True
     later = np.arange(len(cost))[:, None] > np.arange(len(cost))

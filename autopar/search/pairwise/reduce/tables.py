@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.search.pairwise.problem import Floats, Ints, Pairwise
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise, joined, starts
 
 Member = tuple[int, int, Floats]
 """Begin, end, bytes an option."""
@@ -170,12 +170,3 @@ class Tables:
             limit=self.limit,
         )
         return problem, nodes
-
-
-def starts(sizes: Sequence[int] | Ints) -> Ints:
-    """Where parts of these sizes begin, one after the other, and where the last ends."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-
-
-def joined(parts: Sequence[Floats]) -> Floats:
-    return np.concatenate([np.zeros(0), *parts])
