@@ -16,7 +16,7 @@ from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
-from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.ilp import CutoffError, UnderLimit, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
 from autopar.search.graph.build import build
@@ -217,10 +217,7 @@ def _solve(
             hint=hint,
             on_progress=show,
             cutoff=cutoff,
-            binds=binds,
-            say_least=say_least,
-            prices=prices,
-            mixes=mixes,
+            under=UnderLimit(binds=binds, say_least=say_least, prices=prices, mixes=mixes),
         )
     except InfeasibleError as error:
         if error.least_nbytes is None:
