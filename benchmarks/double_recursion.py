@@ -26,7 +26,7 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
-from autopar.search.recursion.to_plan import choice_of, plan_of
+from autopar.search.recursion.to_plan import plan_of
 from autopar.values.cluster import load_cluster, with_memory
 from autopar.values.mesh import Mesh, parse_mesh
 from autopar.values.plan import TrainConfig
@@ -37,7 +37,7 @@ GAP = 1e-3
 
 
 def compare(name: str, program: Program, pricer: Pricer, limit: float | None, solve_seconds: float) -> dict[str, Any]:
-    """One row: both solvers, and the ILP again with the recursion's answer to start from."""
+    """One row: both solvers."""
     row: dict[str, Any] = {"model": name, "mesh": "x".join(map(str, pricer.mesh.shape))}
     began = time.process_time()
     decider = double_recursion(program, pricer, limit=limit)
@@ -49,11 +49,6 @@ def compare(name: str, program: Program, pricer: Pricer, limit: float | None, so
     solution = solve(problem.graph, relative_gap=GAP, seconds=solve_seconds)
     row |= {"build_cpu": built - began, "ilp_cpu": time.process_time() - built}
     row |= {"ilp": solution.seconds, "bound": solution.bound, "ilp_status": solution.status}
-    began = time.process_time()
-    start = double_recursion(program, pricer, limit=limit, coarse=pricer.mesh.num_axes > 2)
-    hint = choice_of(start, problem)
-    solve(problem.graph, relative_gap=GAP, seconds=solve_seconds, hint=hint)
-    row["hinted_cpu"] = time.process_time() - began
     row["over_ilp"] = row["recursion"] / solution.seconds
     row["over_bound"] = row["recursion"] / solution.bound
     return row
@@ -138,7 +133,7 @@ def _shape(mesh: Mesh) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("model", "mesh", "recursion s", "over ILP", "over bound", "CPU s", "ILP CPU s", "hinted CPU s")
+    table = Table("model", "mesh", "recursion s", "over ILP", "over bound", "CPU s", "ILP CPU s")
     for row in rows:
         if "error" in row:
             table.add_row(row["model"], row["mesh"], row["error"])
@@ -151,7 +146,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['over_bound']:.3f}",
             f"{row['recursion_cpu']:.2f}",
             f"{row['build_cpu']:.2f} + {row['ilp_cpu']:.2f}",
-            f"{row['hinted_cpu']:.2f}",
         )
     return table
 

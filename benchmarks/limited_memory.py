@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.lower.program import make_program
 from autopar.models import load_model
 from autopar.search.costs.pricing import make_pricer
-from autopar.search.exact.ilp import solve
+from autopar.search.exact.ilp import UnderLimit, solve
 from autopar.search.exact.least_peak import least_peak
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
@@ -56,7 +56,8 @@ def main() -> None:
             built, wall = time.process_time(), time.monotonic()
             row = [str(plain.mesh), f"{limit / 1e9:.1f}", f"{built - began:.1f}"]
             try:
-                found = solve(graph, relative_gap=arguments.gap, seconds=120, binds=True, say_least=False)
+                under = UnderLimit(binds=True, say_least=False)
+                found = solve(graph, relative_gap=arguments.gap, seconds=120, under=under)
                 answer = [f"{found.seconds:.4f}", f"{found.gap:.2%}"]
             except AutoparError as error:
                 answer = [str(error), ""]

@@ -13,14 +13,12 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.costs.storages import is_storable, orders
 from autopar.search.costs.work_bound import work_bound
-from autopar.search.exact.completion import complete
 from autopar.search.exact.ilp import solve
-from autopar.search.exact.steiner import metric
 from autopar.search.graph.build import build
 from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
 from autopar.search.recursion.double_recursion import double_recursion, prime_mesh
-from autopar.search.recursion.to_plan import choice_of, plan_of
+from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
@@ -120,19 +118,6 @@ def test_equal_blocks_decide_once() -> None:
     assert len(folded.neighbours.clusters) < len(whole.neighbours.clusters)
     plans = [plan_of(d, program) for d in (folded, whole)]
     assert plans[0].choices.keys() == plans[1].choices.keys()
-
-
-@pytest.mark.parametrize(("family", "mesh"), [("llama", (2, 2)), ("gpt2", (4,)), ("resnet", (4,))])
-def test_it_is_a_choice_of_the_strategy_graph(family: str, mesh: tuple[int, ...]) -> None:
-    """The solver's first incumbent: compatible, and of nearly the same cost."""
-    program, pricer = program_of(family), pricer_of(mesh)
-    decider = double_recursion(program, pricer, limit=None, coarse=False)
-    problem = build(program, pricer, limit=None, coarse=False)
-    choice = choice_of(decider, problem)
-    assert choice is not None
-    found = complete(problem.graph, [metric(g) for g in problem.graph.groups], choice)
-    assert found is not None
-    assert found.seconds <= decider.seconds() * (1 + (2e-2 if family in TIED else 1e-6))
 
 
 def test_a_cluster_is_split_by_its_prime_factors_slowest_level_first() -> None:

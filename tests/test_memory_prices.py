@@ -13,7 +13,7 @@ from autopar.search.exact import brute_force
 from autopar.search.exact.completion import complete
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.limited_bound import least_within
-from autopar.search.exact.memory_prices import Ascent, Plane, ascend, hopeless, plane, remember, remembered
+from autopar.search.exact.memory_prices import Ascent, Goal, Plane, ascend, hopeless, plane, remember, remembered
 from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.steiner import Metric, metric
@@ -88,13 +88,9 @@ def test_prices_bound_every_choice_that_fits(first: int) -> None:
             ascent = ascend(
                 graph,
                 solve,
-                partial(min, fitting),
+                Goal(best=partial(min, fitting), relative_gap=1e-6, over=lambda: False, only=seed % 4 > 1),
                 planes=planes,
-                relative_gap=1e-6,
-                cutoff=math.inf,
-                over=lambda: False,
                 start=start,
-                only=seed % 4 > 1,
             )
         except InfeasibleError:  # no choice is compatible, whatever it takes
             continue

@@ -1,4 +1,5 @@
-"""Bounds of pairwise graphs are below the best choice, never fall, are tight on trees; floors are floors."""
+"""Bounds of pairwise graphs are below the best choice, never fall, and are tight on trees; with what is left of an
+option or pair they are below every choice that uses it."""
 
 from dataclasses import replace
 from itertools import product
@@ -60,7 +61,7 @@ def is_forest(problem: Pairwise) -> bool:
     return True
 
 
-def test_floors_are_at_most_the_cheapest_choice_that_uses_the_option_or_pair() -> None:
+def test_no_choice_that_uses_an_option_or_pair_costs_less_than_the_bound_and_what_is_left_of_it() -> None:
     raised = 0
     for seed in range(600):
         problem = random_pairwise(seed)
@@ -71,11 +72,11 @@ def test_floors_are_at_most_the_cheapest_choice_that_uses_the_option_or_pair() -
         for upper in (np.inf, best + 1.0):
             dual = DualBound(problem, upper=upper)
             dual.ascend(passes=1 + seed % 70)
-            floors = dual.floors()
-            for floor, cheapest in ((floors.option, option), (floors.pair, pair)):
+            left = dual.remainder()
+            for own, cheapest in ((left.option, option), (left.pair, pair)):
                 # Of what costs `upper` or more, nothing is promised.
-                assert (floor <= cheapest)[cheapest < upper].all()
-                raised += int((floor > dual.bound).sum())
+                assert (left.proved + own <= cheapest)[cheapest < upper].all()
+                raised += int((left.proved + own > dual.bound).sum())
     assert raised > 1000
 
 

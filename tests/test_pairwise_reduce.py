@@ -11,35 +11,42 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits
-from autopar.search.pairwise.reduce.contract import contract
-from autopar.search.pairwise.reduce.dominance import drop_dominated
-from autopar.search.pairwise.reduce.eliminate import eliminate
-from autopar.search.pairwise.reduce.fold import fold
-from autopar.search.pairwise.reduce.members import settle_members
-from autopar.search.pairwise.reduce.pairs import prune_pairs
-from autopar.search.pairwise.reduce.pipeline import Reduced, Reduction, reduce
-from autopar.search.pairwise.reduce.tighten import tighten
+from autopar.search.pairwise.reduce.limit import drop_oversized, drop_times
+from autopar.search.pairwise.reduce.pipeline import Reduced, apply, finished, reduce, started
+from autopar.search.pairwise.reduce.rules import contract, drop_dominated, eliminate, fold, settle, tighten
+from autopar.search.pairwise.reduce.tables import Tables
 from tests.pairwise_graphs import brute_force, every_choice, random_pairwise
 
 NUM_GRAPHS = 801
 CHECKED_CHOICES = 8
 
 
-def contract_all(reduction: Reduction) -> None:
-    reduction.apply(tighten)  # finds out which edges are functions
-    reduction.apply(contract, 1_000)
+def decide_by_limit(tables: Tables) -> None:
+    drop_times(tables)
+    drop_oversized(tables)
 
 
-ALONE: dict[str, Callable[[Reduction], None]] = {
-    "tighten": lambda reduction: reduction.apply(tighten),
-    "fold": lambda reduction: reduction.apply(fold),
-    "settle members": lambda reduction: reduction.apply(settle_members),
-    "eliminate": lambda reduction: reduction.apply(eliminate),
-    "contract": contract_all,
-    "drop dominated options": lambda reduction: reduction.apply_to_options(drop_dominated, np.inf),
-    "prune pairs": lambda reduction: reduction.apply_to_options(prune_pairs, np.inf),
-    "drop times and oversized options": Reduction.apply_limit,
+def settled_and_folded(tables: Tables) -> None:
+    apply(tables, settle)
+    apply(tables, fold)
+
+
+ALONE: dict[str, Callable[[Tables], None]] = {
+    "tighten": lambda tables: apply(tables, tighten),
+    "settle members": lambda tables: apply(tables, settle),
+    "fold": settled_and_folded,
+    "eliminate": lambda tables: apply(tables, eliminate),
+    "contract": lambda tables: apply(tables, contract),
+    "drop dominated options": lambda tables: apply(tables, drop_dominated),
+    "drop times and oversized options": decide_by_limit,
 }
+
+
+def size_of(problem: Pairwise) -> tuple[float, ...]:
+    """What a reduction makes smaller: nodes, options, edges, entries of members, times, bytes to choose from."""
+    parts = (problem.cost, problem.edge_a, problem.usage, problem.base)
+    options = int(np.isfinite(problem.cost).sum())
+    return (problem.num_nodes, options, float(problem.usage.sum()), *(len(part) for part in parts))
 
 
 @cache
@@ -68,15 +75,16 @@ def test_a_rule_alone_keeps_the_optimum(rule: str) -> None:
     reduced_graphs = 0
     for seed in range(NUM_GRAPHS):
         problem, optimum = graph(seed)
-        reduction = Reduction(problem)
+        tables = started(problem)
+        before = size_of(tables.to_problem()[0])
         try:
-            ALONE[rule](reduction)
+            ALONE[rule](tables)
         except InfeasibleError:
             assert optimum == np.inf, seed
             continue
-        if reduction.changes:
-            reduced_graphs += 1
-            assert_same_optimum(seed, problem, optimum, reduction.result())
+        reduced = finished(tables, problem.num_nodes)
+        reduced_graphs += size_of(reduced.problem) != before
+        assert_same_optimum(seed, problem, optimum, reduced)
     assert reduced_graphs > NUM_GRAPHS / 10, "the graphs give this rule nothing to do"
 
 
@@ -154,9 +162,9 @@ def chain(num_nodes: int, num_options: int, *, hub: bool) -> Pairwise:
 @pytest.mark.parametrize("hub", [False, True])
 def test_a_chain_of_functions_becomes_one_node_that_carries_all_memory(hub: bool) -> None:
     problem = chain(500, 4, hub=hub)
-    reduction = Reduction(problem)
-    contract_all(reduction)
-    reduced = reduction.result()
+    tables = started(problem)
+    apply(tables, contract)
+    reduced = finished(tables, problem.num_nodes)
     assert reduced.problem.num_nodes == 1 and reduced.problem.num_edges == 0
     assert len(reduced.problem.member_node) == 500
     for option in range(4):

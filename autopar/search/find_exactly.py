@@ -15,7 +15,7 @@ from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
-from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.ilp import CutoffError, UnderLimit, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
 from autopar.search.graph.build import Builder, build
@@ -198,10 +198,9 @@ class _Search:
                 hint=hint,
                 on_progress=self._show,
                 cutoff=asked.cutoff,
-                binds=binds,
-                say_least=asked.says_least,
-                prices=asked.prices,
-                mixes=self.mixes and not is_plain,
+                under=UnderLimit(
+                    binds=binds, say_least=asked.says_least, prices=asked.prices, mixes=self.mixes and not is_plain
+                ),
             )
         except InfeasibleError as error:
             if error.least_nbytes is None:

@@ -3,13 +3,16 @@
 `make` does it once after installing. The kernels stay in the user's cache (`compiled.cache_folder`) until one changes.
 """
 
+from time import monotonic
+
 import numpy as np
 
+from autopar.search.exact.array_worker import Worker
 from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph
 from autopar.search.graph.undominated import beaten
 from autopar.search.graph.ways_kernel import reached, shorten, shortest_arcs
-from autopar.search.pairwise.anytime import Search, SearchOver
+from autopar.search.pairwise.anytime import Outside, Search
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Pairwise
@@ -71,13 +74,11 @@ def main() -> None:
     solve(problem, relative_gap=0.05)
     dual = DualBound(problem)
     dual.ascend(passes=5)
-    guide = Guide(problem=problem, remainder=dual.remainder())
-    start, prices = guide.remainder.choice, guide.remainder.prices
-    search = Search(problem, seed=0, stop=np.inf, sweeps=400, start=start, prices=prices, on_progress=None, guide=guide)
-    try:
-        search.run()
-    except SearchOver:
-        search.stop = np.inf
+    outside = Outside(heard=lambda *_: None, better=lambda _: None, worker=Worker())
+    search = Search(Guide(problem=problem, remainder=dual.remainder()), outside, seed=0, stop=np.inf)
+    search.fresh(search.guide.unit(), 200)
+    search.stop = monotonic() + 1.0
+    with outside.worker:
         search.polish(1.0)
 
 

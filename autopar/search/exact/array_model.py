@@ -117,13 +117,12 @@ class ArrayModel:
         relaxed: bool = False,
         relative_gap: float = 0.0,
         seconds: float | None = None,
-        hint: Floats | None = None,
         cutoff: float | None = None,
         on_message: Callable[[Sequence[str]], None] | None = None,
         solver: mathopt.SolverType = mathopt.SolverType.HIGHS,
         perturbs: bool = True,
     ) -> Answer:
-        """Solve the linear relaxation (with reduced costs) or the mixed program; `hint` is a value for every column.
+        """Solve the linear relaxation (with reduced costs) or the mixed program.
 
         A program with no solution at most at the `cutoff` is infeasible (MathOpt's own cutoff is refused for HiGHS).
         HiGHS is by far the quickest on costs but may overrun its time limit; its presolve can hang and stays off.
@@ -143,10 +142,6 @@ class ArrayModel:
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True
         wanted.reduced_costs_filter.skip_zero_values = True
-        if hint is not None:
-            values = wanted.solution_hints.add().variable_values
-            values.ids.extend(range(len(hint)))
-            values.values.extend(hint.tolist())
         try:
             result = _solve(self.proto(relaxed=relaxed), solver, parameters, wanted, on_message)
         except StatusNotOk as error:

@@ -5,6 +5,7 @@ A worker reads pickled requests from standard input and answers on standard outp
 second start (0.5 s of imports).
 """
 
+import math
 import os
 import pickle
 import select
@@ -40,7 +41,10 @@ class Worker:
             self._end(self._process)
 
     def solve(self, model: ArrayModel, *, seconds: float, **options: Any) -> Answer | None:
-        """`model.solve(**options)`, None where it has not come to an end in so many seconds."""
+        """`model.solve(**options)`, None where it has not come to an end in so many seconds; in this process where
+        these are without end."""
+        if seconds == math.inf:
+            return model.solve(**options)
         stop = monotonic() + seconds
         if self._closed:
             return None

@@ -20,7 +20,7 @@ from autopar.search.exact.completion import Completed, better, complete, lean, l
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.highs_log import Progress, progress_of
 from autopar.search.exact.least_peak import least_peak
-from autopar.search.exact.memory_prices import Plane, ascend, plane, remember, remembered
+from autopar.search.exact.memory_prices import Goal, Plane, ascend, plane, remember, remembered
 from autopar.search.exact.mixture import Mixture, Seen
 from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
@@ -37,6 +37,22 @@ ROUNDS = 30
 """How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderLimit:
+    """How a memory limit is met.
+
+    `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
+    `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
+    from which prices of memory start; replaced by those found. `mixes`: a mixture of two choices that promises to be
+    near enough will do as well, and no program is solved for a better single one.
+    """
+
+    binds: bool = False
+    say_least: bool = True
+    prices: dict[int, float] | None = None
+    mixes: bool = False
+
+
 def solve(
     graph: StrategyGraph,
     *,
@@ -45,19 +61,11 @@ def solve(
     hint: ArrayLike | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     cutoff: float = np.inf,
-    binds: bool = False,
-    say_least: bool = True,
-    prices: dict[int, float] | None = None,
-    mixes: bool = False,
+    under: UnderLimit | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, proved to `relative_gap`, or the best found in `seconds`.
 
     `cutoff`: a solution of so many seconds or more is of no use; once it is proved that there is no other, stop.
-    `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
-    `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
-    from which prices of memory start; replaced by those found. `mixes`: a mixture of two choices that promises to be
-    near enough will do as well, and no program is solved for a better single one.
-
     `hint`: a choice (one option a node) to start from. `on_progress` is told incumbent and bound as they improve.
 
     Raises InfeasibleError when no choice is compatible, or when none fits the limit (then with `least_nbytes`),
@@ -65,18 +73,19 @@ def solve(
     """
     started = time.monotonic()
     deadline = None if seconds is None else started + seconds
+    under = UnderLimit() if under is None else under
     run = _Run(
         relative_gap=relative_gap,
         started=started,
         deadline=deadline,
         report=on_progress,
         cutoff=cutoff,
-        prices={} if prices is None else prices,
-        mixes=mixes,
+        prices={} if under.prices is None else under.prices,
+        mixes=under.mixes,
     )
     hints = [] if hint is None else [np.asarray(hint, np.int64)]
     lower = -np.inf
-    if graph.memory is not None and not binds:
+    if graph.memory is not None and not under.binds:
         free = run.optimise(replace(graph, memory=None), hints, phase="without limit")
         if free.infeasible:
             raise incompatible()
@@ -90,7 +99,7 @@ def solve(
     if found.best is not None:
         return run.solution(graph, found)
     if found.infeasible:
-        raise incompatible() if graph.memory is None else _infeasible(graph, run, say_least)
+        raise incompatible() if graph.memory is None else _infeasible(graph, run, under.say_least)
     raise SearchTimeoutError(
         f"no solution was found in {seconds:g} s (lower bound {found.bound:.6g} s); give more time or a hint",
         bound=found.bound,
@@ -239,16 +248,13 @@ class _Run:
             met(start)
             if (whole := complete(replace(graph, memory=None), metrics, start)) is not None:
                 planes.append(plane(graph, whole.choice, whole.arcs))
-        ascent = ascend(
-            graph,
-            solved,
-            lambda: min(np.inf if best is None else best.seconds, seen.seconds(self.relative_gap)),
-            planes=planes,
+        goal = Goal(
+            best=lambda: min(np.inf if best is None else best.seconds, seen.seconds(self.relative_gap)),
             relative_gap=self.relative_gap,
-            cutoff=self.cutoff,
             over=self.over,
-            start=remembered(self.prices, graph.memory.moments),
+            cutoff=self.cutoff,
         )
+        ascent = ascend(graph, solved, goal, planes=planes, start=remembered(self.prices, graph.memory.moments))
         remember(self.prices, graph.memory.moments, ascent)
         started = self._passed(phase, "prices", started)
         bound = max(bound, ascent.bound)

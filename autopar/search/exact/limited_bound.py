@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.search.exact.memory_prices import Plane, ascend, hopeless, never_fits, remember, remembered
+from autopar.search.exact.memory_prices import Goal, Plane, ascend, hopeless, never_fits, remember, remembered
 from autopar.search.exact.reduction import Reduction, reduce
 from autopar.search.exact.relaxation import Mixed, least_seconds, relax
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph
@@ -63,18 +63,15 @@ def least_within(
     if moments is not None and never_fits(graph, solved, moments / (abs(memory.limit) or 1.0)):
         return math.inf
     deadline = began + whole
-    ascent = ascend(
-        graph,
-        solved,
-        lambda: math.inf,
-        planes=[],
+    goal = Goal(
+        best=lambda: math.inf,
         relative_gap=GAP,
-        cutoff=reached,
         over=lambda: time.monotonic() >= deadline,
-        start=remembered(prices, memory.moments),
-        only=True,
+        cutoff=reached,
         enough=enough,
+        only=True,
     )
+    ascent = ascend(graph, solved, goal, planes=[], start=remembered(prices, memory.moments))
     remember(prices, memory.moments, ascent)
     return ascent.bound
 

@@ -51,26 +51,28 @@ class Ascent:
     astray: bool = False
 
 
-def ascend(
-    graph: StrategyGraph,
-    solve: Solver,
-    best: Callable[[], float],
-    *,
-    planes: list[Plane],
-    relative_gap: float,
-    cutoff: float,
-    over: Callable[[], bool],
-    start: Floats | None = None,
-    only: bool = False,
-    enough: float = math.inf,
-) -> Ascent:
-    """The best prices of a graph with a limit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """When an ascent ends: where its bound reaches the seconds of the `best` known that fits (inf while none does), the
+    `cutoff` or what is `enough`, less the gap, or time is `over`. only: also as soon as it is known not to reach the
+    cutoff; and without one, what is far from fitting is first asked whether anything fits."""
 
-    best: seconds of the best known that fits (inf while none does). planes: of choices known already. start: prices
-    that are tried first. Ends when the bound reaches the best, the `cutoff` or what is `enough`, less the gap. only:
-    also as soon as it is known not to reach the cutoff; and without one, what is far from fitting is first asked
-    whether anything fits.
-    """
+    best: Callable[[], float]
+    relative_gap: float
+    over: Callable[[], bool]
+    cutoff: float = math.inf
+    enough: float = math.inf
+    only: bool = False
+
+    def is_reached(self, bound: float) -> bool:
+        short = min(self.best(), self.cutoff, self.enough) - bound
+        return short <= self.relative_gap * abs(bound) or self.over()
+
+
+def ascend(
+    graph: StrategyGraph, solve: Solver, goal: Goal, *, planes: list[Plane], start: Floats | None = None
+) -> Ascent:
+    """The best prices of a graph with a limit. planes: of choices known already. start: prices that are tried first."""
     memory = graph.memory
     assert memory is not None
     unit = abs(memory.limit) or 1.0
@@ -82,7 +84,7 @@ def ascend(
         if start is not None and number == 0:
             prices = start * unit
         elif planes:
-            if only and number == 1 and math.isinf(cutoff) and (excess := planes[-1][1]).max() > DOUBTFUL:
+            if goal.only and number == 1 and math.isinf(goal.cutoff) and (excess := planes[-1][1]).max() > DOUBTFUL:
                 alone = np.where(np.arange(len(excess)) == excess.argmax(), 1.0, 0.0)
                 if never_fits(graph, solve, alone / unit):
                     return Ascent(prices=alone / unit, bound=math.inf)
@@ -90,14 +92,14 @@ def ascend(
             tried = float(prices.sum())
             promise, prices = _most_promising(planes, most)
             if min(tried, float(prices.sum())) >= most * (1 - TINY):
-                out.astray = not math.isfinite(best()) and all(excess.max() > TINY for _, excess in planes)
+                out.astray = not math.isfinite(goal.best()) and all(excess.max() > TINY for _, excess in planes)
                 if out.astray and never_fits(graph, solve, prices / unit):
                     return Ascent(prices=prices / unit, bound=math.inf)
                 most *= STEEPER
                 promise, prices = _most_promising(planes, most)
             is_highest = float(prices.sum()) < most * (1 - TINY)  # nothing higher promises more
-            is_near = promise - out.bound <= CLOSE * relative_gap * abs(promise)
-            if is_highest and (is_near or (only and promise < cutoff < math.inf)):
+            is_near = promise - out.bound <= CLOSE * goal.relative_gap * abs(promise)
+            if is_highest and (is_near or (goal.only and promise < goal.cutoff < math.inf)):
                 return out
         found, least = solve(priced(graph, prices / unit), prices / unit, math.inf)
         if (bound := least + float(prices @ beyond)) > out.bound:
@@ -106,7 +108,7 @@ def ascend(
             return out
         planes.append(found)
         out.astray = out.astray and found[1].max() > TINY
-        if min(best(), cutoff, enough) - out.bound <= relative_gap * abs(out.bound) or over():
+        if goal.is_reached(out.bound):
             return out
     return out
 

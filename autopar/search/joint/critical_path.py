@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.search.costs.paid import Paid, reading_stages, stages_of
 from autopar.search.costs.pricing import Pricer
-from autopar.search.exact.ilp import CutoffError, solve
+from autopar.search.exact.ilp import CutoffError, UnderLimit, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.graph.build import build
@@ -116,9 +116,7 @@ def way_seconds(
             relative_gap=GAP,
             seconds=seconds,
             cutoff=cutoff,
-            binds=True,
-            say_least=False,
-            prices=asked.prices,
+            under=UnderLimit(binds=True, say_least=False, prices=asked.prices),
         )
     except CutoffError as error:
         return error.bound + way.sent

@@ -4,7 +4,7 @@
 
 One sweep on and one back a step of the prices: far cheaper than letting messages settle, and just as valid. When the
 bound stalls, prices go back to the best ones, and step length and temperature shrink. Given the cost of a known choice
-(`upper`), options and pairs that no cheaper choice can use are closed as floors prove it, which raises the bound in
+(`upper`), options and pairs that have too much left over for any cheaper choice are closed, which raises the bound in
 turn. Where all costs are multiples of one number, so are their sums, and the bound is rounded up to the next one.
 """
 
@@ -14,7 +14,7 @@ from time import monotonic
 
 import numpy as np
 
-from autopar.search.pairwise.messages import EPS, close_pairs, decode, lay, leave, sweep, sweep_floors
+from autopar.search.pairwise.messages import EPS, close_pairs, decode, lay, leave, sweep
 from autopar.search.pairwise.prices import blend, granted, mean_usage, priced, step
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
 
@@ -25,25 +25,19 @@ _PATIENCE = 30  # passes that raised the bound by less than
 _PROGRESS = 1e-4  # of itself
 _SETTLED = 1e-7  # a cap that moves nothing any more
 _AIM = 0.05  # of the cost: how far up the bound is to aim where no choice is known
-_BETWEEN_FLOORS = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floors:
-    """Of every option and pair: no choice that fits and beats `upper` uses it and costs less (inf: none uses it)."""
-
-    option: Floats
-    pair: Floats
+_BETWEEN_CLOSING = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Remainder:
     """What of all costs the bound leaves: cost(x) = bound + option + pair costs of x, none below zero, + sum over times
-    of prices * (limit - usage of x). Of choices that beat `upper`. `choice` is what the messages suggest: often close
-    to the best, not always allowed, rarely within the limit at every time."""
+    of prices * (limit - usage of x), for every x that beats `upper` (inf: none of these uses it). So an option or pair
+    that has so much left over costs no less than `proved` and that, rounding included. `choice` is what the messages
+    suggest: often close to the best, not always allowed, rarely within the limit at every time."""
 
     choice: Ints
     bound: float
+    proved: float
     option: Floats
     pair: Floats
     prices: Floats
@@ -66,8 +60,6 @@ class DualBound:
         self._layout = lay(problem)
         self._messages = np.zeros(int(self._layout.first_message[-1]))
         self._weight = np.zeros(len(problem.cost))
-        self._option = np.full(len(problem.cost), -np.inf)
-        self._pair = np.full(len(problem.pair_cost), -np.inf)
         self._grain, self._dearest = _grain(problem), _dearest(problem)
         self._best, self._best_prices = -np.inf, self.prices
         self._marked, self._stalled = -np.inf, 0
@@ -113,35 +105,38 @@ class DualBound:
         last = np.inf if passes is None else self.passes + passes
         while not self.closed and not self.settled and self.passes < last and monotonic() < stop:
             self._pass()
-            if self.passes % _BETWEEN_FLOORS == 0 and self.upper < np.inf:
-                self._raise_floors()
+            if self.passes % _BETWEEN_CLOSING == 0 and self.upper < np.inf:
+                self._leave()
             if on_progress is not None:
                 on_progress(self.bound)
         return self.bound
 
-    def floors(self) -> Floors:
-        """The highest known, after a pass at the best prices."""
-        if not self.closed:
-            self._direction = None
-            self.prices = self._best_prices
-            self._raise_floors()
-        if self.closed:
-            self._option[:], self._pair[:] = np.inf, np.inf
-        return Floors(option=self._option, pair=self._pair)
-
     def remainder(self) -> Remainder:
         """At the best prices, after a pass."""
-        problem = self.problem
         self.prices, self._direction = self._best_prices, None
+        return self._leave()
+
+    def _leave(self) -> Remainder:
+        """What is left at the prices now; closes what cannot be part of a choice that beats `upper`."""
+        problem, layout = self.problem, self._layout
         unary = priced(problem, self._cost, self.prices)
-        sweep(self._layout, unary, self._messages, True, 0.0, self._weight)
-        self._prove(*sweep(self._layout, unary, self._messages, False, 0.0, self._weight), unary)
+        sweep(layout, unary, self._messages, True, 0.0, self._weight)
+        value, rounding = sweep(layout, unary, self._messages, False, 0.0, self._weight)
+        self._prove(value, rounding, unary)
         choice = np.zeros(problem.num_nodes, np.int64)
-        decode(self._layout, unary, self._messages, choice)
-        option, pair = np.empty(len(problem.cost)), np.empty(len(problem.pair_cost))
-        bound = leave(self._layout, unary, self._messages, problem.first_pair, problem.edge_a, option, pair)
-        bound += granted(problem, self.prices)[0]
-        return Remainder(choice=choice, bound=bound, option=option, pair=pair, prices=self.prices)
+        option, pair = np.full(len(problem.cost), np.inf), np.full(len(problem.pair_cost), np.inf)
+        bound = proved = self.bound
+        if not self.closed:
+            decode(layout, unary, self._messages, choice)
+            rest, slack = granted(problem, self.prices)
+            bound = leave(layout, unary, self._messages, problem.first_pair, problem.edge_a, option, pair) + rest
+            proved = bound - slack - 2.0 * rounding - self._mispriced(unary)
+            if self.upper < np.inf:
+                option[option > self.most - proved] = np.inf
+                pair[pair > self.most - proved] = np.inf
+                self._cost[option == np.inf] = np.inf
+                close_pairs(layout, problem.first_pair, problem.edge_a, pair)
+        return Remainder(choice=choice, bound=bound, proved=proved, option=option, pair=pair, prices=self.prices)
 
     def _pass(self) -> None:
         self.passes += 1
@@ -185,23 +180,6 @@ class DualBound:
         finite = np.where(unary < np.inf, np.abs(unary), 0.0) + np.where(self._cost < np.inf, np.abs(self._cost), 0.0)
         members = np.bincount(self.problem.member_node, minlength=self.problem.num_nodes) + 1
         return float(2.0 * EPS * (members * np.maximum.reduceat(finite, self.problem.first_option[:-1])).sum())
-
-    def _raise_floors(self) -> None:
-        """Raise floors at the prices now, and close what cannot be part of a choice that beats `upper`."""
-        problem, layout = self.problem, self._layout
-        unary = priced(problem, self._cost, self.prices)
-        option, pair = np.full(len(self._option), -np.inf), np.full(len(self._pair), -np.inf)
-        value, rounding = sweep_floors(layout, unary, self._messages, problem.first_pair, problem.edge_a, option, pair)
-        self._prove(value, rounding, unary)
-        rest, slack = granted(problem, self.prices)
-        lowered = rest - slack - rounding - self._mispriced(unary)
-        np.maximum(self._option, option + lowered, out=self._option)
-        np.maximum(self._pair, pair + lowered, out=self._pair)
-        beats = self.most
-        self._option[self._option > beats] = np.inf
-        self._pair[self._pair > beats] = np.inf
-        self._cost[self._option == np.inf] = np.inf
-        close_pairs(layout, problem.first_pair, problem.edge_a, self._pair)
 
 
 def _grain(problem: Pairwise) -> float:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.search.graph.strategy_graph import Edge, StrategyGraph
-from autopar.search.pairwise.problem import Floats, Ints, Pairwise
+from autopar.search.pairwise.problem import Floats, Pairwise, joined, starts
 
 
 def flatten(graph: StrategyGraph) -> Pairwise:
@@ -27,17 +27,17 @@ def flatten(graph: StrategyGraph) -> Pairwise:
     members, base = _members(graph)
     ends = np.array(list(matrices), np.int64).reshape(-1, 2)
     return Pairwise(
-        first_option=_offsets([len(part) for part in seconds]),
-        cost=_joined(seconds),
+        first_option=starts([len(part) for part in seconds]),
+        cost=joined(seconds),
         edge_a=np.ascontiguousarray(ends[:, 0]),
         edge_b=np.ascontiguousarray(ends[:, 1]),
-        first_pair=_offsets([matrix.size for matrix in matrices.values()]),
-        pair_cost=_joined([matrix.ravel() for matrix in matrices.values()]),
+        first_pair=starts([matrix.size for matrix in matrices.values()]),
+        pair_cost=joined([matrix.ravel() for matrix in matrices.values()]),
         member_node=np.array([node for node, _, _, _ in members], np.int64),
         begin=np.array([begin for _, begin, _, _ in members], np.int64),
         end=np.array([end for _, _, end, _ in members], np.int64),
-        first_usage=_offsets([len(taken) for _, _, _, taken in members]),
-        usage=_joined([taken for _, _, _, taken in members]),
+        first_usage=starts([len(taken) for _, _, _, taken in members]),
+        usage=joined([taken for _, _, _, taken in members]),
         base=base,
         limit=np.inf if graph.memory is None else graph.memory.limit,
     )
@@ -62,11 +62,3 @@ def _members(graph: StrategyGraph) -> tuple[list[tuple[int, int, int, Floats]], 
             if (taken > least).any():
                 members.append((term.node, begin, end, taken - least))
     return members, base
-
-
-def _offsets(sizes: list[int]) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-
-
-def _joined(parts: list[Floats]) -> Floats:
-    return np.ascontiguousarray(np.concatenate(parts) if parts else np.zeros(0), np.float64)

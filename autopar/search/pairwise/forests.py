@@ -28,6 +28,24 @@ def gumbel_table() -> Floats:
     return np.asarray(-np.log(-np.log((np.arange(2**_BITS) + 0.5) / 2**_BITS)), np.float64)
 
 
+class Work(NamedTuple):
+    """Memory that sweeps use again and again.
+
+    Of the forest, of size k: order[:k] are its nodes, `planted`, tree by tree, parents first; up[u] is the half-edge
+    from u to its parent, -1 at a root. `own` and `total`: an option.
+    """
+
+    planted: Flags
+    order: Ints
+    up: Ints
+    own: Floats
+    total: Floats
+    value: Floats
+    gumbel: Floats
+    peak: Floats
+    added: Floats
+
+
 @compiled
 def _find(root: Ints, u: int) -> int:
     while root[u] != u:
@@ -37,12 +55,9 @@ def _find(root: Ints, u: int) -> int:
 
 
 @compiled
-def plant(graph: Graph, state: State, planted: Flags, order: Ints, up: Ints) -> int:
-    """Draw a spanning induced forest.
-
-    Returns its size k; order[:k] are its nodes, tree by tree, parents first; up[u] is the half-edge from u to its
-    parent, -1 at a root.
-    """
+def plant(graph: Graph, work: Work, state: State) -> int:
+    """Draw a spanning induced forest; returns its size."""
+    planted, order, up = work.planted, work.order, work.up
     nodes = len(graph.first_option) - 1
     queue, root, seen = np.arange(nodes), np.arange(nodes), np.full(nodes, -1)
     for i in range(nodes - 1, 0, -1):
@@ -93,27 +108,19 @@ def plant(graph: Graph, state: State, planted: Flags, order: Ints, up: Ints) -> 
 
 @compiled
 def own_costs(
-    graph: Graph,
-    choice: Ints,
-    planted: Flags,
-    order: Ints,
-    size: int,
-    prices: Floats,
-    temperature: float,
-    gumbel: Floats,
-    state: State,
-    own: Floats,
+    graph: Graph, work: Work, size: int, choice: Ints, prices: Floats, temperature: float, state: State
 ) -> None:
     """Fill `own` at the options of the forest; `prices[t]` is the sum of what a byte costs before time t."""
+    own, planted = work.own, work.planted
     for k in range(size):
-        u = order[k]
+        u = work.order[k]
         first = graph.first_option[u]
         options = graph.first_option[u + 1] - first
         for i in range(options):
             own[first + i] = graph.cost[first + i]
         if temperature > 0.0:
             for i in range(options):
-                own[first + i] -= temperature * gumbel[np.int64(draw(state) >> np.uint64(64 - _BITS))]
+                own[first + i] -= temperature * work.gumbel[np.int64(draw(state) >> np.uint64(64 - _BITS))]
         for m in range(graph.first_member[u], graph.first_member[u + 1]):
             price = prices[graph.end[m]] - prices[graph.begin[m]]
             if price != 0.0:
@@ -128,8 +135,9 @@ def own_costs(
 
 
 @compiled
-def gather(graph: Graph, order: Ints, up: Ints, size: int, own: Floats, total: Floats) -> None:
+def gather(graph: Graph, work: Work, size: int) -> None:
     """From the leaves to the roots: the least cost of each subtree, an option of its top."""
+    order, up, own, total = work.order, work.up, work.own, work.total
     for k in range(size):
         u = order[k]
         for i in range(graph.first_option[u], graph.first_option[u + 1]):
@@ -154,8 +162,9 @@ def gather(graph: Graph, order: Ints, up: Ints, size: int, own: Floats, total: F
 
 
 @compiled
-def _values(graph: Graph, u: int, choice: Ints, up: Ints, total: Floats, value: Floats) -> int:
+def _values(graph: Graph, work: Work, u: int, choice: Ints) -> int:
     """Cost of each option of u, given its parent's; returns the best option."""
+    up, total, value = work.up, work.total, work.value
     first = graph.first_option[u]
     options = graph.first_option[u + 1] - first
     row = -1
@@ -172,20 +181,20 @@ def _values(graph: Graph, u: int, choice: Ints, up: Ints, total: Floats, value: 
 
 
 @compiled
-def settle(graph: Graph, choice: Ints, order: Ints, up: Ints, size: int, total: Floats, value: Floats) -> None:
+def settle(graph: Graph, work: Work, size: int, choice: Ints) -> None:
     """From the roots to the leaves: the best options, memory only through prices."""
     for k in range(size):
-        u = order[k]
-        choice[u] = _values(graph, u, choice, up, total, value)
+        u = work.order[k]
+        choice[u] = _values(graph, work, u, choice)
 
 
 @compiled
-def place(graph: Graph, u: int, option: int, sign: float, peak: Floats, added: Floats) -> None:
+def place(graph: Graph, work: Work, u: int, option: int, sign: float) -> None:
     """Add sign * what an option of u takes to the levels."""
     for m in range(graph.first_member[u], graph.first_member[u + 1]):
         nbytes = graph.usage[graph.first_usage[m] + option]
         if nbytes != 0.0:
-            add(peak, added, graph.begin[m], graph.end[m], sign * nbytes)
+            add(work.peak, work.added, graph.begin[m], graph.end[m], sign * nbytes)
 
 
 @compiled
@@ -197,19 +206,19 @@ def _takes_no_more(graph: Graph, u: int, option: int, than: int) -> bool:
 
 
 @compiled
-def best_fit(graph: Graph, u: int, stood: int, best: int, value: Floats, peak: Floats, added: Floats) -> int:
+def best_fit(graph: Graph, work: Work, u: int, stood: int, best: int) -> int:
     """Move u from option `stood` to the least `value` that fits, `best` the least of all; `stood` always fits."""
     if best == stood:
         return stood
     if _takes_no_more(graph, u, best, stood):
-        place(graph, u, stood, -1.0, peak, added)
-        place(graph, u, best, 1.0, peak, added)
+        place(graph, work, u, stood, -1.0)
+        place(graph, work, u, best, 1.0)
         return best
     options = graph.first_option[u + 1] - graph.first_option[u]
-    place(graph, u, stood, -1.0, peak, added)
+    place(graph, work, u, stood, -1.0)
     barred = np.zeros(options, np.bool_)
     for m in range(graph.first_member[u], graph.first_member[u + 1]):
-        slack = graph.limit - highest(peak, added, graph.begin[m], graph.end[m])
+        slack = graph.limit - highest(work.peak, work.added, graph.begin[m], graph.end[m])
         for i in range(options):
             if graph.usage[graph.first_usage[m] + i] > slack:
                 barred[i] = True
@@ -217,35 +226,25 @@ def best_fit(graph: Graph, u: int, stood: int, best: int, value: Floats, peak: F
     while True:
         chosen = stood
         for i in range(options):
-            if not barred[i] and value[i] < value[chosen]:
+            if not barred[i] and work.value[i] < work.value[chosen]:
                 chosen = i
-        place(graph, u, chosen, 1.0, peak, added)
+        place(graph, work, u, chosen, 1.0)
         if chosen == stood or not graph.overlapping[u]:
             return chosen
         fits = True
         for m in range(graph.first_member[u], graph.first_member[u + 1]):
-            if highest(peak, added, graph.begin[m], graph.end[m]) > graph.limit:
+            if highest(work.peak, work.added, graph.begin[m], graph.end[m]) > graph.limit:
                 fits = False
         if fits:
             return chosen
-        place(graph, u, chosen, -1.0, peak, added)
+        place(graph, work, u, chosen, -1.0)
         barred[chosen] = True
 
 
 @compiled
-def settle_hard(
-    graph: Graph,
-    choice: Ints,
-    order: Ints,
-    up: Ints,
-    size: int,
-    own: Floats,
-    total: Floats,
-    value: Floats,
-    peak: Floats,
-    added: Floats,
-) -> None:
+def settle_hard(graph: Graph, work: Work, size: int, choice: Ints) -> None:
     """From the roots to the leaves, tree by tree, within the limit where the choice stood within it."""
+    order, up, own = work.order, work.up, work.own
     stood = choice.copy()
     start = 0
     while start < size:
@@ -255,8 +254,8 @@ def settle_hard(
             u = order[stop]
             first = graph.first_option[u]
             options = graph.first_option[u + 1] - first
-            best = _values(graph, u, choice, up, total, value)
-            choice[u] = best_fit(graph, u, stood[u], best, value, peak, added)
+            best = _values(graph, work, u, choice)
+            choice[u] = best_fit(graph, work, u, stood[u], best)
             before += own[first + stood[u]]
             after += own[first + choice[u]]
             if up[u] >= 0:
@@ -268,24 +267,10 @@ def settle_hard(
             for k in range(start, stop):
                 u = order[k]
                 if choice[u] != stood[u]:
-                    place(graph, u, choice[u], -1.0, peak, added)
-                    place(graph, u, stood[u], 1.0, peak, added)
+                    place(graph, work, u, choice[u], -1.0)
+                    place(graph, work, u, stood[u], 1.0)
                     choice[u] = stood[u]
         start = stop
-
-
-class Work(NamedTuple):
-    """Memory that sweeps use again and again."""
-
-    planted: Flags
-    order: Ints
-    up: Ints
-    own: Floats
-    total: Floats
-    value: Floats
-    gumbel: Floats
-    peak: Floats
-    added: Floats
 
 
 def work_for(graph: Graph) -> Work:
@@ -320,11 +305,11 @@ def sweep(
 
     Where that is exceeded already, the level counts as full: what does not fit yet is never made worse.
     """
-    size = plant(graph, state, work.planted, work.order, work.up)
-    own_costs(graph, choice, work.planted, work.order, size, prices, temperature, work.gumbel, state, work.own)
-    gather(graph, work.order, work.up, size, work.own, work.total)
+    size = plant(graph, work, state)
+    own_costs(graph, work, size, choice, prices, temperature, state)
+    gather(graph, work, size)
     if hard:
         fill(work.peak, work.added, np.minimum(usage_of(graph, choice) - over, graph.limit))
-        settle_hard(graph, choice, work.order, work.up, size, work.own, work.total, work.value, work.peak, work.added)
+        settle_hard(graph, work, size, choice)
     else:
-        settle(graph, choice, work.order, work.up, size, work.total, work.value)
+        settle(graph, work, size, choice)

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.compiled import compiled
-from autopar.search.pairwise.problem import Floats, Ints, Pairwise
+from autopar.search.pairwise.messages import lay
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise, ranges, starts
 
 
 class Graph(NamedTuple):
-    """Half-edges of node u: first_half[u]:first_half[u + 1]; h leads to other[h], twin[h] leads
-    back, and the entry of h for option j of that
-    and option i of u is block[first_block[h] + j * (options of u) + i]. Members of u likewise, sorted by node;
-    `overlapping[u]` says that two members of u live at one time."""
+    """Half-edges of node u: first_half[u]:first_half[u + 1]; h leads to other[h], twin[h] leads back, and the entry of
+    h for option j of that and option i of u is block[first_block[h] + j * (options of u) + i]. Members of u likewise,
+    sorted by node; `overlapping[u]` says that two members of u live at one time."""
 
     first_option: Ints
     cost: Floats
@@ -48,40 +48,26 @@ def graph_of(problem: Pairwise) -> Graph:
     finite_cost, finite_pair = np.isfinite(problem.cost), np.isfinite(problem.pair_cost)
     wall = 4.0 * _most(problem.cost, finite_cost, problem.first_option)
     wall += 4.0 * _most(problem.pair_cost, finite_pair, problem.first_pair) + 1.0
-    num, edges = problem.num_options(), problem.num_edges
-    owner = np.concatenate([problem.edge_a, problem.edge_b])
-    other = np.concatenate([problem.edge_b, problem.edge_a])
-    edge = np.tile(np.arange(edges, dtype=np.int64), 2)
-    by_owner = np.argsort(owner, kind="stable")
-    place_of = np.empty(2 * edges, np.int64)
-    place_of[by_owner] = np.arange(2 * edges)
-    size = (num[owner] * num[other])[by_owner]
-    first_block = _starts(size)
-    block = np.empty(int(first_block[-1]))
-    swapped = owner[by_owner] == problem.edge_b[edge[by_owner]]
-    pairs = np.where(finite_pair, problem.pair_cost, wall)
-    _lay(pairs, problem.first_pair, edge[by_owner], swapped, num[owner[by_owner]], num[other[by_owner]], block)
+    layout = lay(replace(problem, pair_cost=np.where(finite_pair, problem.pair_cost, wall)))
     by_node = np.argsort(problem.member_node, kind="stable")
-    width = num[problem.member_node[by_node]]
-    first_usage = _starts(width)
-    place = np.repeat(problem.first_usage[:-1][by_node] - first_usage[:-1], width) + np.arange(first_usage[-1])
-    first_member = _starts(np.bincount(problem.member_node, minlength=problem.num_nodes))
+    width = problem.num_options()[problem.member_node[by_node]]
+    first_member = starts(np.bincount(problem.member_node, minlength=problem.num_nodes))
     begin, end = problem.begin[by_node], problem.end[by_node]
     overlapping = np.zeros(problem.num_nodes, np.bool_)
     _find_overlaps(first_member, begin, end, overlapping)
     return Graph(
         first_option=problem.first_option,
         cost=np.where(finite_cost, problem.cost, wall),
-        first_half=_starts(np.bincount(owner, minlength=problem.num_nodes)),
-        other=other[by_owner],
-        twin=place_of[(by_owner + edges) % max(2 * edges, 1)],
-        first_block=first_block,
-        block=block,
+        first_half=layout.first_half,
+        other=layout.other,
+        twin=layout.twin,
+        first_block=layout.first_block[layout.twin],
+        block=layout.block,
         first_member=first_member,
         begin=begin,
         end=end,
-        first_usage=first_usage,
-        usage=problem.usage[place],
+        first_usage=starts(width),
+        usage=problem.usage[ranges(problem.first_usage[:-1][by_node], width)],
         overlapping=overlapping,
         base=problem.base,
         limit=float(problem.limit),
@@ -89,28 +75,11 @@ def graph_of(problem: Pairwise) -> Graph:
     )
 
 
-def _starts(sizes: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
 def _most(values: Floats, finite: NDArray[np.bool_], first: Ints) -> float:
     """Sum over groups (none empty) of the largest finite magnitude."""
-    return (
-        float(np.maximum.reduceat(np.where(finite, np.abs(values), 0.0), first[:-1]).sum()) if len(first) > 1 else 0.0
-    )
-
-
-@compiled
-def _lay(
-    pairs: Floats, first_pair: Ints, edge: Ints, swapped: NDArray[np.bool_], own: Ints, others: Ints, block: Floats
-) -> None:
-    at = 0
-    for h in range(len(edge)):
-        start = first_pair[edge[h]]
-        for j in range(others[h]):
-            for i in range(own[h]):
-                block[at] = pairs[start + (j * own[h] + i if swapped[h] else i * others[h] + j)]
-                at += 1
+    if len(first) < 2:
+        return 0.0
+    return float(np.maximum.reduceat(np.where(finite, np.abs(values), 0.0), first[:-1]).sum())
 
 
 @compiled

@@ -10,16 +10,6 @@ above its least, and sets the message along it so that what the edge then holds 
 number. Nothing is left below zero, so that the leasts of nodes and edges add up to a bound; over sweeps to and fro it
 never falls.
 
-Floors. When the backward sweep stands at s, nodes after s hold what they lent backward, nodes before s still what they
-lent forward, and nobody has claimed here[s]:
-
-    cost(x) >= leasts forward of nodes before s and of their edges on
-             + leasts backward of nodes after s and of their edges back to s or later
-             + here[s](x_s)                                              the floor of option x_s
-             + what the edge from t < s held above its least, at (x_t, x_s)       the floor of a pair.
-
-(An edge from before s to after s is counted once: rewriting its message moved the difference of its two leasts.)
-
 Rounding. Each least is taken over sums of a few terms. Its error is below eps times the number of terms times the
 largest sum of their magnitudes, and the sweep adds these up: bound - rounding is proved in floating point as well.
 """
@@ -29,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.search.compiled import compiled
-from autopar.search.pairwise.problem import Floats, Ints, Pairwise
+from autopar.search.pairwise.problem import Floats, Ints, Pairwise, starts
 
 EPS = float(np.finfo(np.float64).eps)
 
@@ -63,8 +53,8 @@ def lay(problem: Pairwise) -> Layout:
     place = np.empty(2 * edges, np.int64)
     place[order] = np.arange(2 * edges)
     owner, other, edge = owner[order], other[order], edge[order]
-    first_half = _starts(np.bincount(owner, minlength=problem.num_nodes))
-    first_block = _starts(num[owner] * num[other])
+    first_half = starts(np.bincount(owner, minlength=problem.num_nodes))
+    first_block = starts(num[owner] * num[other])
     block, largest = np.empty(int(first_block[-1])), np.zeros(2 * edges)
     turned = owner == problem.edge_b[edge]
     _fill(problem.pair_cost, problem.first_pair, edge, turned, num[owner], num[other], block, largest)
@@ -78,12 +68,8 @@ def lay(problem: Pairwise) -> Layout:
         first_block=first_block,
         block=block,
         largest=largest,
-        first_message=_starts(num[other]),
+        first_message=starts(num[other]),
     )
-
-
-def _starts(sizes: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 @compiled
@@ -199,92 +185,8 @@ def _most_options(layout: Layout) -> int:
 
 
 @compiled
-def sweep_floors(
-    layout: Layout, unary: Floats, messages: Floats, first_pair: Ints, edge_a: Ints, option: Floats, pair: Floats
-) -> tuple[float, float]:
-    """A sweep on and one back that also raise `option` and `pair` to floors: no choice that uses one costs less.
-
-    Returns (bound, rounding); the floors are to be lowered by `rounding` too, and inf where the bound is.
-    """
-    nodes = len(layout.first_option) - 1
-    here = np.empty(_most_options(layout))
-    lent, held = np.zeros(len(unary)), np.zeros(len(layout.other))
-    before = np.zeros(nodes + 1)
-    total = rounding = 0.0
-    for s in range(nodes):
-        first = layout.first_option[s]
-        size = layout.first_option[s + 1] - first
-        largest = gather(layout, unary, messages, s, here)
-        least = here[:size].min()
-        if least == np.inf:
-            return np.inf, 0.0
-        here[:size] -= least
-        begin, middle, end = layout.first_half[s], layout.middle[s], layout.first_half[s + 1]
-        before[s + 1] = before[s] + least
-        total += abs(least)
-        rounding += (end - begin + 2) * largest
-        share = 1.0 / max(middle - begin, end - middle, 1)
-        lent[first : first + size] = here[:size]
-        for h in range(middle, end):
-            held[h] = send(layout, messages, h, here, size, share)
-            if held[h] == np.inf:
-                return np.inf, 0.0
-            before[s + 1] += held[h]
-            total += abs(held[h])
-            rounding += (end - begin + 6) * (2.0 * largest + layout.largest[h])
-    after = np.zeros(nodes + 1)
-    for s in range(nodes - 1, -1, -1):
-        first = layout.first_option[s]
-        size = layout.first_option[s + 1] - first
-        largest = gather(layout, unary, messages, s, here)
-        # after[s]: leasts of edges from later nodes back to s, put there as these nodes were passed.
-        after[s] += after[s + 1]
-        rest = before[s] + after[s]
-        for i in range(size):
-            option[first + i] = max(option[first + i], rest + here[i])
-        begin, middle, end = layout.first_half[s], layout.middle[s], layout.first_half[s + 1]
-        for h in range(begin, middle):
-            t, back = layout.other[h], layout.twin[h]
-            ahead = layout.middle[t] - layout.first_half[t], layout.first_half[t + 1] - layout.middle[t]
-            share = 1.0 / max(ahead[0], ahead[1], 1)
-            kept = 1.0 - share * ahead[1]
-            columns = layout.first_option[t + 1] - layout.first_option[t]
-            for i in range(size):
-                if here[i] == np.inf:
-                    continue
-                row = layout.first_block[h] + i * columns
-                base = rest + here[i] - messages[layout.first_message[back] + i] - held[back]
-                for j in range(columns):
-                    spare = lent[layout.first_option[t] + j]
-                    if spare == np.inf:
-                        continue
-                    floor = base + (share + kept) * spare + layout.block[row + j]
-                    floor -= messages[layout.first_message[h] + j]
-                    at = first_pair[layout.edge[h]]
-                    at += j * size + i if edge_a[layout.edge[h]] == t else i * columns + j
-                    pair[at] = max(pair[at], floor)
-        least = here[:size].min()
-        if least == np.inf:
-            return np.inf, 0.0
-        here[:size] -= least
-        total += abs(least)
-        after[s] += least
-        rounding += (end - begin + 2) * largest
-        share = 1.0 / max(middle - begin, end - middle, 1)
-        for h in range(begin, middle):
-            least = send(layout, messages, h, here, size, share)
-            if least == np.inf:
-                return np.inf, 0.0
-            after[layout.other[h]] += least
-            total += abs(least)
-            rounding += (end - begin + 6) * (2.0 * largest + layout.largest[h])
-    bound = after[0]
-    return bound, EPS * (rounding + 2 * (nodes + len(layout.other)) * total)
-
-
-@compiled
 def close_pairs(layout: Layout, first_pair: Ints, edge_a: Ints, pair: Floats) -> None:
-    """Allow no longer, in both directions, the pairs whose floor is inf."""
+    """Allow no longer, in both directions, the pairs that are inf."""
     for s in range(len(layout.first_option) - 1):
         size = layout.first_option[s + 1] - layout.first_option[s]
         for h in range(layout.first_half[s], layout.first_half[s + 1]):

@@ -7,6 +7,7 @@ A *member* is memory that a node's option takes over an interval of time. In a c
 where one node has taken in others (a reduction) it has several. inf is a cost that is not allowed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,3 +79,18 @@ def usage(problem: Pairwise, choice: Ints) -> Floats:
 def fits(problem: Pairwise, choice: Ints) -> bool:
     """Whether the limit holds at every time."""
     return not problem.num_times or bool(usage(problem, choice).max() <= problem.limit)
+
+
+def starts(sizes: Sequence[int] | Ints) -> Ints:
+    """Where parts of these sizes begin, one after the other, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def ranges(first: Ints, sizes: Ints) -> Ints:
+    """first[0], first[0] + 1, ... (sizes[0] of them), first[1], ..."""
+    return np.repeat(first - starts(sizes)[:-1], sizes) + np.arange(sizes.sum(), dtype=np.int64)
+
+
+def joined(parts: Sequence[Floats]) -> Floats:
+    """One array of all."""
+    return np.concatenate([np.zeros(0), *parts])

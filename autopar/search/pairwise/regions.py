@@ -6,7 +6,6 @@ option costs and base bytes; what is left is reduced, bounded by messages below 
 does not close is a mixed program over the options and pairs that may still do better.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -15,24 +14,20 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.search.compiled import State, below, compiled, draw
-from autopar.search.exact.array_model import Answer, ArrayModel
+from autopar.search.exact.array_worker import Worker
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.graph import Graph
 from autopar.search.pairwise.guide import Guide
-from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits, usage
+from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits, ranges, starts, usage
 from autopar.search.pairwise.reduce.pipeline import reduce
-from autopar.search.pairwise.transport import Transport
+from autopar.search.pairwise.restricted import best_open
 
 Flags = NDArray[np.bool_]
-Program = Callable[[ArrayModel, float, bool], Answer | None]
-"""model, seconds, relaxed -> its answer, None where the time did not do."""
 
 GAP = 0.05
 """Of what a region may still gain: where its program stops proving, for the next region gains more than the rest."""
 
 _PASSES = 60
-_UNITS = 1e3
-_ROUNDS = 30
 _SMALLEST, _GROWTH, _SHRINK = 8, 1.15, 0.7
 
 
@@ -40,7 +35,7 @@ _SMALLEST, _GROWTH, _SHRINK = 8, 1.15, 0.7
 class Size:
     """How many nodes a region has: more while they are solved in a fraction of the time allowed, fewer when not."""
 
-    nodes: float = 30.0
+    nodes: float = 150.0
 
     def adapt(self, spent: float, allowed: float, most: int) -> None:
         """After a region that took `spent` of `allowed` seconds."""
@@ -86,12 +81,13 @@ def grow(graph: Graph, seeds: Ints, size: int, state: State, inside: Flags) -> N
                 width += 1
 
 
-def region(problem: Pairwise, graph: Graph, choice: Ints, size: int, state: State, guide: Guide | None = None) -> Flags:
-    """A random region: with a guide mostly around what is wasted, else around a node, or around nodes with memory to
-    trade at a time that is nearly full."""
+def region(graph: Graph, guide: Guide, choice: Ints, size: int, state: State) -> Flags:
+    """A random region: mostly around what is wasted, else around a node, or around nodes with memory to trade at a time
+    that is nearly full."""
+    problem = guide.problem
     inside = np.zeros(problem.num_nodes, np.bool_)
     seeds = np.array([below(state, problem.num_nodes)], np.int64)
-    if guide is not None and below(state, 8) and len(wasteful := guide.seeds(choice, state)):
+    if below(state, 8) and len(wasteful := guide.seeds(choice, state)):
         seeds = wasteful
     elif len(graph.base) and below(state, 2):
         taken = usage(problem, choice)
@@ -113,13 +109,13 @@ def induced(problem: Pairwise, choice: Ints, inside: Flags) -> Pairwise:
     num = problem.num_options()
     nodes = np.flatnonzero(inside)
     number = np.cumsum(inside) - 1
-    first_option = _starts(num[nodes])
-    cost = problem.cost[_ranges(problem.first_option[nodes], num[nodes])]
+    first_option = starts(num[nodes])
+    cost = problem.cost[ranges(problem.first_option[nodes], num[nodes])]
     a, b = problem.edge_a, problem.edge_b
     for at_a, near, far in ((True, a, b), (False, b, a)):
         cut = np.flatnonzero(inside[near] & ~inside[far])
         width, stays = num[near[cut]], choice[far[cut]]
-        option = _ranges(np.zeros(len(cut), np.int64), width)
+        option = ranges(np.zeros(len(cut), np.int64), width)
         columns = np.repeat(num[b[cut]], width)
         fixed = np.repeat(stays, width)
         pair = option * columns + fixed if at_a else fixed * columns + option
@@ -136,50 +132,35 @@ def induced(problem: Pairwise, choice: Ints, inside: Flags) -> Pairwise:
         cost=cost,
         edge_a=number[a[inner]],
         edge_b=number[b[inner]],
-        first_pair=_starts(size),
-        pair_cost=problem.pair_cost[_ranges(problem.first_pair[inner], size)],
+        first_pair=starts(size),
+        pair_cost=problem.pair_cost[ranges(problem.first_pair[inner], size)],
         member_node=number[problem.member_node[kept]],
         begin=problem.begin[kept],
         end=problem.end[kept],
-        first_usage=_starts(width),
-        usage=problem.usage[_ranges(problem.first_usage[kept], width)],
+        first_usage=starts(width),
+        usage=problem.usage[ranges(problem.first_usage[kept], width)],
         base=_with(problem, outside),
         limit=problem.limit,
     )
 
 
-def in_process(model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
-    """Solved here: no start to pay, but HiGHS may overrun its time."""
-    return model.solve(relaxed=relaxed, relative_gap=GAP, seconds=seconds)
-
-
-def improve(
-    problem: Pairwise,
-    choice: Ints,
-    inside: Flags,
-    *,
-    seconds: float,
-    guide: Guide | None = None,
-    program: Program = in_process,
-) -> Ints:
+def improve(guide: Guide, choice: Ints, inside: Flags, *, seconds: float, worker: Worker) -> Ints:
     """A choice that is no worse and differs inside only; if time allows, what it gains is within `GAP` of the most that
     can be gained inside. `choice` must fit."""
     stop = monotonic() + seconds
+    problem = guide.problem
     part = induced(problem, choice, inside)
     stood = evaluate(part, choice[inside])
-    if guide is not None:
-        part = _without_waste(part, guide, choice, inside)
     try:
-        reduced = reduce(part, seconds=seconds)
+        reduced = reduce(_without_waste(part, guide, choice, inside), seconds=seconds)
     except InfeasibleError:
         return choice
     if not reduced.problem.num_nodes:
         return _put(problem, choice, inside, reduced.lift(np.zeros(0, np.int64)))
     dual = DualBound(reduced.problem, upper=stood - reduced.offset)
     dual.ascend(passes=_PASSES, seconds=max(stop - monotonic(), 0.01) / 3.0)
-    if dual.closed:
-        return choice
-    better = _solve(dual, stop, program)
+    left = dual.remainder()
+    better = None if dual.closed else best_open(dual, left, dual.most, worker, stop, GAP)[0]
     return choice if better is None else _put(problem, choice, inside, reduced.lift(better))
 
 
@@ -195,37 +176,6 @@ def _without_waste(part: Pairwise, guide: Guide, choice: Ints, inside: Flags) ->
     return replace(part, cost=cost, pair_cost=np.where(left.pair_cost > most, np.inf, part.pair_cost))
 
 
-def _solve(dual: DualBound, stop: float, program: Program) -> Ints | None:
-    """A good choice below the dual's `upper`, None if there is none or time is up."""
-    problem, floors = dual.problem, dual.floors()
-    if dual.closed:
-        return None
-    unit = max((dual.upper - dual.bound) / _UNITS, 1e-10 * abs(dual.upper)) or 1.0
-    transport = Transport(problem, dual.remainder(), floors.option < dual.upper, floors.pair < dual.upper, unit)
-    if not np.logical_or.reduceat(transport.open_option, problem.first_option[:-1]).all():
-        return None
-    relaxed = True
-    for _ in range(_ROUNDS):
-        left = stop - monotonic()
-        if left <= 0.0:
-            return None
-        answer = program(transport.model, left, relaxed)
-        if answer is None or answer.values is None:
-            return None
-        if relaxed:
-            missing = transport.violated(transport.usage_of(answer.values), by=1e-6)
-            relaxed = bool(len(missing))
-        else:
-            choice = transport.choice(answer.values)
-            if fits(problem, choice):
-                return choice
-            missing = transport.violated(usage(problem, choice), by=0.0)
-            if not len(missing):
-                transport.forbid(choice)
-        transport.add_times(missing)
-    return None
-
-
 def _put(problem: Pairwise, choice: Ints, inside: Flags, part: Ints) -> Ints:
     """The choice with another one inside, if that is better and fits."""
     other = choice.copy()
@@ -238,12 +188,3 @@ def _with(problem: Pairwise, taken: NDArray[np.float64]) -> NDArray[np.float64]:
     np.add.at(change, problem.begin, taken)
     np.subtract.at(change, problem.end, taken)
     return np.asarray(problem.base + np.cumsum(change[:-1]), np.float64)
-
-
-def _starts(sizes: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
-def _ranges(first: Ints, sizes: Ints) -> Ints:
-    """first[0], first[0] + 1, ... (sizes[0] of them), first[1], ..."""
-    return np.repeat(first - _starts(sizes)[:-1], sizes) + np.arange(sizes.sum(), dtype=np.int64)

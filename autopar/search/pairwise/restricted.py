@@ -1,9 +1,10 @@
 """Which choice is provably the best? A mixed program over the options and pairs that matter, more until all do.
 
-Options and pairs with a floor at most (1 + delta) * bound are open, delta = 0.1%, 0.3%, 1%, 3%, ...: every other choice
-costs more than that threshold. If the best of the open ones costs no more either, it is optimal; if none costs as
-little, the threshold is a bound, and the next one is tried. Memory rows join as relaxations, then choices, are seen to
-violate them. Proofs are HiGHS's, good to 1e-6 of what lies between bound and threshold.
+Options and pairs that cost at most (1 + delta) * bound are open as far as what is left over of them tells, delta =
+0.1%, 0.3%, 1%, 3%, ...: every other choice costs more than that threshold. If the best of the open ones costs no more
+either, it is optimal; if none costs as little, the threshold is a bound, and the next one is tried. Memory rows join as
+relaxations, then choices, are seen to violate them. Proofs are HiGHS's, good to 1e-6 of what lies between bound and
+threshold.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,8 @@ from time import monotonic
 
 import numpy as np
 
-from autopar.search.exact.array_model import Answer
 from autopar.search.exact.array_worker import Worker
-from autopar.search.pairwise.bound import DualBound, Floors
+from autopar.search.pairwise.bound import DualBound, Remainder
 from autopar.search.pairwise.problem import Ints, evaluate, fits, usage
 from autopar.search.pairwise.transport import Transport
 
@@ -40,8 +40,8 @@ class Outcome:
 
 def first_rung(dual: DualBound) -> int:
     """Open pairs of the smallest of the ladder's programs: how large is it?"""
-    floors = dual.floors()
-    return 0 if dual.closed else int((floors.pair <= _threshold(dual, _LADDER[0])).sum())
+    left = dual.remainder()
+    return 0 if dual.closed else int((left.pair <= _threshold(dual, _LADDER[0]) - left.proved).sum())
 
 
 def _threshold(dual: DualBound, delta: float) -> float:
@@ -66,11 +66,11 @@ def solve_restricted(
         for delta in _LADDER:
             if dual.closed or monotonic() >= stop:
                 break
-            floors = dual.floors()
+            left = dual.remainder()
             if dual.closed:
                 break
             threshold = _threshold(dual, delta)
-            choice, proved = _solve(dual, floors, threshold, worker, stop)
+            choice, proved = best_open(dual, left, threshold, worker, stop)
             if choice is not None:
                 best = choice
                 dual.lower_upper(evaluate(dual.problem, choice))
@@ -80,19 +80,29 @@ def solve_restricted(
     return Outcome(choice=best, cost=dual.upper, bound=dual.bound)
 
 
-def _solve(dual: DualBound, floors: Floors, threshold: float, worker: Worker, stop: float) -> tuple[Ints | None, float]:
-    """The cheapest open choice, where it fits and beats `upper`, and what every open choice costs at least."""
-    problem = dual.problem
+def best_open(
+    dual: DualBound, left: Remainder, threshold: float, worker: Worker, stop: float, relative_gap: float = 0.0
+) -> tuple[Ints | None, float]:
+    """The cheapest choice open at a threshold, where it fits and beats `upper`, and what every open one costs at least.
+
+    relative_gap: of what lies between bound and threshold, where the program may stop.
+    """
+    problem, first = dual.problem, dual.problem.first_option[:-1]
     unit = max((threshold - dual.bound) / _UNITS, 1e-10 * abs(dual.bound), 1e-10 * abs(threshold)) or 1.0
-    open_option, open_pair = floors.option <= threshold, floors.pair <= threshold
-    if not np.logical_or.reduceat(open_option, problem.first_option[:-1]).all():
+    spare = threshold - left.proved
+    transport = Transport(problem, left, left.option <= spare, left.pair <= spare, unit)
+    if not np.logical_or.reduceat(transport.open_option, first).all():
         return None, np.inf
-    transport = Transport(problem, dual.remainder(), open_option, open_pair, unit)
-    if not np.logical_or.reduceat(transport.open_option, problem.first_option[:-1]).all():
-        return None, np.inf
-    relaxed, proved = True, -np.inf
-    while True:
-        answer = _answer(transport, relaxed, (threshold - transport.fixed) / unit, worker, stop)
+    relaxed, proved, most = True, -np.inf, (threshold - transport.fixed) / unit + _TOLERANCE * _UNITS
+    while (seconds := stop - monotonic()) > 0.0:
+        # A choice above the threshold proves nothing; to look for none is several times quicker.
+        answer = worker.solve(
+            transport.model,
+            seconds=seconds,
+            relaxed=relaxed,
+            cutoff=None if relaxed else most,
+            relative_gap=relative_gap,
+        )
         if answer is None or answer.infeasible:
             return None, proved if answer is None else np.inf
         if not relaxed:
@@ -106,7 +116,7 @@ def _solve(dual: DualBound, floors: Floors, threshold: float, worker: Worker, st
             choice = transport.choice(answer.values)
             cost = evaluate(problem, choice)
             if fits(problem, choice):
-                proved = cost if answer.optimal else proved
+                proved = cost if answer.optimal and not relative_gap else proved
                 return (choice if cost < dual.upper else None), proved
             if not answer.optimal:
                 return None, proved
@@ -115,12 +125,4 @@ def _solve(dual: DualBound, floors: Floors, threshold: float, worker: Worker, st
                 # Over the limit by less than HiGHS sees.
                 transport.forbid(choice)
         transport.add_times(missing)
-
-
-def _answer(transport: Transport, relaxed: bool, cutoff: float, worker: Worker, stop: float) -> Answer | None:
-    # A choice above the threshold proves nothing; to look for none is several times quicker.
-    most = None if relaxed else cutoff + _TOLERANCE * _UNITS
-    if stop == np.inf:
-        return transport.model.solve(relaxed=relaxed, cutoff=most)
-    left = stop - monotonic()
-    return worker.solve(transport.model, seconds=left, relaxed=relaxed, cutoff=most) if left > 0.0 else None
+    return None, proved

@@ -2,8 +2,8 @@
 
 - The *proof* raises a lower bound by prices and messages (`bound`) until it rises no more, then climbs the ladder of
   mixed programs (`restricted`); where these would be too large it ends, and its thread joins the search.
-- The *search* anneals and solves regions (`anytime`): at first blindly, soon guided by what the bound leaves over, from
-  what its messages suggest.
+- The *search* anneals and solves regions (`anytime`), guided by what the bound soon leaves over, from what its messages
+  suggest.
 
 Each tells the other what it found: costs close options for the proof, choices of the programs join the search. Mixed
 programs run in processes of their own, that may be killed. The end comes when the gap is closed, or with the time.
@@ -11,29 +11,28 @@ programs run in processes of their own, that may be killed. The end comes when t
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
-from autopar.search.exact.array_model import Answer, ArrayModel
 from autopar.search.exact.array_worker import Worker
 from autopar.search.exact.highs_log import Progress
 from autopar.search.graph.strategy_graph import Solution
-from autopar.search.pairwise.anytime import Search, SearchOver
+from autopar.search.pairwise.anytime import Outside, Search, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.least_memory import below, least_memory
-from autopar.search.pairwise.problem import Floats, Ints, Pairwise, evaluate, fits
+from autopar.search.pairwise.problem import Ints, Pairwise, evaluate, fits
 from autopar.search.pairwise.reduce.pipeline import Reduced, reduce
-from autopar.search.pairwise.regions import GAP
 from autopar.search.pairwise.restricted import first_rung, solve_restricted
 from autopar.search.pairwise.tighten import Tightened, tighten
 
 REDUCTION_SHARE = 0.35
 """Of the time, at most."""
 GUIDE_SHARE, GUIDE_SECONDS = 0.03, 5.0
-"""Of the time left, and at most: how long the bound climbs before the search goes by what it leaves over."""
+"""Of the time left, and at most: how long the bound climbs before the search begins, by what it leaves over."""
 GUIDE_GROWTH = 1.3
 """Of the time the bound has climbed, from one guide to the next."""
 SLOW_SECONDS, SLOW_SHARE, SLOW_GAIN = 10.0, 0.2, 0.03
@@ -49,6 +48,8 @@ AGAIN_GAIN = 0.3
 JOINED_SECONDS = 5.0
 LEAST_SECONDS = 60.0
 """For the least memory that would do, where no time is given."""
+WAIT_SECONDS = 0.02
+"""Between two looks for the first guide."""
 ASCENT_SECONDS = 0.5
 """Between two looks at what the search has found."""
 PATIENCE_SECONDS = 0.5
@@ -209,46 +210,24 @@ class _Race:
         return self.over or monotonic() >= self.stop
 
     def _search(self, start: Ints | None) -> None:
-        """Blindly until there is a guide, then by it, until someone ends it."""
-        seed = self.seed
-        while not self._ended():
-            guide = self.guide
-            prices = None if guide is None else guide.remainder.prices
-            begin = guide.remainder.choice if guide is not None else start
-            search = self._searcher(seed, begin, prices, self.regions)
-            self.searching.append(search)
-            if self.over or self.guide is not guide:  # since then: whoever changed it may not have seen this search
-                search.stop = -np.inf
-            try:
+        """By the first guide, until someone ends it."""
+        while self.guide is None and not self._ended():
+            sleep(WAIT_SECONDS)
+        if self.guide is not None and not self._ended():
+            search = self._searcher(self.guide, self.seed, self.regions, start)
+            with suppress(SearchOver):
                 search.run()
-            except SearchOver:
-                pass
-            finally:
-                self._heard(search)
+            self._take(search.best.choice.copy(), float(search.best.cost[0]))
             self.searching.remove(search)
-            seed += 1
 
-    def _searcher(self, seed: int, start: Ints | None, prices: Floats | None, worker: Worker) -> Search:
-        def program(model: ArrayModel, seconds: float, relaxed: bool) -> Answer | None:
-            return worker.solve(model, seconds=seconds, relaxed=relaxed, relative_gap=GAP)
-
-        search = Search(
-            self.problem,
-            seed=seed,
-            stop=self.stop,
-            sweeps=None,
-            start=start,
-            prices=prices,
-            on_progress=lambda _: self._heard(search),
-            guide=self.guide,
-            program=program,
-            others=self._better_than,
-        )
+    def _searcher(self, guide: Guide, seed: int, worker: Worker, start: Ints | None = None) -> Search:
+        outside = Outside(heard=self._take, better=self._better_than, worker=worker)
+        search = Search(guide, outside, seed=seed, stop=self.stop, start=start)
+        self.searching.append(search)
+        if self.over:  # whoever ended it may not have seen this search
+            search.stop = -np.inf
         search.learn()
         return search
-
-    def _heard(self, search: Search) -> None:
-        self._take(search.best.choice.copy(), float(search.best.cost[0]))
 
     def _better_than(self, cost: float) -> Ints | None:
         with self.lock:
@@ -357,8 +336,7 @@ class _Race:
     def _join_search(self, cost: float) -> None:
         """Improve the best by regions, beside the other thread, until it is worth another look or the end has come."""
         assert self.guide is not None
-        search = self._searcher(~self.seed, self.guide.remainder.choice, self.guide.remainder.prices, self.prover)
-        self.searching.append(search)
+        search = self._searcher(self.guide, ~self.seed, self.prover)
         target = cost - AGAIN_GAIN * (cost - self.dual.bound) if cost < np.inf else np.inf
         while not self._ended() and self.cost >= target:
             search.learn()
@@ -366,15 +344,10 @@ class _Race:
                 sleep(ASCENT_SECONDS)
                 continue
             search.polish(JOINED_SECONDS)
-            self._heard(search)
         self.searching.remove(search)
 
     def _show_guide(self) -> None:
-        """The first guide ends the blind search; a better one joins the search under way."""
-        first = self.guide is None
+        """The first guide begins the search; a better one joins that under way."""
         self.guide = Guide(problem=self.problem, remainder=self.dual.remainder())
         for search in self.searching:
-            if first:
-                search.stop = -np.inf
-            else:
-                search.guide = self.guide
+            search.guide = self.guide

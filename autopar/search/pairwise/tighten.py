@@ -1,9 +1,9 @@
 """Given the cost of a choice, what is left to decide? Closing and reducing by turns, until neither finds anything.
 
-Options and pairs whose floor is above what a better choice costs are closed (reduced-cost fixing). What is closed makes
-edges into functions and options into the only ones, which the exact reductions take out; on the smaller graph the bound
-climbs higher, and closes more. A choice of the last graph is, lifted, one of the first; every choice of the first that
-costs less than `upper` is among them.
+Options and pairs that have more left over than a better choice may waste are closed (reduced-cost fixing). What is
+closed makes edges into functions and options into the only ones, which the exact reductions take out; on the smaller
+graph the bound climbs higher, and closes more. A choice of the last graph is, lifted, one of the first; every choice of
+the first that costs less than `upper` is among them.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,11 @@ class Tightened:
 
 def closed(dual: DualBound) -> Pairwise:
     """The problem without options and pairs of which no choice that beats the dual's `upper` can be made."""
-    floors, problem = dual.floors(), dual.problem
+    left, problem = dual.remainder(), dual.problem
     return replace(
         problem,
-        cost=np.where(floors.option == np.inf, np.inf, problem.cost),
-        pair_cost=np.where(floors.pair == np.inf, np.inf, problem.pair_cost),
+        cost=np.where(left.option == np.inf, np.inf, problem.cost),
+        pair_cost=np.where(left.pair == np.inf, np.inf, problem.pair_cost),
     )
 
 

@@ -1,13 +1,6 @@
-"""A decision of the double recursion as a plan, and as a choice of the strategy graph's options."""
-
-from typing import Any
-
-import numpy as np
+"""A decision of the double recursion as a plan."""
 
 from autopar.lower.program import Program
-from autopar.search.graph.parameters import ParameterSpace
-from autopar.search.graph.problem import Problem
-from autopar.search.graph.strategy_graph import Ints
 from autopar.search.recursion.decide import Decider
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import SEARCHED_AXES, Path
@@ -73,43 +66,3 @@ def _is_usual(path: Path, given: Layout, wanted: Layout, travel: Travel, decider
     if mesh.num_axes > SEARCHED_AXES:
         return False
     return path == route(given, wanted, tensor.shape, tensor.element_size, mesh, tensor.requires_grad)
-
-
-def choice_of(decider: Decider, problem: Problem) -> Ints | None:
-    """The decision as one option a node of the strategy graph of the same clusters; None if that has left some out."""
-    choice = np.zeros(len(problem.nodes), dtype=np.int64)
-    for node, options in problem.options.items():
-        decided = decider.decision.options[node].names
-        found = next((i for i, option in enumerate(options) if option.names == decided), None)
-        if found is None:
-            return None
-        choice[node] = found
-    travels = {t.names: t for t in decider.neighbours.travels}
-    for node, (names, layouts) in problem.inputs.items():
-        handed = decider.given(travels[names])
-        choice[node] = layouts.index(handed) if handed in layouts else 0
-    for node, (names, space) in problem.parameters.items():
-        option = _option_like(space, decider, travels[names])
-        if option is None:
-            return None
-        choice[node] = option
-    return choice
-
-
-def _option_like(space: ParameterSpace, decider: Decider, travel: Travel) -> int | None:
-    """The same storage and lifetime, or the cheapest option that reaches all uses (dominated ones are left out)."""
-    home = decider.decision.homes[travel.number]
-    uses = {w for w in decider.wants(travel) if w is not None}
-    reached: dict[int, dict[Layout, float]] = {}
-    for way in space.ways:
-        reached.setdefault(way.option, {})[way.use] = way.seconds
-    able = {option: sum(ways[u] for u in uses) for option, ways in reached.items() if uses <= set(ways)}
-    if not uses:
-        able = dict.fromkeys(range(len(space.options)), 0.0)
-
-    def rank(option: int) -> Any:
-        storage, lifetime = space.options[option]
-        same = (storage == home.storage) + (lifetime == home.lifetime and storage == home.storage)
-        return -same, able[option] + space.seconds[option]
-
-    return min(able, key=rank) if able else None

@@ -1,15 +1,13 @@
 """How dear is it to bring a tensor from one layout to another, and to all that are wanted of it?
 
-A way changes each axis that differs straight from its placement to the wanted one, alone or flattened with axes that
-change alike; only shards that stand in the way of the wanted nesting are gathered and split again. The cheapest order
-is found among the layouts that come so (Dijkstra): far fewer than all layouts between, whose number explodes with axes.
+On a mesh of few axes a way is the cheapest route (`values.redistribution`) in seconds. On more none is searched for:
+each axis goes straight from its placement to the wanted one, alone or flattened with axes that change alike, first what
+makes local shapes smaller; only shards that stand in the way of the wanted nesting are gathered and split again.
 
 Wanted layouts are reached from what is there (the given one and all made on the way), the nearest first, so that what
 several readers want is made once.
 """
 
-import heapq
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,12 +15,23 @@ from dataclasses import dataclass, field
 from autopar.lower.program import Tensor
 from autopar.search.costs.pricing import Pricer, total
 from autopar.values.placement import REPLICATE, Layout, Placement, Shard, chunk_size, local_shape
-from autopar.values.redistribution import COLLECTIVES, SUMS, TABLE, Step, flattened_step, is_possible, single_step
+from autopar.values.redistribution import (
+    COLLECTIVES,
+    SUMS,
+    TABLE,
+    Step,
+    cheapest_route,
+    flattened_step,
+    is_possible,
+    single_step,
+)
 
 Path = tuple[Step, ...]
 
 SEARCHED_AXES = 3
 """On more axes ways are not searched for: a search sees 2^axes layouts and more."""
+TIE = 1e-12
+"""Seconds a step, so that ties go to fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +52,6 @@ class Ways:
 
     pricer: Pricer
     _fares: dict[object, Fare] = field(default_factory=dict)
-    _steps: dict[tuple[Layout, Layout], Path] = field(default_factory=dict)
 
     def seconds(self, given: Layout, wanted: Iterable[Layout], tensor: Tensor, backward: bool) -> float:
         """From `given` to every one of `wanted`; `backward`: gradients travel back and cost too."""
@@ -146,24 +154,15 @@ class Ways:
 
     def path(self, source: Layout, target: Layout, tensor: Tensor) -> Path:
         """The steps that cost least."""
-        if sum(a != b for a, b in zip(source.axes, target.axes, strict=True)) > SEARCHED_AXES:
+        if self.pricer.mesh.num_axes > SEARCHED_AXES:
             return self.swift(source, target, tensor)
-        counter = itertools.count()
-        queue: list[tuple[float, int, int, Layout, Path]] = [(0.0, 0, next(counter), source, ())]
-        done: set[Layout] = set()
-        while queue:
-            seconds, length, _, layout, path = heapq.heappop(queue)
-            if layout == target:
-                return path
-            if layout in done:
-                continue
-            done.add(layout)
-            for step in self._straight(layout, target):
-                if step.target not in done and is_possible(step, tensor.shape, self.pricer.mesh):
-                    forward, back = self.pricer.step(step, tensor.shape, tensor.element_size, *self._paid_for(tensor))
-                    cost = seconds + total(forward) + (total(back) if tensor.requires_grad else 0.0)
-                    heapq.heappush(queue, (cost, length + 1, next(counter), step.target, (*path, step)))
-        raise AssertionError(f"no way from {source} to {target} for a tensor of shape {tensor.shape}")
+        shape, mesh, paid_for = tensor.shape, self.pricer.mesh, self._paid_for(tensor)
+
+        def seconds(step: Step) -> float:
+            forward, back = self.pricer.step(step, shape, tensor.element_size, *paid_for)
+            return total(forward) + (total(back) if tensor.requires_grad else 0.0) + TIE
+
+        return cheapest_route(source, target, shape, mesh, tensor.requires_grad, seconds)
 
     def swift(self, source: Layout, target: Layout, tensor: Tensor) -> Path:
         """One order without a search: first what makes local shapes smaller, last what makes them larger."""
@@ -176,14 +175,6 @@ class Ways:
             path.append(step)
             layout = step.target
         return tuple(path)
-
-    def _straight(self, layout: Layout, target: Layout) -> Path:
-        """All steps towards `target`."""
-        key = (layout, target)
-        if key not in self._steps:
-            found = (self._step(layout, target, after, axes) for _, after, axes in _moves(layout, target))
-            self._steps[key] = tuple(s for s in found if s is not None)
-        return self._steps[key]
 
     def _step(self, layout: Layout, target: Layout, after: Placement, axes: tuple[int, ...]) -> Step | None:
         """None where one collective cannot, or where a new shard would not stand where `target` nests it."""
