@@ -17,8 +17,9 @@ from autopar.errors import AutoparError
 from autopar.lower.program import make_program
 from autopar.models import load_model
 from autopar.search.costs.pricing import make_pricer
-from autopar.search.exact.ilp import UnderLimit, solve
+from autopar.search.exact.ilp import solve
 from autopar.search.exact.least_peak import least_peak
+from autopar.search.exact.under_limit import UnderLimit
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.strategy_graph import usage

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.search.compiled import below, seeded, uniform
 from autopar.search.exact.array_worker import Worker
-from autopar.search.pairwise.anytime import Outside, Search
+from autopar.search.pairwise.anytime import AnytimeSearch, Outside
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.forests import gather, gumbel_table, own_costs, plant, settle, sweep, work_for
 from autopar.search.pairwise.graph import cost_of, graph_of, usage_of
@@ -32,14 +32,16 @@ def no_prices(problem: Pairwise) -> np.ndarray:
     return np.zeros(len(graph_of(problem).base) + 1)
 
 
-def searched(problem: Pairwise, seed: int, sweeps: int, start: Ints | None = None) -> Search | None:
+def searched(problem: Pairwise, seed: int, sweeps: int, start: Ints | None = None) -> AnytimeSearch | None:
     """After a cool and a hot round; None where the bound leaves nothing to search."""
     dual = DualBound(problem)
     dual.ascend(passes=10)
     if dual.closed:
         return None
     outside = Outside(heard=lambda *_: None, better=lambda _: None, worker=Worker())
-    search = Search(Guide(problem=problem, remainder=dual.remainder()), outside, seed=seed, stop=np.inf, start=start)
+    search = AnytimeSearch(
+        Guide(problem=problem, remainder=dual.remainder()), outside, seed=seed, stop=np.inf, start=start
+    )
     for heat in (0.1, 3.0):
         search.fresh(heat * search.guide.unit(), sweeps)
     return search

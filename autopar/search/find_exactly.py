@@ -15,9 +15,10 @@ from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.search.exact.completion import within
 from autopar.search.exact.highs_log import Progress
-from autopar.search.exact.ilp import CutoffError, UnderLimit, solve
+from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
+from autopar.search.exact.under_limit import UnderLimit
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract

@@ -12,7 +12,7 @@ from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph
 from autopar.search.graph.undominated import beaten
 from autopar.search.graph.ways_kernel import reached, shorten, shortest_arcs
-from autopar.search.pairwise.anytime import Outside, Search
+from autopar.search.pairwise.anytime import AnytimeSearch, Outside
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Pairwise
@@ -75,7 +75,7 @@ def main() -> None:
     dual = DualBound(problem)
     dual.ascend(passes=5)
     outside = Outside(heard=lambda *_: None, better=lambda _: None, worker=Worker())
-    search = Search(Guide(problem=problem, remainder=dual.remainder()), outside, seed=0, stop=np.inf)
+    search = AnytimeSearch(Guide(problem=problem, remainder=dual.remainder()), outside, seed=0, stop=np.inf)
     search.fresh(search.guide.unit(), 200)
     search.stop = monotonic() + 1.0
     with outside.worker:

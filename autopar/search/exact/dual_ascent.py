@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.search.exact.dual_kernel import Links, Prices, Room, here, suggest, sweep, ways
+from autopar.search.exact.dual_kernel import ArcLinks, Prices, Room, here, suggest, sweep, ways
 from autopar.search.graph.strategy_graph import Consumer, Floats, Group, Ints, StrategyGraph
 from autopar.search.graph.ways_kernel import desk, leaving
 
@@ -115,7 +115,7 @@ def _tensors(graph: StrategyGraph, tie: float) -> tuple[list[Group], float]:
     return tensors, shift
 
 
-def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Room]:
+def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[ArcLinks, Room]:
     links: list[tuple[int, Group, Consumer]] = []
     first_of = [0]
     for i, tensor in enumerate(tensors):
@@ -131,7 +131,7 @@ def _laid(graph: StrategyGraph, tensors: Sequence[Group]) -> tuple[Links, Room]:
     back = [leaving(tensor.num_vertices, tensor.arc_target) for _, tensor, _ in links]
     most = max((tensor.num_vertices + len(tensor.arc_source) for _, tensor, _ in links), default=0)
     most = max(most, *(len(node.seconds) for node in graph.nodes))
-    laid = Links(
+    laid = ArcLinks(
         first_option=_first([node.seconds for node in graph.nodes]),
         seconds=_floats([node.seconds for node in graph.nodes]),
         first_link=_first(of_node),
@@ -187,7 +187,7 @@ def _ints(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def _suggested(links: Links, prices: Prices, room: Room, groups: int) -> tuple[Ints, tuple[Ints, ...]] | None:
+def _suggested(links: ArcLinks, prices: Prices, room: Room, groups: int) -> tuple[Ints, tuple[Ints, ...]] | None:
     """The better of what the labels suggest from the first node on and from the last."""
     best, least = None, np.inf
     for backward in (False, True):
@@ -207,7 +207,7 @@ def _seconds(graph: StrategyGraph, choice: Ints, arcs: tuple[Ints, ...]) -> floa
     return total + sum(float(group.arc_seconds[used].sum()) for group, used in zip(graph.groups, arcs, strict=True))
 
 
-def _extra(links: Links, prices: Prices, groups: int) -> tuple[list[Floats], list[Floats]]:
+def _extra(links: ArcLinks, prices: Prices, groups: int) -> tuple[list[Floats], list[Floats]]:
     """How much more than the bound a solution takes that uses an option, or an arc: some consumer uses it then, for
     what of its share the labels do not need."""
     options, taken = [], np.zeros(int(np.diff(links.first_option).max()))

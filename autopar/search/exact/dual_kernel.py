@@ -16,7 +16,7 @@ FIRST_SHARE = 0.7
 others need, and the ascent stands still further below the relaxation's optimum; with half it takes longer."""
 
 
-class Links(NamedTuple):
+class ArcLinks(NamedTuple):
     """A link is a tensor (or an edge) and one of its consumers; link l leads from node giver[l] to node taker[l].
 
     Node n: options first_option[n]:first_option[n + 1], `seconds`; its links are links[first_link[n]:...].
@@ -71,14 +71,14 @@ class Room(NamedTuple):
 
 
 @compiled
-def leads_on(links: Links, link: int, node: int, backward: bool) -> bool:
+def leads_on(links: ArcLinks, link: int, node: int, backward: bool) -> bool:
     """Whether the other end of a node's link has its turn later."""
     other = links.giver[link] + links.taker[link] - node
     return bool(other != node and (other < node) == backward)
 
 
 @compiled
-def here(links: Links, label: Floats, node: int, out: Floats) -> float:
+def here(links: ArcLinks, label: Floats, node: int, out: Floats) -> float:
     """What each option of a node takes at these labels, in `out`; returns the least."""
     first = links.first_option[node]
     num = links.first_option[node + 1] - first
@@ -99,7 +99,7 @@ def here(links: Links, label: Floats, node: int, out: Floats) -> float:
 
 
 @compiled
-def along(links: Links, link: int, ahead: bool, room: Room) -> None:
+def along(links: ArcLinks, link: int, ahead: bool, room: Room) -> None:
     """Dijkstra along a link's hops, ahead or back, from all vertices with a finite key."""
     num = links.first_label[link + 1] - links.first_label[link]
     corner = links.first_label[link] + link
@@ -114,7 +114,7 @@ def along(links: Links, link: int, ahead: bool, room: Room) -> None:
 
 
 @compiled
-def sweep(links: Links, prices: Prices, backward: bool, room: Room) -> float:
+def sweep(links: ArcLinks, prices: Prices, backward: bool, room: Room) -> float:
     """Every node in turn, the first first or the last, hands what its options take above the least to its links to
     nodes whose turn is still to come, each an equal part. Returns the bound."""
     taken, key, nodes = room.taken, room.key, len(links.first_option) - 1
@@ -148,7 +148,7 @@ def sweep(links: Links, prices: Prices, backward: bool, room: Room) -> float:
 
 
 @compiled
-def lend(links: Links, prices: Prices, link: int, room: Room) -> None:
+def lend(links: ArcLinks, prices: Prices, link: int, room: Room) -> None:
     """Of each arc's seconds what a link may use, beside the others' use: what it does, and a share of what is left."""
     tensor, begin = links.tensor[link], links.first_hop[link]
     arcs, num_arcs = links.first_arc[tensor], links.first_arc[tensor + 1] - links.first_arc[tensor]
@@ -160,7 +160,7 @@ def lend(links: Links, prices: Prices, link: int, room: Room) -> None:
 
 
 @compiled
-def settle(links: Links, prices: Prices, link: int) -> None:
+def settle(links: ArcLinks, prices: Prices, link: int) -> None:
     """What of each arc's seconds a link's labels need. Vertices that no end leads to, or that lead to none, need
     nothing."""
     tensor, begin = links.tensor[link], links.first_hop[link]
@@ -174,7 +174,7 @@ def settle(links: Links, prices: Prices, link: int) -> None:
 
 
 @compiled
-def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, room: Room) -> None:
+def suggest(links: ArcLinks, prices: Prices, backward: bool, choice: Ints, room: Room) -> None:
     """Node after node the option that takes least, where shortest ways lead to nodes that have had their turn, and
     labels stand for the others."""
     taken, key, nodes = room.taken, room.key, len(links.first_option) - 1
@@ -209,7 +209,7 @@ def suggest(links: Links, prices: Prices, backward: bool, choice: Ints, room: Ro
 
 
 @compiled
-def ways(links: Links, choice: Ints, used: Ints, room: Room) -> float:
+def ways(links: ArcLinks, choice: Ints, used: Ints, room: Room) -> float:
     """Seconds of a choice; `used` counts its arcs: consumer after consumer by the cheapest way, for nothing along arcs
     that lead to others. Infinite where one cannot be reached."""
     total, key = 0.0, room.key

@@ -26,6 +26,7 @@ from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.relaxation import floor, incompatible, relax
 from autopar.search.exact.steiner import Metric, metric
+from autopar.search.exact.under_limit import UnderLimit
 from autopar.search.graph.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
 
 GIGA = 1e9
@@ -35,22 +36,6 @@ FIRST_SLACK = 0.01
 """How much reduced cost, as a part of the relaxation's optimum, the first program admits."""
 ROUNDS = 30
 """How often a program is solved again with binary arcs or a tighter limit before what was found is returned."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderLimit:
-    """How a memory limit is met.
-
-    `binds`: it is known that what is cheapest without the limit does not fit, and need not be found again.
-    `say_least`: where nothing fits, find out what would. `prices`: seconds a byte by moment, of a graph like this one,
-    from which prices of memory start; replaced by those found. `mixes`: a mixture of two choices that promises to be
-    near enough will do as well, and no program is solved for a better single one.
-    """
-
-    binds: bool = False
-    say_least: bool = True
-    prices: dict[int, float] | None = None
-    mixes: bool = False
 
 
 def solve(

@@ -26,9 +26,10 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.search.costs.paid import Paid, reading_stages, stages_of
 from autopar.search.costs.pricing import Pricer
-from autopar.search.exact.ilp import CutoffError, UnderLimit, solve
+from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.relaxation import least_seconds
+from autopar.search.exact.under_limit import UnderLimit
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.moments import Counting, Share

@@ -46,7 +46,7 @@ class Outside(NamedTuple):
     worker: Worker
 
 
-class Search:
+class AnytimeSearch:
     """A search under way. `stop` may be set from another thread, and a new `guide`, which it then follows."""
 
     def __init__(self, guide: Guide, outside: Outside, *, seed: int, stop: float, start: Ints | None = None) -> None:

@@ -24,7 +24,7 @@ from autopar.search.pairwise.problem import Floats, Ints, Pairwise, starts
 EPS = float(np.finfo(np.float64).eps)
 
 
-class Layout(NamedTuple):
+class NeighbourLayout(NamedTuple):
     """Half-edges of node s: first_half[s]:middle[s] to nodes before it, middle[s]:first_half[s + 1] to later ones.
 
     Half-edge h leads to other[h], twin[h] leads back. Its pairs are block[first_block[h] + i * (options there) + j] for
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     first_message: Ints
 
 
-def lay(problem: Pairwise) -> Layout:
+def lay(problem: Pairwise) -> NeighbourLayout:
     num, edges = problem.num_options(), problem.num_edges
     owner = np.concatenate([problem.edge_a, problem.edge_b])
     other = np.concatenate([problem.edge_b, problem.edge_a])
@@ -58,7 +58,7 @@ def lay(problem: Pairwise) -> Layout:
     block, largest = np.empty(int(first_block[-1])), np.zeros(2 * edges)
     turned = owner == problem.edge_b[edge]
     _fill(problem.pair_cost, problem.first_pair, edge, turned, num[owner], num[other], block, largest)
-    return Layout(
+    return NeighbourLayout(
         first_option=problem.first_option,
         first_half=first_half,
         middle=first_half[:-1] + np.bincount(owner[other < owner], minlength=problem.num_nodes),
@@ -89,7 +89,7 @@ def _fill(
 
 
 @compiled
-def gather(layout: Layout, unary: Floats, messages: Floats, s: int, here: Floats) -> float:
+def gather(layout: NeighbourLayout, unary: Floats, messages: Floats, s: int, here: Floats) -> float:
     """Fill `here` with what option costs and messages make of node s; returns the largest sum of magnitudes."""
     first = layout.first_option[s]
     size = layout.first_option[s + 1] - first
@@ -108,7 +108,7 @@ def gather(layout: Layout, unary: Floats, messages: Floats, s: int, here: Floats
 
 
 @compiled
-def send(layout: Layout, messages: Floats, h: int, lent: Floats, rows: int, share: float) -> float:
+def send(layout: NeighbourLayout, messages: Floats, h: int, lent: Floats, rows: int, share: float) -> float:
     """Set the message along h of a node that lends `share` of `lent`; returns the edge's least, left out of it."""
     columns = layout.first_message[h + 1] - layout.first_message[h]
     said = messages[layout.first_message[h] : layout.first_message[h] + columns]
@@ -132,7 +132,7 @@ def send(layout: Layout, messages: Floats, h: int, lent: Floats, rows: int, shar
 
 @compiled
 def sweep(
-    layout: Layout, unary: Floats, messages: Floats, onward: bool, temperature: float, weight: Floats
+    layout: NeighbourLayout, unary: Floats, messages: Floats, onward: bool, temperature: float, weight: Floats
 ) -> tuple[float, float]:
     """One sweep over all nodes, on or back: (bound, rounding); the bound is inf where no choice is allowed.
 
@@ -177,7 +177,7 @@ def sweep(
 
 
 @compiled
-def _most_options(layout: Layout) -> int:
+def _most_options(layout: NeighbourLayout) -> int:
     most = 1
     for s in range(len(layout.first_option) - 1):
         most = max(most, layout.first_option[s + 1] - layout.first_option[s])
@@ -185,7 +185,7 @@ def _most_options(layout: Layout) -> int:
 
 
 @compiled
-def close_pairs(layout: Layout, first_pair: Ints, edge_a: Ints, pair: Floats) -> None:
+def close_pairs(layout: NeighbourLayout, first_pair: Ints, edge_a: Ints, pair: Floats) -> None:
     """Allow no longer, in both directions, the pairs that are inf."""
     for s in range(len(layout.first_option) - 1):
         size = layout.first_option[s + 1] - layout.first_option[s]
@@ -200,7 +200,13 @@ def close_pairs(layout: Layout, first_pair: Ints, edge_a: Ints, pair: Floats) ->
 
 @compiled
 def leave(
-    layout: Layout, unary: Floats, messages: Floats, first_pair: Ints, edge_a: Ints, option: Floats, pair: Floats
+    layout: NeighbourLayout,
+    unary: Floats,
+    messages: Floats,
+    first_pair: Ints,
+    edge_a: Ints,
+    option: Floats,
+    pair: Floats,
 ) -> float:
     """After a sweep back: fill in what is left at options and pairs, none below zero; returns the rest, the bound."""
     nodes = len(layout.first_option) - 1
@@ -240,7 +246,7 @@ def leave(
 
 
 @compiled
-def decode(layout: Layout, unary: Floats, messages: Floats, choice: Ints) -> None:
+def decode(layout: NeighbourLayout, unary: Floats, messages: Floats, choice: Ints) -> None:
     """After a sweep back: take nodes in order, each by its pairs with those before and what those after say of it
     (Kolmogorov 2006, section 4.4): where messages agree, the best choice at these costs."""
     nodes = len(layout.first_option) - 1

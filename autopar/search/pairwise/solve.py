@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError, SearchTimeoutError
 from autopar.search.exact.array_worker import Worker
 from autopar.search.exact.highs_log import Progress
 from autopar.search.graph.strategy_graph import Solution
-from autopar.search.pairwise.anytime import Outside, Search, SearchOver
+from autopar.search.pairwise.anytime import AnytimeSearch, Outside, SearchOver
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.least_memory import below, least_memory
@@ -178,7 +178,7 @@ class _Race:
         self.prover, self.regions = Worker(), Worker()
         self.best: Ints | None = None
         self.cost = np.inf
-        self.searching: list[Search] = []
+        self.searching: list[AnytimeSearch] = []
         self.over = False
         self.interrupted = False
         self.failed: BaseException | None = None
@@ -220,9 +220,9 @@ class _Race:
             self._take(search.best.choice.copy(), float(search.best.cost[0]))
             self.searching.remove(search)
 
-    def _searcher(self, guide: Guide, seed: int, worker: Worker, start: Ints | None = None) -> Search:
+    def _searcher(self, guide: Guide, seed: int, worker: Worker, start: Ints | None = None) -> AnytimeSearch:
         outside = Outside(heard=self._take, better=self._better_than, worker=worker)
-        search = Search(guide, outside, seed=seed, stop=self.stop, start=start)
+        search = AnytimeSearch(guide, outside, seed=seed, stop=self.stop, start=start)
         self.searching.append(search)
         if self.over:  # whoever ended it may not have seen this search
             search.stop = -np.inf

@@ -21,7 +21,7 @@ from autopar.search.graph.strategy_graph import Floats
 from autopar.search.recursion.candidates import Candidates
 from autopar.search.recursion.decide import Axes, Decider, Decision
 from autopar.search.recursion.homes import Homes, Priced
-from autopar.search.recursion.ledger import Key, Ledger, make_ledger
+from autopar.search.recursion.ledger import DecisionLedger, Key, make_ledger
 from autopar.search.recursion.neighbours import Neighbours, find_neighbours
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
 from autopar.values.cluster import Cluster
@@ -42,7 +42,7 @@ class Search:
     neighbours: Neighbours
     candidates: Candidates
     ways: Ways
-    ledger: Ledger
+    ledger: DecisionLedger
     limit: float | None
     best: Decider | None = None
     best_seconds: float = np.inf

@@ -22,7 +22,7 @@ three: copies of a parameter by their lifetime, those of a step with gradients).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ledger:
+class DecisionLedger:
     """`number[key]` is a row of `rows`; `base`: bytes that nothing decides."""
 
     number: Mapping[Key, int]
@@ -43,7 +43,7 @@ class Ledger:
         return {key: float(values[i]) for key, i in self.number.items()}
 
 
-def make_ledger(neighbours: Neighbours) -> Ledger:
+def make_ledger(neighbours: Neighbours) -> DecisionLedger:
     """The rows of a program."""
     program = neighbours.program
     moments = Moments(num_ops=len(program.ops), several=program.microbatches > 1)
@@ -66,7 +66,7 @@ def make_ledger(neighbours: Neighbours) -> Ledger:
         for name, t in neighbours.program.tensors.items()
         if t.producer is None and t.kind != "parameter" and not neighbours.program.readers[name]
     )
-    return Ledger(
+    return DecisionLedger(
         number={key: i for i, key in enumerate(rows)},
         rows=np.array(list(rows.values())).reshape(len(rows), moments.count),
         base=float(sum(neighbours.pricer.target.local_nbytes(t, whole) for t in unread)),
