@@ -39,9 +39,10 @@ from autopar.search.known.baselines import make_baseline
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import parse_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.serialize import dump
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from benchmarks.calibration_steps import Seen, Work, measure_all, small_llama
 
 TOLERANCE = 0.2
@@ -121,7 +122,7 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def make_plans(captured: CapturedModel, ranks: int, meshes: list[str]) -> dict[str, Plan]:
+def make_plans(captured: CapturedModel, ranks: int, meshes: list[str]) -> dict[str, StagePlan]:
     """The baselines that apply, made before anything is calibrated."""
     cluster, plans = load_cluster(f"{ranks}xcpu"), {}
     for mesh in meshes:
@@ -135,7 +136,7 @@ def make_plans(captured: CapturedModel, ranks: int, meshes: list[str]) -> dict[s
 
 
 def compared_steps(
-    captured: CapturedModel, plans: dict[str, Plan], cluster: Cluster, seen: Seen
+    captured: CapturedModel, plans: dict[str, StagePlan], cluster: Cluster, seen: Seen
 ) -> list[dict[str, Any]]:
     """Predicted and measured seconds of each plan."""
     steps = []

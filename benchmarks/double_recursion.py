@@ -29,7 +29,7 @@ from autopar.search.recursion.double_recursion import double_recursion, prime_me
 from autopar.search.recursion.to_plan import plan_of
 from autopar.values.cluster import load_cluster, with_memory
 from autopar.values.mesh import Mesh, parse_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine, program_of
 from tests.zoo import FAMILIES
 

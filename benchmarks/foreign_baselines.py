@@ -31,7 +31,7 @@ from autopar.search.known.baselines import make_baseline
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel, called_name
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from benchmarks.foreign_check import LOOSE, TIGHT, Foreign, Outcome, in_dtype, made
 from benchmarks.foreign_check import calls_of as foreign_calls
 from benchmarks.foreign_models import Make, models_of, read, run

@@ -25,7 +25,7 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.strategy_graph import usage
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import parse_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.strategy_graph import StrategyGraph
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import parse_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 LIMIT = 80e9
 PARTS = (0.0, 0.01, 0.03, 0.1)

@@ -31,9 +31,10 @@ from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import parse_mesh
 from autopar.values.placement import Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.serialize import dump
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from benchmarks.llama import LlamaSize, make_llama
 from benchmarks.runtime_contenders import Outcome, Pair, race
 
@@ -116,7 +117,7 @@ def make_pairs(size: LlamaSize, world: int, recipes: list[str], buckets: bool, c
     return pairs
 
 
-def splits(plan: Plan) -> dict[str, bool]:
+def splits(plan: StagePlan) -> dict[str, bool]:
     """What a plan splits by vocabulary over its last axis."""
     (loss,) = (choice for name, choice in plan.choices.items() if "cross_entropy" in name)
     words = plan.layouts["p_tok_embeddings_weight"].axes[-1]

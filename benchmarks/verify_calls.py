@@ -31,9 +31,9 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import leaves_of
 from autopar.values.mesh import make_mesh
 from autopar.values.outputs import flatten_outputs
-from autopar.values.plan import TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.train_config import TrainConfig
 from tests.calling_models import MODELS, call, made
 from tests.process_group import ranks
 from tests.zoo import FAMILIES, zoo

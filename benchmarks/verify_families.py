@@ -33,15 +33,16 @@ from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from autopar.verification import DEVICES, TOLERANCES, PlanCheck, verify_plans
 from tests.zoo import FAMILIES, zoo
 
 
 def plans_for(
     captured: CapturedModel, mesh: Mesh, num_random: int, seed: int
-) -> tuple[dict[str, Plan], dict[str, str]]:
+) -> tuple[dict[str, StagePlan], dict[str, str]]:
     """The best plan and the baselines that apply, also in buckets, and random plans, every second one in random
     buckets; and why the other baselines do not apply."""
     cluster = load_cluster(f"{mesh.size}xcpu")

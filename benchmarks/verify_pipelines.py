@@ -26,7 +26,8 @@ from autopar.passes.promote_casts import promote_casts, promoted_eager
 from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import parse_mesh
-from autopar.values.staged_plan import StagedPlan, check_microbatches, parse_pipeline
+from autopar.values.plan import Plan
+from autopar.values.schedules import check_microbatches, parse_pipeline
 from autopar.verification import TOLERANCES, PlanCheck, verify_plans
 from tests.zoo import SPLIT_FAMILIES, zoo
 
@@ -70,7 +71,7 @@ def verify(family: str, ranks: int, microbatches: int, count: int, seed: int) ->
     inputs = [bind_inputs(captured.inputs, *call) for call in subject.calls(3)]
     rng = random.Random(f"{family} {ranks} {microbatches} {seed}")
     shapes = [(mesh, text) for mesh, text in SHAPES[ranks] if runs(text, microbatches)]
-    plans: dict[str, StagedPlan] = {}
+    plans: dict[str, Plan] = {}
     for number in range(count):
         mesh, text = rng.choice(shapes)
         schedule, pipeline, num_stages = parse_pipeline(text)

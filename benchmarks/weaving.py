@@ -4,7 +4,7 @@
 
 Two hosts as in `benchmarks.race` (needs root), a Gloo rank on each, calibrated first. Contenders: one named plan of a
 Llama (two blocks, hidden 256, 16 samples of 64 tokens, fp32) in 1, 2 and 4 micro-batches, those that pair also woven
-(`Plan.copies`). They take turns; of each step the slower rank counts. A row: median milliseconds; the step over that of
+(`copies`). They take turns; of each step the slower rank counts. A row: median milliseconds; the step over that of
 the first contender in the same round, median and quartiles; predicted milliseconds, ratio and what is hidden.
 """
 
@@ -20,9 +20,9 @@ import autopar
 from autopar.calibration.fit import fit_cluster
 from autopar.search.costs.evaluate import evaluate
 from autopar.values.cluster import Cluster
-from autopar.values.plan import Estimate
+from autopar.values.estimate import Estimate
+from autopar.values.plan import one_stage
 from autopar.values.serialize import dump
-from autopar.values.staged_plan import one_stage
 from benchmarks.race import CALIBRATION, Ranks
 from benchmarks.race_hosts import Hosts, HostsError
 from benchmarks.race_models import make

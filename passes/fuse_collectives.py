@@ -1,6 +1,6 @@
 """Which collectives of parameters go together in one message? Those of a bucket of the plan that do the same.
 
-A bucket (`Plan.buckets`) lists parameters. Of these, calls are fused that redistribute alike: the same function over
+A bucket (`buckets`) lists parameters. Of these, calls are fused that redistribute alike: the same function over
 the same axes, as many redistributions after storage, of parameters of one dtype, all trained or all frozen, prepared
 once a step or once a micro-batch. A fused call stands where the first of them stood, which is legal since they read
 nothing but parameters. In backward autograd runs it when the gradient of its last result is there.
@@ -19,12 +19,12 @@ from torch import fx
 from autopar.ops import collectives
 from autopar.ops.buckets import all_gather_bucket, all_reduce_gradient_bucket
 from autopar.values.graph import ParameterSpec, operands
-from autopar.values.plan import ONCE_A_STEP, Plan
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 
 Group = tuple[fx.Node, ...]
 
 
-def fused_groups(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: Plan) -> list[Group]:
+def fused_groups(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: StagePlan) -> list[Group]:
     """Calls of the graph that go together, in order of the first of each."""
     if not plan.buckets:
         return []
@@ -54,7 +54,7 @@ def fused_groups(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: Pla
     return [tuple(group) for key, group in found.items() if len(group) > 1 or key in waits_late]
 
 
-def fuse_collectives(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: Plan) -> fx.Graph:
+def fuse_collectives(graph: fx.Graph, parameters: Iterable[ParameterSpec], plan: StagePlan) -> fx.Graph:
     """A copy of the graph (itself, where nothing goes together) with a call for each of `fused_groups`."""
     groups = fused_groups(graph, parameters, plan)
     if not groups:
@@ -118,7 +118,7 @@ def axis_of(node: fx.Node, keyword: str = "axis") -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(str(name) for name in axis)  # type: ignore[union-attr]
 
 
-def _num_ranks(node: fx.Node, plan: Plan) -> int:
+def _num_ranks(node: fx.Node, plan: StagePlan) -> int:
     ranks = 1
     for name in (*axis_of(node), *axis_of(node, "inside")):
         ranks *= plan.mesh.shape[plan.mesh.names.index(name)]

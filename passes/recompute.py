@@ -1,7 +1,7 @@
 """How are the calls written that a local graph runs again in its backward pass?
 
-A plan names ops whose results and internals are not kept (`Plan.recompute`), and layouts of tensors that travel again
-instead of being kept (`Plan.remade`). Everything else that backward needs is kept, so any set is legal: what a replay
+A plan names ops whose results and internals are not kept (`recompute`), and layouts of tensors that travel again
+instead of being kept (`remade`). Everything else that backward needs is kept, so any set is legal: what a replay
 reads is kept, or replayed before it, down to parameters and inputs, which are always there. What needs no gradient
 (masks, positions, labels) is kept whatever the plan says.
 
@@ -19,10 +19,10 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.ops.recompute import again
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
-def check_recompute(captured: CapturedModel, plan: Plan) -> None:
+def check_recompute(captured: CapturedModel, plan: StagePlan) -> None:
     """Raises PlanMismatchError if the plan recomputes what is no op of the model, or remakes what no op made."""
     ops = {n.name for n in captured.graph.nodes if n.op == "call_function" and n.target is not operator.getitem}
     made = {n.name for n in captured.graph.nodes if n.op == "call_function"}

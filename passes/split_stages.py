@@ -25,7 +25,7 @@ from autopar.values.graph import (
     operands,
     requires_grad,
 )
-from autopar.values.staged_plan import check_cuts
+from autopar.values.plan import check_cuts
 
 
 def split_stages(captured: CapturedModel, cuts: tuple[str, ...]) -> tuple[CapturedModel, ...]:

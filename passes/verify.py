@@ -15,7 +15,7 @@ from autopar.rules.rule import choices, layouts
 from autopar.values.graph import operands, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import INVARIANT
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
 def verify_local(local: LocalModel) -> None:
@@ -40,7 +40,7 @@ def _check_step(node: fx.Node) -> None:
         raise PassError(f"{node.name}: a step {step.source} -> {step.target} got {got}")
 
 
-def _check_call(node: fx.Node, plan: Plan) -> None:
+def _check_call(node: fx.Node, plan: StagePlan) -> None:
     origin = node.meta["origin"]
     offered = {c.name: c for c in choices(rule_of(origin))}
     choice = tuple(offered[name] for name in plan.choices[node.name])

@@ -70,7 +70,7 @@ def of_batch(graph: fx.Graph, names: Container[str]) -> set[fx.Node]:
 
 
 def weave_copies(local: LocalModel) -> LocalModel:
-    """The local model of a step that runs `Plan.copies` micro-batches at once; its inputs are those of each in turn.
+    """The local model of a step that runs `copies` micro-batches at once; its inputs are those of each in turn.
 
     Raises:
         BatchError: if the plan's micro-batches do not come in pairs.

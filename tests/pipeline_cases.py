@@ -24,9 +24,9 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_ranges
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
 
@@ -109,7 +109,7 @@ def random_plans(
     return plans
 
 
-def pipelined(file: str, plan: StagedPlan, **keywords: Any) -> PipelinedModule:
+def pipelined(file: str, plan: Plan, **keywords: Any) -> PipelinedModule:
     captured = contents(file)["captured"]
     model = staged_model(captured, plan, exact_random=True)
     return PipelinedModule(model, contents(file)["values"], seed=1, sync=False, **keywords)

@@ -31,7 +31,7 @@ from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.reductions import Late
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import local_ranges
-from autopar.values.plan import ONCE_A_STEP, Plan
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 from tests.ranks_in_threads import Done, run_in_threads
 
 
@@ -86,7 +86,7 @@ def one_process(captured: CapturedModel, model: nn.Module, kwargs: Mapping[str, 
 
 
 def errors_of(
-    reference: Reference, plan: Plan, captured: CapturedModel | None = None, *, late: bool = True
+    reference: Reference, plan: StagePlan, captured: CapturedModel | None = None, *, late: bool = True
 ) -> tuple[float, float, str]:
     """Largest relative error of loss, of any gradient on any rank, and that parameter; asserts bytes and buffers.
 

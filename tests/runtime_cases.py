@@ -19,7 +19,7 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.shared_graphs import shared_graph
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
@@ -87,19 +87,19 @@ def captured(dropout: float = 0.0, microbatches: int = 1) -> CapturedModel:
     return accumulate_gradients(graph, microbatches, lambda: graph)
 
 
-def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0, microbatches: int = 1) -> Plan:
+def some_plan(mesh_shape: tuple[int, ...], seed: int, dropout: float = 0.0, microbatches: int = 1) -> StagePlan:
     """A random plan."""
     return random_plan(captured(dropout, microbatches), make_mesh(mesh_shape), random.Random(seed))
 
 
-def recomputed(plan: Plan, share: float) -> Plan:
+def recomputed(plan: StagePlan, share: float) -> StagePlan:
     """The plan with that share of its ops and copies made again in backward."""
     return random_recompute(plan, captured(microbatches=plan.microbatches), random.Random(share), share=share)
 
 
 def data_parallel(
     mesh_shape: tuple[int, ...], stored: str = "split", lifetime: str = "use", microbatches: int = 1
-) -> Plan:
+) -> StagePlan:
     """Batch split over all axes; parameters split over all axes too (ZeRO-3) where they can be, or whole (DDP)."""
     plan = some_plan(mesh_shape, 0, microbatches=microbatches)
     axes = range(len(mesh_shape))
@@ -133,7 +133,7 @@ def batch_choice(name: str, microbatches: int = 1) -> str:
     return "replicate"
 
 
-def distributed(plan: Plan, dropout: float = 0.0, **keywords: Any) -> DistributedModule:
+def distributed(plan: StagePlan, dropout: float = 0.0, **keywords: Any) -> DistributedModule:
     model = words(dropout, plan.microbatches)
     graph = captured(dropout, plan.microbatches)
     values = {**parameters_of(graph, model), **buffers_of(graph, model)}

@@ -15,7 +15,7 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.shared_graphs import shared_graph
 from tests.zoo_graphs import zoo_graph
 

@@ -16,12 +16,13 @@ from autopar.oracle.compare import FLOOR
 from autopar.passes.recompute import again_graph
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import Layout, local_ranges
-from autopar.values.staged_plan import PIPELINE, StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.schedules import PIPELINE
 from tests.plans_in_threads import Reference, all_gather, all_to_all_single, reduce_scatter
 from tests.ranks_in_threads import run_in_threads
 
 
-def staged_error_of(reference: Reference, stages: Sequence[CapturedModel], plan: StagedPlan) -> tuple[float, str]:
+def staged_error_of(reference: Reference, stages: Sequence[CapturedModel], plan: Plan) -> tuple[float, str]:
     """The largest relative error of loss, new buffers and gradients on any rank, and whose; asserts bytes.
 
     What a stage sends stays on its thread: the same place of the next stage's mesh receives it.

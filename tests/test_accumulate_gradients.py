@@ -20,8 +20,8 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.search.known.random_plan import random_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.zoo import SPLIT_FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph

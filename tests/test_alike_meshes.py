@@ -15,7 +15,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.meshes import Arrangement, arrangements, parts
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine
 
 

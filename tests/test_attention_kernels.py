@@ -11,7 +11,7 @@ from autopar.rules.registry import rule_of
 from autopar.search.costs.pricing import make_pricer
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.op_samples import SAMPLES
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

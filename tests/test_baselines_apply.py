@@ -18,7 +18,8 @@ from autopar.search.staged.stages import staged
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.sample_models import CASES, sample_model
 from tests.stages_in_threads import staged_error_of
@@ -31,7 +32,7 @@ def reading(captured: CapturedModel) -> set[str]:
     return {op.module for op in make_program(captured).ops if op.parameters}
 
 
-def splitting(captured: CapturedModel, plan: Plan) -> set[str]:
+def splitting(captured: CapturedModel, plan: StagePlan) -> set[str]:
     """Of those the ones whose calls are all split on every axis of more than one rank."""
     whole = {
         op.module for op in make_program(captured).ops if op.parameters and not all(map(splits, plan.choices[op.name]))

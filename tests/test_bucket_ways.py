@@ -27,10 +27,11 @@ from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
-from autopar.values.plan import Plan, TrainConfig, Way
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
 from autopar.values.redistribution import in_levels, messages, step_between
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan, Way
+from autopar.values.train_config import TrainConfig
 from benchmarks.race_traffic import crossing_nbytes
 from tests.plans_in_threads import errors_of, one_process
 from tests.process_group import ranks
@@ -89,7 +90,7 @@ def two_hosts(network: float, start: float = 1e-4) -> Cluster:
     )
 
 
-def ddp(cluster: Cluster) -> Plan:
+def ddp(cluster: Cluster) -> StagePlan:
     return make_baseline("ddp", captured_of("llama"), cluster, make_mesh((2, 2)), TrainConfig())
 
 
@@ -144,7 +145,7 @@ def test_what_is_priced_is_what_is_predicted(family: str) -> None:
         assert round(seconds[kind]) == sum(calls for (k, _), (calls, _) in sent.items() if k == kind), kind
 
 
-def in_levels_everywhere(count: int = 1) -> Plan:
+def in_levels_everywhere(count: int = 1) -> StagePlan:
     """Whole copies, half of them in one bucket, all in levels."""
     graph = cases.captured(microbatches=count)
     plan = make_baseline("ddp", graph, two_hosts(1e-9), make_mesh((2, 2)), TrainConfig())

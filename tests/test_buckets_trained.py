@@ -24,13 +24,14 @@ from autopar.search.timeline.buckets import choose_buckets, with_buckets
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine, program_of
 
 
-def fused(name: str, count: int) -> Plan:
+def fused(name: str, count: int) -> StagePlan:
     plan = PLANS[name]((2,), count)
     return random_buckets(plan, cases.captured(microbatches=count), random.Random(name))
 
@@ -72,7 +73,7 @@ def counting(count: int) -> Cluster:
     return load_cluster(f"{count}xcpu")
 
 
-def ddp(alpha: float) -> tuple[Plan, CapturedModel, Cluster]:
+def ddp(alpha: float) -> tuple[StagePlan, CapturedModel, Cluster]:
     captured = captured_of("llama")
     plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())
     cluster = machine(2)
@@ -123,7 +124,7 @@ def test_a_plan_that_would_not_fit_with_buckets_goes_without() -> None:
     assert with_buckets(limited, captured, cluster).buckets == ()
 
 
-def deep(alpha: float, layers: int = 16) -> tuple[Plan, CapturedModel, Cluster]:
+def deep(alpha: float, layers: int = 16) -> tuple[StagePlan, CapturedModel, Cluster]:
     """Data parallelism of a model of which gradients are most."""
     with torch.random.fork_rng():
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(layers)), torch.nn.Flatten(0))
@@ -143,7 +144,7 @@ class Summed(torch.nn.Module):
         return loss
 
 
-def whole_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Plan:
+def whole_buckets(plan: StagePlan, captured: CapturedModel, cluster: Cluster) -> StagePlan:
     """As the cost model merges them, whatever they hold."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "HALVINGS", 0)

@@ -16,7 +16,7 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.values.cluster import load_cluster
 from autopar.values.device import Device
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 CALIBRATED = Device(
     name="synthetic", peak_flops=(("fp32", 5e10),), memory_bytes=10**10, memory_bandwidth=8e9, launch_seconds=2e-5,

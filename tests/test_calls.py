@@ -25,8 +25,9 @@ from autopar.values.binding import constant_key
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
 from autopar.values.precision import PRECISIONS
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 
@@ -89,13 +90,13 @@ def batch(seed: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor
     return {"ids": ids[0], "labels": ids[1]}
 
 
-def planned(seed: int, mesh: tuple[int, ...] = (2, 2)) -> tuple[CapturedModel, Plan]:
+def planned(seed: int, mesh: tuple[int, ...] = (2, 2)) -> tuple[CapturedModel, StagePlan]:
     captured = capture(model(), (), batch(0))
     plan = random_plan(captured, make_mesh(mesh), random.Random(seed))
     return captured, replace(plan, config=TrainConfig(precision="fp64"))
 
 
-def distributed(captured: CapturedModel, plan: Plan, **keywords: Any) -> DistributedModule:
+def distributed(captured: CapturedModel, plan: StagePlan, **keywords: Any) -> DistributedModule:
     own = model()
     values = {**parameters_of(captured, own), **buffers_of(captured, own)}
     captor = Again(model=own, plans=[plan], planned=[captured], precision="fp64", call=Call(kwargs=batch(0)))

@@ -15,7 +15,8 @@ from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -28,7 +29,7 @@ def graph(family: str, count: int) -> CapturedModel:
     return accumulate_gradients(zoo_graph(family, BATCH // count, batch=BATCH), count, lambda: graph(family, 1))
 
 
-def best(captured: CapturedModel, limit: float | None) -> Plan:
+def best(captured: CapturedModel, limit: float | None) -> StagePlan:
     config = TrainConfig(memory_nbytes=limit)
     return make_plan(
         captured, machine(), make_mesh((4,)), config, SearchOptions(relative_gap=GAP, with_baselines=False)
@@ -47,7 +48,7 @@ def test_more_parts_never_help_where_memory_does_not_bind(family: str) -> None:
         assert more.step_seconds >= fewer.bound * (1 - 1e-6)
     searched = []
 
-    def plan(captured: CapturedModel) -> Plan:
+    def plan(captured: CapturedModel) -> StagePlan:
         searched.append(captured.microbatches)
         return best(captured, None)
 
@@ -60,9 +61,9 @@ def test_more_parts_never_help_where_memory_does_not_bind(family: str) -> None:
 def test_the_choice_is_that_of_trying_all_as_memory_shrinks() -> None:
     peak = best(graph("vit", 1), None).estimate.peak_nbytes
     chosen, seconds = [], []
-    made_once: dict[tuple[int, float], Plan | InfeasibleError] = {}
+    made_once: dict[tuple[int, float], StagePlan | InfeasibleError] = {}
 
-    def once(captured: CapturedModel, limit: float) -> Plan:
+    def once(captured: CapturedModel, limit: float) -> StagePlan:
         key = captured.microbatches, limit
         if key not in made_once:
             try:

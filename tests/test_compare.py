@@ -13,17 +13,18 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.difference import PlanChange, PlanDifference
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.test_microbatch_plans import captured_of as captured_in
 
 
-def difference(left: Plan, right: Plan) -> PlanDifference:
+def difference(left: StagePlan, right: StagePlan) -> PlanDifference:
     return compare(one_stage(left), one_stage(right), captured_of("llama"), captured_of("llama"))
 
 
-def any_plan(seed: int = 0) -> Plan:
+def any_plan(seed: int = 0) -> StagePlan:
     captured, rng = captured_of("llama"), random.Random(seed)
     return random_recompute(random_plan(captured, make_mesh((2, 2)), rng), captured, rng, share=0.4)
 

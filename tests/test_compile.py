@@ -31,9 +31,10 @@ from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
-from autopar.values.plan import Plan, TrainConfig, Way
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import load_plan
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan, Way
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, WIDTH, batch, captured, data_parallel, distributed, recomputed, some_plan, words
 from tests.search_cases import exact_of
@@ -48,7 +49,7 @@ RETURNED_NBYTES = 8 * (2 * WIDTH + 1)
 """What `measured_nbytes` counts beside what backward keeps: new statistics of the batch norm, and the loss's base."""
 
 
-def compare(plan: Plan, dropout: float = 0.0, *, by_block: bool = False) -> int:
+def compare(plan: StagePlan, dropout: float = 0.0, *, by_block: bool = False) -> int:
     """Two steps, eager and compiled, are equal on this rank; how often the backend ran."""
     eager, compiled = (distributed(plan, dropout, seed=5) for _ in range(2))
     return equal(eager, compiled, "aot_eager", by_block, [batch(n, BATCH * plan.microbatches) for n in range(2)])
@@ -188,7 +189,7 @@ def test_equal_blocks_draw_their_own_dropout_masks() -> None:
 
 
 def one_rank(
-    graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any], compiler: Compiler | None
+    graph: CapturedModel, plan: StagePlan, model: nn.Module, kwargs: dict[str, Any], compiler: Compiler | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients on a mesh of one rank."""
     module = fx.GraphModule(nn.Module(), again_graph(emit(graph, plan).graph))
@@ -225,7 +226,7 @@ def test_what_is_kept_is_what_eager_keeps(share: float) -> None:
     assert eager - RETURNED_NBYTES == compiled
 
 
-def kept_by_compiled(graph: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any]) -> int:
+def kept_by_compiled(graph: CapturedModel, plan: StagePlan, model: nn.Module, kwargs: dict[str, Any]) -> int:
     local = emit(graph, plan)
     module = fx.GraphModule(nn.Module(), again_graph(local.graph))
     kept: list[int] = []

@@ -23,7 +23,7 @@ from autopar.values.calls import Call
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import requires_grad
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.runtime_cases import whole
 

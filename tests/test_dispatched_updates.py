@@ -16,13 +16,14 @@ from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import Layout, Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 LAUNCH = 1e-5
 
 
-def updates(plan: Plan, cluster: Cluster) -> float:
+def updates(plan: StagePlan, cluster: Cluster) -> float:
     """Seconds of the optimizer."""
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return evaluate_program(plan, program_of("gpt2"), pricer).seconds["optimizer"]
@@ -70,7 +71,7 @@ def test_a_plan_with_parameters_whole_is_looked_for_beside_one_that_splits_some(
     found = best_in_buckets(searched, program, pricer, options, spent=math.inf)
     parameters = [tensor for tensor in program.tensors.values() if tensor.kind == "parameter"]
 
-    def splits(plan: Plan) -> bool:
+    def splits(plan: StagePlan) -> bool:
         return any(pricer.target.is_split(tensor, plan.layouts[tensor.name]) for tensor in parameters)
 
     assert splits(searched) and splits(found) != is_whole

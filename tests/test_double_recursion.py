@@ -24,8 +24,8 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Shard
-from autopar.values.plan import TrainConfig
 from autopar.values.redistribution import cheapest_route
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES, zoo

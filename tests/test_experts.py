@@ -18,7 +18,7 @@ from autopar.values.cluster import load_cluster
 from autopar.values.custom_ops import defining_module
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 
 SIZES: dict[str, Any] = {

@@ -24,8 +24,9 @@ from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 STEP = 3e4
@@ -53,7 +54,7 @@ def test_items_add_up_to_the_estimate(family: str, shape: tuple[int, ...]) -> No
 
 
 @lru_cache
-def tight() -> tuple[Plan, TrainConfig]:
+def tight() -> tuple[StagePlan, TrainConfig]:
     """A plan whose limit binds, and how it is trained."""
     free = make_plan(
         captured_of("llama"), machine(), make_mesh((4,)), TrainConfig(), SearchOptions(with_baselines=False)
@@ -76,7 +77,7 @@ def explanation() -> Explanation:
         return explain(one_stage(priced), captured_of("llama"), machine(), relative_gap=GAP, seconds=1e4)
 
 
-def replanned(limit: float) -> Plan:
+def replanned(limit: float) -> StagePlan:
     config = replace(tight()[1], memory_nbytes=limit)
     return make_plan(
         captured_of("llama"), machine(), make_mesh((4,)), config, SearchOptions(relative_gap=GAP, with_baselines=False)

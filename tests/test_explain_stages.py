@@ -22,9 +22,9 @@ from autopar.search.staged.stages import priced
 from autopar.values.explanation import Explanation
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, Layout
-from autopar.values.plan import TrainConfig
+from autopar.values.plan import Plan, one_stage
 from autopar.values.search_report import SearchReport, SpaceSearched
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.test_staged_configurations import llama, made_of
 from tests.zoo import zoo
@@ -34,11 +34,11 @@ TEXTS = ("fsdp:pp=2", "ddp:pp=2,schedule=gpipe", "megatron:tp=2,pp=2,vpp=2", "fs
 
 
 @lru_cache
-def recipe(text: str) -> StagedPlan:
+def recipe(text: str) -> Plan:
     return made_of(text, llama(4))
 
 
-def quick(plan: StagedPlan, seconds: float = 0.0) -> Explanation:
+def quick(plan: Plan, seconds: float = 0.0) -> Explanation:
     """Nothing asked, everything priced."""
     return explain(plan, llama(4), machine(), seconds=seconds)
 

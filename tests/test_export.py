@@ -36,15 +36,16 @@ from autopar.values.inputs import bind_inputs
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
 from tests.zoo_graphs import zoo_graph
 
 
-def uniform_plan(captured: CapturedModel, mesh: Mesh) -> Plan:
+def uniform_plan(captured: CapturedModel, mesh: Mesh) -> StagePlan:
     """Every op whole, parameters of two dims stored in shards: alike in every layer."""
     plan = random_plan(captured, mesh, random.Random(0))
     whole = ("invariant",) * mesh.num_axes

@@ -42,7 +42,7 @@ from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine, pricer_of, program_of
 from tests.strategy_graphs import random_graph
 

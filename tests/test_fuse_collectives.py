@@ -20,9 +20,10 @@ from autopar.passes.promote_casts import promote_casts
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute, random_ways
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.ranks_in_threads import Done, Member, run_in_threads
 from tests.search_cases import captured_of, exact_of, machine
@@ -61,7 +62,7 @@ def test_micro_batches_with_every_lifetime(lifetime: str) -> None:
     assert errors[0] <= 1e-10 and errors[1] <= 1e-8, errors
 
 
-def baseline(name: str, family: str = "llama") -> tuple[Plan, object]:
+def baseline(name: str, family: str = "llama") -> tuple[StagePlan, object]:
     captured = captured_of(family)
     plan = make_baseline(name, captured, machine(2), make_mesh((2,)), TrainConfig())
     return plan, captured

@@ -34,8 +34,9 @@ from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, program_of
 
 GAP = 1e-3
@@ -70,20 +71,20 @@ def hosts(start: float, bandwidth: float = 1e8, device: str = "cpu") -> Cluster:
     return replace(cluster, levels=levels, device=replace(cluster.device, name=device, launch_seconds=1e-8))
 
 
-def searched(cluster: Cluster) -> Plan:
+def searched(cluster: Cluster) -> StagePlan:
     return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), IN_BUCKETS)
 
 
-def prices(plan: Plan, cluster: Cluster) -> Pricer:
+def prices(plan: StagePlan, cluster: Cluster) -> Pricer:
     return make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
 
 
-def alone(cluster: Cluster) -> Plan:
+def alone(cluster: Cluster) -> StagePlan:
     """The best whose collectives all go alone."""
     return make_plan(net(), cluster, make_mesh((2, 2)), TrainConfig(), ALONE)
 
 
-def chosen(plan: Plan, cluster: Cluster, *, with_baselines: bool = True, beside: bool = True) -> Plan:
+def chosen(plan: StagePlan, cluster: Cluster, *, with_baselines: bool = True, beside: bool = True) -> StagePlan:
     options = SearchOptions(relative_gap=GAP, with_baselines=with_baselines)
     return best_in_buckets(plan, make_program(net()), prices(plan, cluster), options, beside=beside, spent=math.inf)
 
@@ -170,7 +171,7 @@ def test_what_explains_a_plan_that_hides_something_is_said_as_plans_run(monkeypa
     """And is what planning so gives; one that adds up to less is none that saves anything."""
     allowed: list[float] = []
 
-    def noted(*args: Any, most: float, **own: Any) -> Plan:
+    def noted(*args: Any, most: float, **own: Any) -> StagePlan:
         allowed.append(most)
         return best_in_buckets(*args, most=most, **own)
 
@@ -263,7 +264,7 @@ def test_what_counts_less_beside_backward_leaves_other_prices_as_they_are() -> N
         assert evaluate_program(ddp, program, other.alone) == evaluate_program(ddp, program, fresh)
 
 
-def within_blocks(plan: Plan, program: Program) -> Plan:
+def within_blocks(plan: StagePlan, program: Program) -> StagePlan:
     """The plan whose buckets of what is gathered for each use are of one block, as all that we make are."""
     first = {name: min(readers, default=(0, 0))[0] for name, readers in program.readers.items()}
     parts: dict[tuple[int, str], list[str]] = {}

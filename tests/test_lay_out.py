@@ -23,7 +23,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_shape
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.ranks_in_threads import Done
 from tests.search_cases import machine
 from tests.zoo import zoo

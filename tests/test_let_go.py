@@ -12,11 +12,11 @@ import tests.runtime_cases as cases
 from autopar.errors import ArgumentError
 from autopar.ops.groups import use_groups
 from autopar.runtime.accumulate import Prepared
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 
-def forgotten(plan: Plan) -> tuple[int, int, int]:
+def forgotten(plan: StagePlan) -> tuple[int, int, int]:
     """How many parameters there were, how many are left, and how many sums of micro-batches."""
     module = cases.distributed(plan)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

@@ -11,8 +11,8 @@ from autopar.search.graph.lattice import Lattices, _steps
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
-from autopar.values.plan import TrainConfig
 from autopar.values.redistribution import is_possible
+from autopar.values.train_config import TrainConfig
 
 
 @pytest.mark.parametrize("seed", range(24))

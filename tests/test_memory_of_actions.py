@@ -23,9 +23,9 @@ from autopar.search.known.random_plan import random_cuts, random_staged_plan
 from autopar.search.staged.staged_memory import peaks_of_actions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.search_cases import machine
 
@@ -71,7 +71,7 @@ def measured(text: str, graph: bytes, values: Mapping[str, Tensor], inputs: Mapp
     return peaks
 
 
-def errors(plan: StagedPlan, captured: CapturedModel, values: Any, inputs: Any) -> dict[str, float]:
+def errors(plan: Plan, captured: CapturedModel, values: Any, inputs: Any) -> dict[str, float]:
     """By rank and action how far the predicted peak is off, in parts of what was measured."""
     said = peaks_of_actions(plan, split_stages(captured, plan.cuts), machine(plan.mesh.size))
     seen = ranks(plan.world).run(measured, plan.to_json(), dump(captured), values, inputs)

@@ -24,7 +24,8 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import Shard, local_shape
-from autopar.values.plan import ONCE_A_STEP, TrainConfig
+from autopar.values.stage_plan import ONCE_A_STEP
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.test_search_evaluate import _sent_seconds
 from tests.zoo_graphs import zoo_graph

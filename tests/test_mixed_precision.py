@@ -34,11 +34,12 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_shape
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
 from autopar.values.precision import PRECISIONS, computed_twin, with_storage
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.runtime_cases import whole as whole_of
@@ -66,7 +67,7 @@ def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, T
     return captured, {name: value.detach() for name, value in values.items()}, inputs
 
 
-def some_plan(name: str, captured: CapturedModel) -> Plan:
+def some_plan(name: str, captured: CapturedModel) -> StagePlan:
     """A lifetime of fully sharded storage, ddp, or a random plan; on 2 ranks."""
     mesh = make_mesh((2,))
     if name.startswith("random"):
@@ -77,7 +78,9 @@ def some_plan(name: str, captured: CapturedModel) -> Plan:
     return replace(plan, lifetimes=dict.fromkeys(plan.lifetimes, name))
 
 
-def step_errors(plan: Plan, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
+def step_errors(
+    plan: StagePlan, graph: bytes, values: Any, inputs: Any, gradients: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """On a rank: the loss, the worst relative error of a gradient, and whether bytes are as predicted."""
     captured = load(graph)
     module = DistributedModule(emit(captured, plan), values, exact_random=True)
@@ -114,7 +117,7 @@ def test_gradients_are_those_of_one_process_and_narrow_bytes_are_sent(name: str,
         assert found["sent"] == sent
 
 
-def training(plan: Plan, graph: bytes, values: Any, batches: list[Any]) -> dict[str, Tensor]:
+def training(plan: StagePlan, graph: bytes, values: Any, batches: list[Any]) -> dict[str, Tensor]:
     """On a rank: whole parameters after AdamW's steps."""
     captured = load(graph)
     module = DistributedModule(emit(captured, plan), values)
@@ -158,7 +161,7 @@ class Sum(nn.Module):
         return (x * self.weight).sum()
 
 
-def summed(plan: Plan, graph: bytes, x: Tensor) -> Tensor:
+def summed(plan: StagePlan, graph: bytes, x: Tensor) -> Tensor:
     captured = load(graph)
     (spec,), (given,) = captured.parameters, captured.inputs
     module = DistributedModule(emit(captured, plan), {spec.placeholder: torch.ones(4)})

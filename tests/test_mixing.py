@@ -27,8 +27,9 @@ from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, machine, pricer_of, program_of, small_llama
 from tests.zoo import zoo
@@ -42,7 +43,7 @@ def graph(microbatches: int = 1) -> CapturedModel:
     return small_llama(LAYERS, 32, microbatches)
 
 
-def kept_and_recomputed(program: Program, pricer: Pricer, rng: random.Random) -> tuple[Plan, Plan]:
+def kept_and_recomputed(program: Program, pricer: Pricer, rng: random.Random) -> tuple[StagePlan, StagePlan]:
     """A slow plan that runs every block again, and a fast one that keeps everything; both as one drawn at random."""
     fast = random_plan(program.captured, pricer.mesh, rng)
     again = frozenset(op.name for op in program.ops if block_of(op.module) and any(op.result_grads))
@@ -182,7 +183,7 @@ def test_each_rank_has_the_slow_blocks_that_it_needs(schedule: str, chunks: int)
     slow, fast = kept_and_recomputed(program, pricer, random.Random(2))
     cuts, begins = even_cuts(program, 2, chunks), even_starts(program, 2, chunks)
 
-    def held(plan: Plan) -> list[float]:
+    def held(plan: StagePlan) -> list[float]:
         cut, stages = staged(plan, program, pricer, 2, schedule, cuts)
         return held_by_ranks(priced(cut, stages, cluster, pricer.cluster))
 
@@ -213,7 +214,7 @@ def test_the_best_stages_are_mixed_and_fit() -> None:
     assert apart, "equal blocks always decided alike"
 
 
-def _best(program: Program, cluster: Cluster, limit: float | None) -> StagedPlan:
+def _best(program: Program, cluster: Cluster, limit: float | None) -> Plan:
     config = TrainConfig(memory_nbytes=limit)
     pricer = make_pricer(mesh=make_mesh((2,)), cluster=parts(cluster)[2], config=config)
 

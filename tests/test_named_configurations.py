@@ -25,7 +25,8 @@ from autopar.values.cluster import load_cluster
 from autopar.values.graph import target_name
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.search_cases import captured_of, machine, program_of
 from tests.zoo import zoo
@@ -54,7 +55,7 @@ def program_at(family: str, count: int, layers: int = 2) -> Program:
     return make_program(captured_model(model, Call(kwargs=kwargs), "fp32", microbatches=count)[0])
 
 
-Made = tuple[Plan, Program, Pricer]
+Made = tuple[StagePlan, Program, Pricer]
 
 
 def made_of(text: str, family: str = "llama", layers: int = 2) -> Made:
@@ -134,7 +135,7 @@ def test_full_recompute_keeps_what_enters_a_block_and_no_more(text: str) -> None
     """Between the passes, of all that blocks make: their results, in the layouts in which they leave."""
     made, program, pricer = made_of(text)
 
-    def between(case: tuple[Plan, Program, Pricer]) -> float:
+    def between(case: tuple[StagePlan, Program, Pricer]) -> float:
         plan, program, pricer = case
         live = Live(lower(plan, program, pricer.target))
         return float(live.bytes["activations"][len(live.calls) - 1])
@@ -220,5 +221,7 @@ def test_every_key_is_one_of_simulate() -> None:
 
 def test_a_plan_of_a_configuration_is_legal_on_larger_meshes() -> None:
     captured = captured_of("llama")
-    made: Plan = make_baseline("megatron:tp=2,sp=on,zero=1", captured, machine(8), make_mesh((4, 2)), TrainConfig())
+    made: StagePlan = make_baseline(
+        "megatron:tp=2,sp=on,zero=1", captured, machine(8), make_mesh((4, 2)), TrainConfig()
+    )
     emit(captured, made)

@@ -13,7 +13,8 @@ from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine, program_of
 
 ROOM = 1e12
@@ -30,7 +31,7 @@ def two_hosts(alpha: float, rate: float) -> Cluster:
     return replace(cluster, levels=(between, inside))
 
 
-def both(name: str, family: str, pricer: Pricer) -> list[Plan]:
+def both(name: str, family: str, pricer: Pricer) -> list[StagePlan]:
     """In buckets: the plan that is best alone, and the one whose search shares starts."""
     program = program_of(family)
     return [bucketed(baseline_plan(name, program, own, ROOM), program, pricer) for own in (pricer, pricer.shared)]

@@ -17,7 +17,8 @@ from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
@@ -44,7 +45,7 @@ def test_named_plans_equal_one_process(family: str) -> None:
     cluster = load_cluster(f"{mesh.size}xcpu")
     config = TrainConfig(precision="fp64")
     best = make_plan(captured, cluster, mesh, config, SearchOptions(with_baselines=False))
-    plans: dict[str, Plan] = {"best": best}
+    plans: dict[str, StagePlan] = {"best": best}
     for name in BASELINES:
         if name in APPLY[family]:
             plans[name] = make_baseline(name, captured, cluster, mesh, config)

@@ -22,8 +22,8 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
+from autopar.values.plan import Plan, one_stage
 from autopar.values.search_report import SearchReport, SpaceSearched
-from autopar.values.staged_plan import StagedPlan, one_stage
 from tests.search_cases import machine
 
 NOTHING = SpaceSearched(
@@ -49,12 +49,12 @@ def made(overlap: autopar.Overlap | None = None) -> ModelPlan:
     return autopar.plan(model, {"x": x}, cluster=machine(4, 1e9), mesh="4", overlap=overlap, with_baselines=False)
 
 
-def decided(whole: StagedPlan) -> tuple[object, ...]:
+def decided(whole: Plan) -> tuple[object, ...]:
     plan = whole.single
     return plan.mesh.shape, sorted(plan.choices.items()), str(plan.layouts), str(plan.lifetimes), plan.recompute
 
 
-def ranked(plan: StagedPlan, others: Sequence[StagedPlan], captured: CapturedModel, cluster: Cluster) -> StagedPlan:
+def ranked(plan: Plan, others: Sequence[Plan], captured: CapturedModel, cluster: Cluster) -> Plan:
     ranking = Ranking(cluster=cluster, overlap=autopar.Overlap(bucket_nbytes=0))
     for one in (plan, *others):
         ranking.add(one, captured)

@@ -19,8 +19,8 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.train_config import TrainConfig
 
 TOKENS, HIDDEN = 8192, 1024
 

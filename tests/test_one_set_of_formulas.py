@@ -34,7 +34,7 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.search.known.baselines import make_baseline
 from autopar.values.cluster import load_cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 CONFIGS = {
     "llama-3-8b": {

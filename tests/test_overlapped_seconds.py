@@ -21,11 +21,12 @@ from autopar.search.known.random_plan import random_buckets
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 
-def told(plan: Plan, family: str, pricer: Pricer) -> float:
+def told(plan: StagePlan, family: str, pricer: Pricer) -> float:
     """Seconds of the count of labels and of the loss's last sum that the graph which runs hides: all but what it takes
     to begin them."""
     local = emit(captured_of(family), plan)
@@ -37,7 +38,7 @@ def told(plan: Plan, family: str, pricer: Pricer) -> float:
     return seconds - 2 * pricer.cluster.levels[0].launch
 
 
-def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
+def simulated(plan: StagePlan, family: str, pricer: Pricer) -> float:
     """Seconds hidden on one link: a clock of what backward computes and starts, bucket after bucket of the graph. Ranks
     wait for each other at its end alone."""
     captured, program = captured_of(family), program_of(family)

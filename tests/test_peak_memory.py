@@ -31,9 +31,10 @@ from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, local_shape
-from autopar.values.plan import Plan, TrainConfig
 from autopar.values.redistribution import Step, steps_from
 from autopar.values.serialize import dump, load
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from autopar.verification import PlanCheck
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
@@ -152,7 +153,7 @@ def case(family: str, microbatches: int = 1) -> tuple[CapturedModel, dict[str, T
     return captured, {**parameters_of(captured, model), **buffers_of(captured, model)}, inputs
 
 
-def measured(plan: Plan, graph: bytes, values: dict[str, Tensor], inputs: dict[str, Tensor]) -> int:
+def measured(plan: StagePlan, graph: bytes, values: dict[str, Tensor], inputs: dict[str, Tensor]) -> int:
     """Peak of this rank in steps with AdamW's state there; the least of some: Gloo's threads hold buffers a while."""
     captured = load(graph)
     module = DistributedModule(emit(captured, plan), values)
@@ -170,7 +171,7 @@ def measured(plan: Plan, graph: bytes, values: dict[str, Tensor], inputs: dict[s
     return min(peaks[1:])
 
 
-def check(family: str, plan: Plan) -> None:
+def check(family: str, plan: StagePlan) -> None:
     captured, values, inputs = case(family, plan.microbatches)
     predicted = evaluate(plan, captured, machine(plan.mesh.size)).peak_nbytes
     peak = max(ranks(plan.mesh.size).run(measured, plan, dump(captured), values, inputs))

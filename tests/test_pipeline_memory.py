@@ -29,9 +29,9 @@ from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import PARTIAL, Layout
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan
 from tests.process_group import ranks
 from tests.search_cases import captured_of, machine
 from tests.zoo import zoo
@@ -81,7 +81,7 @@ def errors(
 
 
 def errors_of(
-    plan: StagedPlan, captured: CapturedModel, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    plan: Plan, captured: CapturedModel, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> list[float]:
     said = peaks_without_optimizer(plan, split_stages(captured, plan.cuts), machine(plan.mesh.size))
     seen = ranks(plan.world).run(measured, plan.to_json(), dump(captured), values, inputs)

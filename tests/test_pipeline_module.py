@@ -24,9 +24,9 @@ from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.word_pipelines import MICROBATCHES, batch, pipelined, plan_of
 
@@ -192,7 +192,7 @@ class Plain(nn.Module):
         return self.last(y * (y > 0.5)).square().mean()
 
 
-def plain(frozen: bool, schedule: str) -> tuple[Plain, CapturedModel, StagedPlan, Tensor]:
+def plain(frozen: bool, schedule: str) -> tuple[Plain, CapturedModel, Plan, Tensor]:
     """The middle stages have no parameter; with `frozen` the first has none that is trained."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

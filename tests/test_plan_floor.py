@@ -25,8 +25,8 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import local_shape
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
 from tests.search_cases import captured_of
 from tests.test_plan_timeline import part_of
 from tests.zoo import zoo
@@ -36,7 +36,7 @@ CLUSTERS = ("2x2xh100", "4xa100", "4xcpu")
 FAMILIES = ("gpt2", "vit", "resnet")
 
 
-def drawn(captured: CapturedModel, seed: int) -> Plan:
+def drawn(captured: CapturedModel, seed: int) -> StagePlan:
     rng = random.Random(seed)
     plan = random_plan(captured, make_mesh((4,) if seed % 2 else (2, 2)), rng)
     return random_recompute(plan, captured, rng, share=0.4) if seed > 1 else plan

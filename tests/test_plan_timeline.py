@@ -29,8 +29,9 @@ from autopar.search.timeline.weave import Overlap
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 from tests.zoo_graphs import zoo_graph
@@ -45,7 +46,7 @@ def part_of(family: str, count: int, rows: int = 1) -> CapturedModel:
     return accumulate_gradients(zoo_graph(family, rows), count, lambda: zoo_graph(family, batch=batch))
 
 
-def drawn(captured: CapturedModel, seed: int) -> Plan:
+def drawn(captured: CapturedModel, seed: int) -> StagePlan:
     rng = random.Random(seed)
     plan = random_plan(captured, make_mesh((4,) if seed % 2 else (2, 2)), rng)
     return random_recompute(plan, captured, rng, share=0.4) if seed > 1 else plan
@@ -111,7 +112,7 @@ def test_stages_take_what_their_estimate_says(schedule: str, chunks: int, family
         assert busy * (1 - 1e-9) <= ahead.seconds <= estimate.step_seconds * 1.02
 
 
-def runs_of(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Runs:
+def runs_of(plan: StagePlan, captured: CapturedModel, cluster: Cluster) -> Runs:
     pricer, program = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config), make_program(captured)
     return find_runs(lower(plan, program, pricer.target), pricer, hoisted=False)
 

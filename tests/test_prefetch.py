@@ -24,16 +24,17 @@ from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_plan, random_recompute
 from autopar.search.timeline.buckets import with_buckets
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, exact_of, machine, program_of
 from tests.test_overlapped_seconds import linked
 from tests.zoo import zoo
 
 
-def blocks_of(plan: Plan) -> Plan:
+def blocks_of(plan: StagePlan) -> StagePlan:
     """The plan with parameters gathered for use, early: each block in a bucket, what is before and after in others."""
     blocks: dict[str, list[str]] = {}
     for name in plan.lifetimes:
@@ -100,7 +101,7 @@ def test_backward_gathers_the_next_before_it_sends_gradients(monkeypatch: pytest
     assert list(logs.values()) == [forward + backward] * 2
 
 
-def simulated(plan: Plan, family: str, pricer: Pricer) -> float:
+def simulated(plan: StagePlan, family: str, pricer: Pricer) -> float:
     """Seconds hidden, event by event: a clock of compute, and one link that takes a message after the other."""
     step = lower(plan, program_of(family), pricer.target)
     found, early = find_events(step), [group.values for group in prefetched_buckets(step)]

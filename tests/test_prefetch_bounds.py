@@ -22,7 +22,7 @@ from autopar.search.joint.relaxing import relaxed_seconds
 from autopar.search.joint.workers import LARGE, WORKER, Workers, spare_cores, spare_workers, started
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import load_cluster
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import program_of
 from tests.zoo_graphs import zoo_graph
 

@@ -19,10 +19,10 @@ from autopar.report.words import choice_words
 from autopar.search.known.random_plan import random_plan
 from autopar.values.blocks import block_of, kind_of, ranges, relative, title
 from autopar.values.calls import Call
+from autopar.values.estimate import Estimate
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Estimate
+from autopar.values.plan import one_stage
 from autopar.values.search_report import SearchReport
-from autopar.values.staged_plan import one_stage
 from tests.search_cases import captured_of
 from tests.zoo import FAMILIES, zoo
 

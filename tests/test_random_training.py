@@ -25,7 +25,7 @@ from autopar.runtime import distributed_module, load, load_exported, save
 from autopar.search.known.random_plan import random_cuts, random_plan, random_recompute, random_staged_plan
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
 from tests.process_group import ranks
 from tests.shared_graphs import shared_graph
 
@@ -84,7 +84,7 @@ def graph_of(microbatches: int) -> CapturedModel:
     return accumulate_gradients(graph, microbatches, lambda: graph_of(1))
 
 
-def plan_of(kind: Kind) -> StagedPlan:
+def plan_of(kind: Kind) -> Plan:
     schedule, microbatches, at_once, seed = kind
     rng, captured = random.Random(f"{kind}"), graph_of(microbatches)
     if schedule:
@@ -101,7 +101,7 @@ def plan_of(kind: Kind) -> StagedPlan:
     return one_stage(replace(again, copies=at_once))
 
 
-def module_of(plan: StagedPlan) -> Any:
+def module_of(plan: Plan) -> Any:
     captured = graph_of(plan.microbatches)
     return distributed_module(captured, plan, parameters_of(captured, deep()))
 

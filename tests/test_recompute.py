@@ -24,9 +24,9 @@ from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
-from autopar.values.plan import Plan
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo
@@ -89,7 +89,7 @@ def test_between_forward_and_backward_lives_what_evaluate_counts(family: str, sh
         assert measured == pytest.approx(predicted, abs=16 * len(program.ops)), f"{measured} bytes, not {predicted}"
 
 
-def whole_plan(captured: CapturedModel) -> Plan:
+def whole_plan(captured: CapturedModel) -> StagePlan:
     """One rank without redistribution."""
     plan = random_plan(captured, make_mesh((1,)), random.Random(0))
     trained = {spec.placeholder for spec in captured.parameters if spec.trainable}
@@ -97,7 +97,7 @@ def whole_plan(captured: CapturedModel) -> Plan:
     return replace(plan, choices=dict.fromkeys(plan.choices, ("invariant",)), layouts=layouts)
 
 
-def measured_nbytes(captured: CapturedModel, plan: Plan, model: nn.Module, kwargs: dict[str, Any]) -> int:
+def measured_nbytes(captured: CapturedModel, plan: StagePlan, model: nn.Module, kwargs: dict[str, Any]) -> int:
     """Bytes of activations that live between the passes, the loss aside."""
     graph = fx.GraphModule(nn.Module(), again_graph(emit(captured, plan).graph))
     inputs = {spec.placeholder: kwargs[spec.path] for spec in captured.inputs}

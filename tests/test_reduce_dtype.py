@@ -20,10 +20,11 @@ from autopar.search.costs.evaluate import evaluate
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_buckets, random_cuts, random_plan, random_staged_plan
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.precision import PRECISIONS, with_storage
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from autopar.verification import reference_gradients
 from tests.process_group import ranks
 from tests.search_cases import machine
@@ -34,7 +35,7 @@ WIDE = TrainConfig(precision=MIXED, reduce_dtype="fp64")
 CASES = [("use", 1), ("bucketed", 1), ("bucketed", 2), ("random0", 2)]
 
 
-def wide_plan(name: str, captured: Any) -> tuple[Plan, Plan]:
+def wide_plan(name: str, captured: Any) -> tuple[StagePlan, StagePlan]:
     """A plan, and the same with its gradients summed in float64."""
     if name == "bucketed":
         plan = random_plan(captured, make_mesh((2,)), random.Random(name))
@@ -92,7 +93,7 @@ def test_stages_sum_wide() -> None:
         assert max(errors, default=0.0) < 1e-4
 
 
-def compiled_errors(plan: Plan, graph: bytes, values: Any, inputs: Any) -> float:
+def compiled_errors(plan: StagePlan, graph: bytes, values: Any, inputs: Any) -> float:
     """On a rank: the worst relative difference between gradients of the eager and the compiled module."""
     local = emit(load(graph), plan)
     eager, compiled = DistributedModule(local, values), DistributedModule(local, values)

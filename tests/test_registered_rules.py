@@ -15,7 +15,7 @@ from autopar.rules.registry import rule_of
 from autopar.rules.rule import choices
 from autopar.search.known.baselines import make_baseline
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import machine
 

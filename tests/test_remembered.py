@@ -9,8 +9,10 @@ from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.known.remembered import LAST, remembered
 from autopar.search.planner import plan_program
 from autopar.search.search_options import SearchOptions
+from autopar.values.estimate import Estimate
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Estimate, Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine, program_of
 
 
@@ -18,14 +20,14 @@ def test_the_same_plan_under_the_same_prices_is_made_once() -> None:
     program = replace(program_of("gpt2"))
     pricer = make_pricer(mesh=make_mesh((2, 2)), cluster=machine(4), config=TrainConfig(), in_buckets=True)
     plan = plan_program(program, pricer, SearchOptions(relative_gap=0.01, with_baselines=False))
-    made: list[Plan] = []
+    made: list[StagePlan] = []
 
-    def price(bare: Plan) -> Plan:
+    def price(bare: StagePlan) -> StagePlan:
         assert bare.estimate == Estimate()
         made.append(bare.with_estimate(evaluate_program(bare, program, pricer.alone)))
         return made[-1]
 
-    def asked(plan: Plan, prices: Pricer, kind: object = "test") -> Plan:
+    def asked(plan: StagePlan, prices: Pricer, kind: object = "test") -> StagePlan:
         return remembered(kind, plan, program, prices, price)
 
     first = asked(plan, pricer.alone)

@@ -17,7 +17,8 @@ from autopar.search.joint.relaxing import relaxed_seconds
 from autopar.search.meshes import Arrangement
 from autopar.search.planner import plan_program
 from autopar.search.search_options import SearchOptions
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import pricer_of, small_llama
 
 
@@ -64,7 +65,7 @@ def test_no_plan_within_a_limit_takes_less_than_without_one_and_what_is_made_aga
     assert most > 0.01  # it says something
 
 
-def _plan(pricer: Pricer, program: Program) -> Plan:
+def _plan(pricer: Pricer, program: Program) -> StagePlan:
     return plan_program(program, pricer, SearchOptions(relative_gap=0.05, with_baselines=False))
 
 

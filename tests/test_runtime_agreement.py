@@ -14,7 +14,7 @@ from autopar.runtime import init
 from autopar.runtime.agreement import agree, compare, failing_together, shared_number
 from autopar.runtime.groups import build_groups
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks, run_apart
 
 
@@ -27,7 +27,7 @@ def test_what_differs_is_named() -> None:
     assert "mesh: None on ranks [0], 2 on ranks [1]" in compare({0: same, 1: {**same, "mesh": "2"}})
 
 
-def with_own_plan(plans: list[Plan]) -> str:
+def with_own_plan(plans: list[StagePlan]) -> str:
     try:
         cases.distributed(plans[dist.get_rank()])
     except RankError as error:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import tests.runtime_cases as cases
 from autopar.errors import OptimizerError, PlanMismatchError
 from autopar.runtime import load, save
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 State = dict[str, Tensor]
@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
 
 
-def train_and_save(plan: Plan, folder: str) -> None:
+def train_and_save(plan: StagePlan, folder: str) -> None:
     module = cases.distributed(plan)
     optimizer = adamw(module)
     for seed in range(2):
@@ -44,7 +44,7 @@ def train_and_save(plan: Plan, folder: str) -> None:
     save(module, optimizer, folder)
 
 
-def load_and_train(plan: Plan, folder: str) -> tuple[State, list[Tensor], State, int]:
+def load_and_train(plan: StagePlan, folder: str) -> tuple[State, list[Tensor], State, int]:
     module = cases.distributed(plan)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -68,7 +68,7 @@ def load_and_train(plan: Plan, folder: str) -> tuple[State, list[Tensor], State,
     ],
     ids=["zero3 on 4 to ddp on 2", "random on 2x2 to random on 2", "random on 2 to random on 4"],
 )
-def test_another_plan_and_another_number_of_ranks(saved: Plan, loaded: Plan, tmp_path: Path) -> None:
+def test_another_plan_and_another_number_of_ranks(saved: StagePlan, loaded: StagePlan, tmp_path: Path) -> None:
     model = cases.words()
     optimizer = adamw(model)
     for seed in range(2):
@@ -86,7 +86,7 @@ def test_another_plan_and_another_number_of_ranks(saved: Plan, loaded: Plan, tmp
         assert num_calls == 3
 
 
-def bad_calls(plan: Plan, folder: str) -> None:
+def bad_calls(plan: StagePlan, folder: str) -> None:
     module = cases.distributed(plan)
     with pytest.raises(PlanMismatchError, match="checkpoint"):
         load(module, adamw(module), folder)

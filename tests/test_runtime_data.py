@@ -10,7 +10,7 @@ import tests.runtime_cases as cases
 from autopar.errors import BatchError
 from autopar.runtime import DistributedBatchSampler, LocalBatch
 from autopar.values.placement import parse_layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 
@@ -29,13 +29,13 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
         return {name: value[index] for name, value in self.rows.items()}
 
 
-def with_inputs(layout: str, mesh_shape: tuple[int, ...], **others: str) -> Plan:
+def with_inputs(layout: str, mesh_shape: tuple[int, ...], **others: str) -> StagePlan:
     plan = cases.data_parallel(mesh_shape)
     inputs = {spec.placeholder: parse_layout(others.get(spec.path, layout)) for spec in cases.captured().inputs}
     return replace(plan, layouts={**plan.layouts, **inputs})
 
 
-def loaded(plan: Plan) -> tuple[list[float], list[float], list[int]]:
+def loaded(plan: StagePlan) -> tuple[list[float], list[float], list[int]]:
     """Losses of an epoch by own rows, losses of the same global batches, rows read."""
     module, twin = cases.distributed(plan), cases.distributed(plan)
     samples = Samples(20)
@@ -63,7 +63,7 @@ def test_own_rows_make_the_global_batch(layout: str, mesh_shape: tuple[int, ...]
     assert len({index for _, _, read in results for index in read}) == 16
 
 
-def refusals(plan: Plan) -> str:
+def refusals(plan: StagePlan) -> str:
     module = cases.distributed(plan)
     with pytest.raises(BatchError) as error:
         DistributedBatchSampler(Samples(20), module)
@@ -75,7 +75,7 @@ def test_inputs_split_differently_need_global_batches() -> None:
         assert "ids: 4 of 8" in text and "labels: 8 of 8" in text and "local_batch" in text
 
 
-def small(plan: Plan) -> None:
+def small(plan: StagePlan) -> None:
     with pytest.raises(BatchError, match="7 samples"):
         DistributedBatchSampler(Samples(7), cases.distributed(plan))
 
@@ -84,7 +84,7 @@ def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
     ranks(2).run(small, cases.data_parallel((2,)))
 
 
-def structures(plan: Plan) -> None:
+def structures(plan: StagePlan) -> None:
     module, whole = cases.distributed(plan), cases.batch(3)
     rank = module.groups.rank
     expected = whole["ids"][4 * rank : 4 * rank + 4]

@@ -15,7 +15,7 @@ from autopar.lower.messages import messages_of
 from autopar.runtime import DistributedModule, LocalBatch, count_messages, reset_parameters
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import parse_layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -43,7 +43,7 @@ def train_whole() -> Trained:
     return train(cases.words(), lambda model: {name: value.clone() for name, value in model.state_dict().items()})
 
 
-def train_distributed(plan: Plan) -> Trained:
+def train_distributed(plan: StagePlan) -> Trained:
     return train(cases.distributed(plan), cases.whole_state)
 
 
@@ -69,7 +69,7 @@ def test_training_equals_one_process(plan: str) -> None:
             torch.testing.assert_close(got_state[name], value, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def names_and_ties(plan: Plan) -> tuple[list[str], list[str], bool, bool]:
+def names_and_ties(plan: StagePlan) -> tuple[list[str], list[str], bool, bool]:
     module = cases.distributed(plan)
     tied = module.get_parameter("head.weight") is module.get_parameter("embedding.weight")
     frozen = module.get_parameter("frozen").requires_grad
@@ -84,7 +84,7 @@ def test_names_are_those_of_the_model() -> None:
         assert tied and not frozen
 
 
-def counted(plan: Plan) -> tuple[Any, Any]:
+def counted(plan: StagePlan) -> tuple[Any, Any]:
     module = cases.distributed(plan)
     with count_messages(module) as sent:
         module(**cases.batch(1)).backward()
@@ -98,7 +98,7 @@ def test_bytes_sent_are_those_predicted(plan: str) -> None:
         assert sent == predicted
 
 
-def storage_is_shared(plan: Plan) -> None:
+def storage_is_shared(plan: StagePlan) -> None:
     """What is written into parameters in any way is what the next call reads, and gradients land on parameters."""
     module = cases.distributed(plan)
     first = module(**cases.batch(1)).item()
@@ -129,7 +129,7 @@ def storage_is_shared(plan: Plan) -> None:
     assert {leaf.dtype for leaf in half.state.leaves.values()} == {torch.float32}
 
 
-def exchanged(split: Plan, whole: Plan) -> tuple[list[bool], float]:
+def exchanged(split: StagePlan, whole: StagePlan) -> tuple[list[bool], float]:
     """On a rank: which modules hold DTensors, and how far values are from those they were loaded from."""
     modules = [cases.distributed(plan) for plan in (split, whole)]
     off = 0.0
@@ -153,7 +153,7 @@ def test_parameters_and_the_tensors_computed_on_share_storage() -> None:
     ranks(2).run(storage_is_shared, cases.data_parallel((2,)))
 
 
-def batch_norm_moves(plan: Plan) -> None:
+def batch_norm_moves(plan: StagePlan) -> None:
     module, model = cases.distributed(plan), cases.words()
     with torch.no_grad():
         module(**cases.batch(1)), model(**cases.batch(1))
@@ -172,7 +172,7 @@ def test_evaluation_uses_statistics_and_changes_nothing(plan: str) -> None:
     ranks(2).run(batch_norm_moves, PLANS[plan]((2,)))
 
 
-def dropped(plan: Plan) -> tuple[float, float, float, float]:
+def dropped(plan: StagePlan) -> tuple[float, float, float, float]:
     exact = cases.distributed(plan, dropout=0.5, exact_random=True, seed=5)
     first, second = exact(**cases.batch(1)).item(), exact(**cases.batch(1)).item()
     module = cases.distributed(plan, dropout=0.5).eval()
@@ -191,7 +191,7 @@ def test_dropout_follows_the_step_and_stops_in_evaluation() -> None:
     assert evaluated == pytest.approx(whole, rel=1e-12)
 
 
-def inputs_whole_or_sliced(plan: Plan) -> None:
+def inputs_whole_or_sliced(plan: StagePlan) -> None:
     module = cases.distributed(plan, bare=True)
     whole = cases.batch(1)
     expected = module(**whole).item()
@@ -211,7 +211,7 @@ def test_a_call_takes_the_global_batch_or_the_slice_of_a_rank() -> None:
     ranks(2).run(inputs_whole_or_sliced, cases.data_parallel((2,)))
 
 
-def from_meta(plan: Plan) -> dict[str, Tensor]:
+def from_meta(plan: StagePlan) -> dict[str, Tensor]:
     graph, model = cases.captured(), cases.words()
     twin = copy.deepcopy(model).to("meta")
     twin.head.weight = twin.embedding.weight
@@ -248,11 +248,11 @@ def test_a_model_on_the_meta_device_gets_equal_values_on_all_ranks() -> None:
     assert first["blocks.0.up.weight"].std() > 0.01 and first["blocks.0.norm.weight"].eq(1).all()
 
 
-def refused(plan: Plan, layout: str) -> None:
+def refused(plan: StagePlan, layout: str) -> None:
     bad = {**plan.layouts}
     name = next(p.placeholder for p in cases.captured().parameters if p.names[0] == "blocks.0.up.weight")
     bad[name] = parse_layout(layout)
-    plan = Plan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, "layouts": bad})
+    plan = StagePlan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, "layouts": bad})
     with pytest.raises(PlanMismatchError, match=r"blocks\.0\.up\.weight"):
         cases.distributed(plan)
 

@@ -16,7 +16,7 @@ import tests.runtime_cases as cases
 from autopar.errors import OptimizerError
 from autopar.runtime import check_optimizer
 from autopar.runtime.optimizers import REFUSED
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 OPTIMIZERS = sorted(
@@ -49,7 +49,7 @@ def in_full_precision(name: str) -> contextlib.AbstractContextManager[object]:
     return patch.object(Tensor, "bfloat16", lambda self: self) if name == "Muon" else contextlib.nullcontext()
 
 
-def all_trained(plan: Plan, names: list[str]) -> dict[str, dict[str, Tensor] | str]:
+def all_trained(plan: StagePlan, names: list[str]) -> dict[str, dict[str, Tensor] | str]:
     out: dict[str, dict[str, Tensor] | str] = {}
     for name in names:
         try:

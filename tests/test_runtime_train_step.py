@@ -13,8 +13,8 @@ from autopar.lower.emit import emit
 from autopar.lower.messages import messages_of
 from autopar.runtime import DistributedBatchSampler, LocalBatch, count_messages
 from autopar.values.placement import Layout, Shard
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
 from tests.process_group import ranks
 
 STEPS = 2
@@ -47,7 +47,7 @@ def train_whole(count: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def train_distributed(plan: Plan) -> tuple[list[float], dict[str, Tensor], bool]:
+def train_distributed(plan: StagePlan) -> tuple[list[float], dict[str, Tensor], bool]:
     module = cases.distributed(plan)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
     losses, same = [], True
@@ -89,7 +89,7 @@ def test_training_in_micro_batches_equals_one_process(plan: str) -> None:
             torch.testing.assert_close(got_state[name], value, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def calls(plan: Plan) -> dict[str, int]:
+def calls(plan: StagePlan) -> dict[str, int]:
     local = cases.distributed(plan).local
     sent = messages_of(local.captured, local.plan, on_host=True)
     return {kind: sum(n for (k, _), (n, _) in sent.items() if k == kind) for kind in ("all_gather", "reduce_scatter")}
@@ -103,7 +103,7 @@ def test_collectives_of_a_lifetime_are_paid_once_a_step_or_once_a_micro_batch() 
     assert sent["use"]["reduce_scatter"] == sent["microbatch"]["reduce_scatter"]
 
 
-def gradients_add_up(plan: Plan) -> None:
+def gradients_add_up(plan: StagePlan) -> None:
     """Two steps without zero_grad add; a step of the rank's own slices is the same; evaluation has the step's loss."""
     module = cases.distributed(plan)
     data = whole_batch(1, plan.microbatches)
@@ -130,7 +130,7 @@ def test_steps_add_to_gradients_and_take_slices(lifetime: str) -> None:
     ranks(2).run(gradients_add_up, PLANS[lifetime]((2,), 2))
 
 
-def sampled(plan: Plan) -> tuple[float, float]:
+def sampled(plan: StagePlan) -> tuple[float, float]:
     """Loading only a rank's rows is the same step."""
     module = cases.distributed(plan)
     data = whole_batch(3, plan.microbatches)
@@ -178,7 +178,7 @@ def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> Non
     from autopar.export.folder import export_folder
     from autopar.oracle.reference import buffers_of
 
-    made: Plan = PLANS[plan]((2,), 2)
+    made: StagePlan = PLANS[plan]((2,), 2)
     captured = cases.captured(microbatches=2)
     local = emit(captured, made)
     export_folder(tmp_path, captured, [local], one_stage(made), buffers_of(captured, cases.words(microbatches=2)))
@@ -189,7 +189,7 @@ def test_exported_code_trains_in_micro_batches(plan: str, tmp_path: Path) -> Non
         assert bytes_as_said
 
 
-def one_batch(plan: Plan) -> Any:
+def one_batch(plan: StagePlan) -> Any:
     module = cases.distributed(plan)
     loss = module.train_step(cases.batch(1))
     other = cases.distributed(plan)

@@ -30,9 +30,10 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 from tests.zoo import FAMILIES
@@ -42,7 +43,7 @@ TIED = ("gpt2", "bert", "t5", "whisper")
 """Families whose embedding is also the head: two uses of a weight may share a gather that the graph prices twice."""
 
 
-def _solved(family: str, pricer: Pricer, **how: bool) -> tuple[Problem, Solution, Plan]:
+def _solved(family: str, pricer: Pricer, **how: bool) -> tuple[Problem, Solution, StagePlan]:
     program = program_of(family)
     problem = build(program, pricer, limit=LIMIT, **how)  # type: ignore[arg-type]
     solution = solve(problem.graph, relative_gap=1e-7)

@@ -13,7 +13,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh, make_mesh
 from autopar.values.placement import local_shape
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine
 from tests.zoo import FAMILIES
 

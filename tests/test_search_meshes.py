@@ -26,8 +26,9 @@ from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -280,7 +281,7 @@ def part_of(count: int) -> CapturedModel:
 
 
 @cache
-def without_a_limit(cluster: Cluster, buckets: bool = False) -> StagedPlan:
+def without_a_limit(cluster: Cluster, buckets: bool = False) -> Plan:
     options = SearchOptions(relative_gap=GAP, with_baselines=False, buckets=buckets)
     return search_meshes(4, graph_of, cluster, TrainConfig(), options)[0]
 
@@ -328,13 +329,13 @@ def test_of_what_was_met_the_fastest_as_it_runs_is_taken(monkeypatch: pytest.Mon
     made = [replace(plan, estimate=replace(plan.estimate, seconds=s, hidden=h * s["forward"], baselines={}))
             for s, h in zip(seconds, hidden, strict=True)]  # fmt: skip
 
-    def searched(*_: object, **__: object) -> SearchOutcome[Candidate, StagedPlan]:
-        outcome = SearchOutcome[Candidate, StagedPlan]()
+    def searched(*_: object, **__: object) -> SearchOutcome[Candidate, Plan]:
+        outcome = SearchOutcome[Candidate, Plan]()
         for key, one in zip(keys, made, strict=True):
             outcome.take(key, one, one.estimate.in_turn_seconds)
         return outcome
 
-    def finish(found: StagedPlan, *_: object) -> StagedPlan:
+    def finish(found: Plan, *_: object) -> Plan:
         finished.append(found.estimate.step_seconds)
         return found
 
@@ -353,7 +354,7 @@ def test_a_plan_is_at_hand_where_few_fit() -> None:
     programs = {count: make_program(part_of(count)) for count in counts}
     keys = candidates(cluster, counts, (1,), "auto", 3)
 
-    def found(nbytes: float, seconds: float | None = None) -> list[tuple[Candidate, Plan]]:
+    def found(nbytes: float, seconds: float | None = None) -> list[tuple[Candidate, StagePlan]]:
         config = TrainConfig(memory_nbytes=nbytes)
 
         def pricer(key: Candidate) -> Pricer:

@@ -22,7 +22,8 @@ from autopar.search.graph.strategy_graph import Solution, usage
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.blocks import block_of
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine, pricer_of, program_of
 
 TIED = ("gpt2", "bert", "t5", "whisper")
@@ -31,7 +32,7 @@ EXACT = 1e-7
 
 def solved(
     program: Program, pricer: Pricer, limit: float, restriction: Restriction | None = None, gap: float = EXACT
-) -> tuple[Problem, Solution, Plan]:
+) -> tuple[Problem, Solution, StagePlan]:
     problem = build(program, pricer, limit=limit, restriction=restriction, builder=RecomputeBuilder)
     solution = solve(problem.graph, relative_gap=gap)
     plan = extract(problem, solution, pricer.cluster, pricer.config, "ilp")

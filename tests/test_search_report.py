@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, fields
 
-from autopar.values.plan import Estimate, estimate_from
+from autopar.values.estimate import Estimate, estimate_from
 from autopar.values.search_report import (
     LeastInTurn,
     RankedPlan,

@@ -33,7 +33,8 @@ from autopar.search.timeline.staged_buckets import in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import ONCE_A_STEP, Plan, TrainConfig
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 from tests.zoo import zoo
 from tests.zoo_graphs import zoo_graph
@@ -90,7 +91,7 @@ def graph(family: str) -> CapturedModel:
 
 
 @cache
-def whole(family: str) -> tuple[Plan, Pricer]:
+def whole(family: str) -> tuple[StagePlan, Pricer]:
     cluster, mesh = parts(machine(4))[2], make_mesh((2,))
     plan = make_plan(
         graph(family), cluster, mesh, TrainConfig(), SearchOptions(relative_gap=1e-2, with_baselines=False)

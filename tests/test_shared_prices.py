@@ -23,7 +23,7 @@ from autopar.search.staged.alike import stage_key
 from autopar.search.staged.stages import block_starts, price_stage, staged
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine
 
 

@@ -23,10 +23,12 @@ from autopar.runtime.schedules import CLASSES
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.values.graph import CapturedModel, requires_grad
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import VERSION, Plan, one_stage
 from autopar.values.plan_file import plan_from_json
+from autopar.values.schedules import SCHEDULES, check_microbatches, stage_ranks
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import SCHEDULES, VERSION, StagedPlan, check_microbatches, one_stage, stage_ranks
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import one_process
 from tests.search_cases import exact_of
 from tests.zoo import FAMILIES, zoo
@@ -151,11 +153,11 @@ def test_a_buffer_of_two_stages_is_refused() -> None:
         split_stages(captured, (cut,))
 
 
-def staged(schedule: str, pipeline: int, num_stages: int, **changes: Any) -> StagedPlan:
+def staged(schedule: str, pipeline: int, num_stages: int, **changes: Any) -> Plan:
     captured, *_ = captured_of("gpt2")
     cuts = random_cuts(captured, num_stages, random.Random(0))
     mesh = make_mesh((2,))
-    stages: tuple[Plan, ...] = tuple(random_plan(s, mesh, random.Random(0)) for s in split_stages(captured, cuts))
+    stages: tuple[StagePlan, ...] = tuple(random_plan(s, mesh, random.Random(0)) for s in split_stages(captured, cuts))
     parts: dict[str, Any] = {
         "model": captured.name,
         "fingerprint": captured.fingerprint,
@@ -168,7 +170,7 @@ def staged(schedule: str, pipeline: int, num_stages: int, **changes: Any) -> Sta
         "cuts": cuts,
         "stages": stages,
     }
-    return StagedPlan(**{**parts, **changes})
+    return Plan(**{**parts, **changes})
 
 
 def test_which_rank_runs_which_stage() -> None:

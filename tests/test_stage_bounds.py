@@ -37,7 +37,7 @@ from autopar.search.staged.rounds import dealt, interleaved_rounds, least_uneven
 from autopar.search.staged.stages import even_cuts, even_starts, priced, simulated, staged, starts_of
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import machine, small_llama
 from tests.strategy_graphs import random_graph
 

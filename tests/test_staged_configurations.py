@@ -31,8 +31,8 @@ from autopar.values.calls import Call
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh, make_mesh
-from autopar.values.plan import TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.train_config import TrainConfig
 from tests.process_group import ranks
 from tests.search_cases import machine
 from tests.zoo import zoo
@@ -46,7 +46,7 @@ RUN = (
 )
 
 
-def made_of(text: str, captured: CapturedModel, config: TrainConfig | None = None) -> StagedPlan:
+def made_of(text: str, captured: CapturedModel, config: TrainConfig | None = None) -> Plan:
     mesh, count = configured(text, machine(), stage_mesh(text), False, 4 * captured.microbatches, captured.microbatches)
     assert count == captured.microbatches
     return make_configuration(text, captured, machine(), mesh, config or TrainConfig())
@@ -144,11 +144,11 @@ def test_stages_travel_in_buckets_if_they_fit(text: str, monkeypatch: pytest.Mon
         assert stages_in_buckets(tight, stages, machine()).estimate.peak_nbytes <= held - 1
 
 
-def priced(plan: StagedPlan, stages: tuple[CapturedModel, ...]) -> float:
+def priced(plan: Plan, stages: tuple[CapturedModel, ...]) -> float:
     return staging.priced(plan, stages, machine(), part_of(machine(), plan.pipeline)).estimate.step_seconds
 
 
-def messages_of(captured: CapturedModel, plan: StagedPlan) -> int:
+def messages_of(captured: CapturedModel, plan: Plan) -> int:
     """How many collectives one rank runs in a step."""
     stages = split_stages(captured, plan.cuts)
     return sum(calls for calls, _ in sent_by_rank(stages, plan, plan.stages_of(0), 0, on_host=True).values())

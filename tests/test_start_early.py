@@ -16,7 +16,7 @@ from autopar.passes.start_early import start_early
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_recompute
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine
 
 

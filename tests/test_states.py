@@ -16,7 +16,7 @@ from autopar.search.known.random_plan import random_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 from tests.search_cases import captured_of, machine, program_of
 
 FAMILIES = ("gpt2", "llama", "bert", "vit", "t5")

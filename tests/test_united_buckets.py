@@ -25,7 +25,8 @@ from autopar.search.timeline.buckets import bucketed, used_last, with_buckets
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of, one_process
 from tests.process_group import ranks
 from tests.search_cases import captured_of, exact_of, machine, program_of
@@ -34,7 +35,7 @@ from tests.zoo import zoo
 WHOLE, PART, COPY = Layout((INVARIANT,)), Layout((Shard(0),)), Layout((REPLICATE,))
 
 
-def on_two_ways(rng: random.Random) -> Plan:
+def on_two_ways(rng: random.Random) -> StagePlan:
     """Whole copies on two ranks; gradients of some go by reduce-scatter and all-gather, of the others by all-reduce."""
     captured = exact_of("llama")
     plan = make_baseline("ddp", captured, machine(2), make_mesh((2,)), TrainConfig())

@@ -26,9 +26,10 @@ from autopar.search.woven import best_woven
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
-from autopar.values.staged_plan import one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 from tests.plans_in_threads import errors_of
 from tests.process_group import ranks
 from tests.runtime_cases import BATCH, batch, captured, distributed, some_plan, words
@@ -91,7 +92,7 @@ def test_more_micro_batches_are_searched_only_where_there_is_something_to_hide()
         asked.append(count)
         return microbatch("llama", count)
 
-    def search(graph: CapturedModel) -> Plan:
+    def search(graph: CapturedModel) -> StagePlan:
         return make_baseline(name, graph, cluster, make_mesh((2,)), TrainConfig(precision="fp64"))
 
     cluster = machine(2, bandwidth=2e8)

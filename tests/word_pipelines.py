@@ -12,7 +12,7 @@ from autopar.runtime import PipelinedModule
 from autopar.runtime.pipeline import staged_model
 from autopar.search.known.random_plan import random_staged_plan
 from autopar.values.mesh import make_mesh
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 MICROBATCHES = 4
 
@@ -24,7 +24,7 @@ def plan_of(
     *,
     seed: int = 0,
     dropout: float = 0.0,
-) -> StagedPlan:
+) -> Plan:
     """A random plan for the model of `runtime_cases`: tied weight, frozen weight, batch norm. All ranks train some."""
     captured = cases.captured(dropout, MICROBATCHES)
     rng = random.Random(f"{schedule} {seed}")
@@ -45,7 +45,7 @@ def plan_of(
 
 
 def pipelined(
-    plan: StagedPlan,
+    plan: Plan,
     dropout: float = 0.0,
     model: nn.Module | None = None,
     *,

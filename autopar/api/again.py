@@ -24,8 +24,8 @@ from autopar.values.cluster import Cluster, load_cluster, resized
 from autopar.values.graph import BufferSpec, CapturedModel, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
-from autopar.values.plan import Plan
 from autopar.values.precision import PRECISIONS, with_storage
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Again:
 
     model: nn.Module
     call: Call
-    plans: Sequence[Plan]
+    plans: Sequence[StagePlan]
     planned: Sequence[CapturedModel]
     precision: str
     loss_fn: Callable[..., Any] | None = None
@@ -136,7 +136,7 @@ class Again:
         plans = [self._following(part, number) for number, part in zip(numbers, parts, strict=True)]
         return tuple((number, emit_stage(parts, plans, place, gathers=gathers)) for place, number in enumerate(numbers))
 
-    def _following(self, captured: CapturedModel, number: int) -> Plan:
+    def _following(self, captured: CapturedModel, number: int) -> StagePlan:
         from autopar.search.following import following_plan
 
         return following_plan(captured, self.plans[number], self.planned[number], self._cluster())

@@ -18,8 +18,8 @@ from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.values.calls import Call
 from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
 from autopar.values.precision import PRECISIONS, Precision, computed_twin, has_dtype, with_storage
-from autopar.values.staged_plan import StagedPlan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def computed_model(model: nn.Module, call: Call, dtypes: Precision) -> tuple[nn.
 
 
 def captured_for(
-    plan: StagedPlan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
+    plan: Plan, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None
 ) -> tuple[CapturedModel, Call]:
     """The graph that a plan is for, and the call with what it was seen to return.
 

@@ -18,8 +18,8 @@ from autopar.values.calls import Call, call_from_json, call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.local_model import LocalModel
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json, plan_text
-from autopar.values.staged_plan import StagedPlan
 
 if TYPE_CHECKING:
     from autopar.api.printed import PrintedDifference, PrintedExplanation
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ModelPlan(StagedPlan):
+class ModelPlan(Plan):
     """A plan, the graph it is for (None when just loaded), how the model is called, and where it came from.
 
     captured: that of one micro-batch of the whole model.
@@ -208,7 +208,7 @@ class ModelPlan(StagedPlan):
         return f"<plan of {self.model} on {self.arrangement} of {self.cluster} ({self.origin}): print it>"
 
 
-def model_plan(plan: StagedPlan, **more: Any) -> ModelPlan:
+def model_plan(plan: Plan, **more: Any) -> ModelPlan:
     """`plan` with what is known of its model."""
     own = {f.name: getattr(plan, f.name) for f in fields(plan)}
     return ModelPlan(**{**own, **more})

@@ -19,9 +19,10 @@ from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, precision_of
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from autopar.lower.program import Program
@@ -156,7 +157,7 @@ def plan(
     )
     first = replace(options, with_baselines=with_baselines and not buckets)  # in buckets they are compared afterwards
 
-    def planned(captured: CapturedModel) -> StagedPlan:
+    def planned(captured: CapturedModel) -> Plan:
         try:
             if baseline is not None:
                 tell(f"making the {baseline} plan")
@@ -175,7 +176,7 @@ def plan(
     from autopar.lower.program import make_program
     from autopar.search.costs.pricing import make_pricer
 
-    def bucketed(found: StagedPlan, program: "Program", pricer: "Pricer | None" = None) -> StagedPlan:
+    def bucketed(found: Plan, program: "Program", pricer: "Pricer | None" = None) -> Plan:
         if not buckets:
             return found
         from autopar.search.in_buckets import best_in_buckets
@@ -233,7 +234,7 @@ def plan(
 
         more = part_at if microbatches == "auto" and not searched else None
 
-        def planned_stage(part: CapturedModel) -> Plan:
+        def planned_stage(part: CapturedModel) -> StagePlan:
             return planned(part).single
 
         woven, captured = best_woven(found.single, captured, machine, planned_stage, more, tell=tell)
@@ -242,7 +243,7 @@ def plan(
         from autopar.search.explanation.next_best import SECONDS
         from autopar.search.overlapped import ToRank, best_overlapped
 
-        def is_asked(one: StagedPlan) -> bool:
+        def is_asked(one: Plan) -> bool:
             is_scheduled = schedule == "auto" or (one.num_stages > 1 and one.schedule == schedule)
             is_arranged = pipeline in (None, "auto", one.pipeline) and (searched or one.mesh.shape == own_mesh.shape)
             return is_scheduled and is_arranged
@@ -263,7 +264,7 @@ def plan(
 
 def distribute(
     model: nn.Module,
-    plan: StagedPlan,
+    plan: Plan,
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,

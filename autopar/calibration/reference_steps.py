@@ -30,8 +30,9 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.device import Device
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import Plan, TrainConfig
 from autopar.values.precision import PRECISIONS
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _plainly(function: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @cache
-def planned(batch: int, size: str, in_pieces: bool = False) -> tuple[Program, Plan]:
+def planned(batch: int, size: str, in_pieces: bool = False) -> tuple[Program, StagePlan]:
     """What there is to compute, and what there is to plan on one device: nothing."""
     with torch.device("meta"):
         model = Decoder(SIZES[size], _plainly, in_pieces).to(_dtype(size))

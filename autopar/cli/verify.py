@@ -29,9 +29,10 @@ from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.inputs import bind_inputs
 from autopar.values.mesh import Mesh, parse_mesh
-from autopar.values.plan import TrainConfig
+from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, computed_copy
-from autopar.values.staged_plan import StagedPlan, one_stage, parse_pipeline
+from autopar.values.schedules import parse_pipeline
+from autopar.values.train_config import TrainConfig
 from autopar.verification import DEVICES, PEAK_TOLERANCE, TOLERANCES, PlanCheck, draws, verify_plans
 
 STEPS = 3
@@ -178,7 +179,7 @@ def _machine(baseline: str, mesh: Mesh) -> Cluster:
     return load_cluster(f"{parse_configuration(baseline).pp * mesh.size}xcpu")
 
 
-def _mesh(request: VerifyRequest, saved: StagedPlan | None) -> Mesh:
+def _mesh(request: VerifyRequest, saved: Plan | None) -> Mesh:
     if request.mesh is None:
         if saved is None:
             raise ArgumentError("verify needs --mesh (2x2, 4, ...) or --plan plan.json")
@@ -196,7 +197,7 @@ def _plans(
     saved: ModelPlan | None,
     model: nn.Module,
     console: Console,
-) -> Iterator[tuple[str, StagedPlan]]:
+) -> Iterator[tuple[str, Plan]]:
     """The plans asked for, each with its label; the best plan found if none is."""
     from autopar.search.timeline.staged_buckets import in_buckets
 
@@ -223,7 +224,7 @@ def _plans(
         yield "ilp", found
 
 
-def _woven(plan: StagedPlan) -> StagedPlan:
+def _woven(plan: Plan) -> Plan:
     """The plan with two micro-batches at once."""
     if plan.num_stages > 1:
         raise ArgumentError(
@@ -232,7 +233,7 @@ def _woven(plan: StagedPlan) -> StagedPlan:
     return one_stage(replace(plan.single, copies=2))
 
 
-def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> StagedPlan:
+def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: random.Random) -> Plan:
     """A random plan, in stages cut at random if a pipeline is asked for."""
     from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 
@@ -242,9 +243,9 @@ def _random(request: VerifyRequest, captured: CapturedModel, mesh: Mesh, rng: ra
     return random_staged_plan(captured, mesh, schedule, pipeline, random_cuts(captured, num_stages, rng), rng)
 
 
-def _repointed(plan: StagedPlan, captured: CapturedModel) -> StagedPlan:
+def _repointed(plan: Plan, captured: CapturedModel) -> Plan:
     """The same choices for the graph in the precision of the comparison: its nodes have the same names."""
-    plain = StagedPlan(**{f.name: getattr(plan, f.name) for f in fields(StagedPlan)})
+    plain = Plan(**{f.name: getattr(plan, f.name) for f in fields(Plan)})
     parts = split_stages(captured, plan.cuts)
     stages = (replace(s, fingerprint=part.fingerprint) for s, part in zip(plan.stages, parts, strict=True))
     return replace(plain, fingerprint=captured.fingerprint, stages=tuple(stages))

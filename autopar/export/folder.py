@@ -17,14 +17,14 @@ from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad
 from autopar.values.local_model import LocalModel
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 
 def export_folder(
     folder: Path,
     captured: CapturedModel,
     locals_: Sequence[LocalModel],
-    plan: StagedPlan,
+    plan: Plan,
     values: Mapping[str, Tensor],
 ) -> None:
     """Write the folder; other files in it are left alone.
@@ -48,7 +48,7 @@ def export_folder(
     write_folder(folder, files, captured, values)
 
 
-def file_names(plan: StagedPlan) -> tuple[str, ...]:
+def file_names(plan: Plan) -> tuple[str, ...]:
     """Of the code of each stage."""
     return ("model",) if plan.num_stages == 1 else tuple(f"stage_{number}" for number in range(plan.num_stages))
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from autopar.cost_models.memory import FUSED
 from autopar.values.graph import CapturedModel, operands
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)",
@@ -78,7 +78,7 @@ SLICES = """; each rank takes its slices.
     """
 
 
-def training_script(captured: CapturedModel, plan: StagedPlan, names: Sequence[str]) -> str:
+def training_script(captured: CapturedModel, plan: Plan, names: Sequence[str]) -> str:
     """The source of train.py; names: of the files of code, a stage each."""
     is_whole = plan.num_stages == 1
     batch, call = _step(captured, always_in_parts=not is_whole)

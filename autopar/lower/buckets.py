@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import Redistributed, sent_by
 from autopar.values.placement import is_even
-from autopar.values.plan import ONCE_A_STEP, Plan
 from autopar.values.redistribution import Message, Step
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class Bucket:
     direct: bool
 
 
-def find_buckets(plan: Plan, redistributed: Mapping[str, Redistributed]) -> dict[Value, Bucket]:
+def find_buckets(plan: StagePlan, redistributed: Mapping[str, Redistributed]) -> dict[Value, Bucket]:
     """The group of every value that is made in one."""
     bucket = {name: number for number, names in enumerate(plan.buckets) for name in names}
     found: dict[tuple[bool, *tuple[object, ...]], list[Value]] = {}
@@ -65,7 +65,7 @@ def _fuses(step: Step) -> bool:
 
 
 def bucket_messages(
-    group: Bucket, plan: Plan, redistributed: Mapping[str, Redistributed], *, backward: bool
+    group: Bucket, plan: StagePlan, redistributed: Mapping[str, Redistributed], *, backward: bool
 ) -> tuple[Message, ...]:
     """What a group sends in a pass: what each alone would, together."""
     sent: list[tuple[Message, ...]] = []

@@ -12,8 +12,8 @@ from autopar.lower.recomputation import Value
 from autopar.lower.redistributions import SINK, Redistributed
 from autopar.lower.target import Target
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
 from autopar.values.redistribution import Step
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ START, WAIT = "start", "wait"
 
 
 def make_calls(
-    program: Program, plan: Plan, target: Target, redistributed: dict[str, Redistributed]
+    program: Program, plan: StagePlan, target: Target, redistributed: dict[str, Redistributed]
 ) -> list[LoweredCall]:
     """All calls of the forward pass, in order."""
     seen: set[Value] = set()

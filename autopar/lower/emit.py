@@ -31,13 +31,13 @@ from autopar.rules.rule import is_splittable
 from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, is_even, local_shape
-from autopar.values.plan import Plan
 from autopar.values.redistribution import SUMS, Step, messages, step_between
+from autopar.values.stage_plan import StagePlan
 
 
 def emit(
     captured: CapturedModel,
-    plan: Plan,
+    plan: StagePlan,
     sent: Mapping[str, Layout] = MappingProxyType({}),
     *,
     gathers: bool = False,
@@ -70,7 +70,7 @@ def emit(
 
 def emit_stage(
     stages: Sequence[CapturedModel],
-    plans: Sequence[Plan],
+    plans: Sequence[StagePlan],
     number: int,
     *,
     gathers: bool = False,
@@ -92,7 +92,7 @@ def emit_stage(
     return emit(stage, plans[number], sent, gathers=gathers, on_host=on_host, exact_random=exact_random)
 
 
-def _check_choices(program: Program, plan: Plan) -> None:
+def _check_choices(program: Program, plan: StagePlan) -> None:
     """Raises PlanMismatchError if the plan chooses what rules do not offer, or what sizes do not allow."""
     for op in program.ops:
         names = plan.choices.get(op.name)

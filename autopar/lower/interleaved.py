@@ -13,11 +13,11 @@ from autopar.lower.program import Op, Program, Tensor
 from autopar.lower.recomputation import Value
 from autopar.passes.graph_tools import copied_name
 from autopar.passes.weave_copies import COPIES, check_copies, segments
-from autopar.values.plan import Plan
 from autopar.values.redistribution import COLLECTIVES, Step
+from autopar.values.stage_plan import StagePlan
 
 
-def running(plan: Plan, program: Program) -> tuple[Plan, Program]:
+def running(plan: StagePlan, program: Program) -> tuple[StagePlan, Program]:
     """Plan and program of what runs at once: themselves, but where that is several micro-batches."""
     if plan.copies == 1 or program.copies > 1:
         return plan, program
@@ -90,7 +90,7 @@ class _Copies:
         return replace(tensor, name=self.name(tensor.name), producer=producer)
 
 
-def _plan_of(plan: Plan, made: _Copies) -> Plan:
+def _plan_of(plan: StagePlan, made: _Copies) -> StagePlan:
     both = made.twice
     return replace(
         plan,
@@ -109,7 +109,7 @@ def sends(step: Step) -> bool:
     return step.forward in COLLECTIVES or step.backward in COLLECTIVES
 
 
-def interleaved_calls(calls: Sequence[LoweredCall], program: Program, plan: Plan) -> list[LoweredCall]:
+def interleaved_calls(calls: Sequence[LoweredCall], program: Program, plan: StagePlan) -> list[LoweredCall]:
     """The calls of both copies, given one copy after the other, in the order in which they run."""
     makers = {value: call for call in calls for value in call.results if value is not None}
 
@@ -135,7 +135,7 @@ def _copy(call: LoweredCall, program: Program) -> int | None:
     return program.copy_of.get(call.operands[0][0] if call.op is None else call.op.name)
 
 
-def _splits(call: LoweredCall, step: Step, plan: Plan) -> bool:
+def _splits(call: LoweredCall, step: Step, plan: StagePlan) -> bool:
     """Not what is made again for backward."""
     return sends(step) and step.target not in plan.remade.get(call.operands[0][0], ())
 

@@ -19,7 +19,7 @@ from autopar.lower.recomputation import Recomputation, Value, find_recomputation
 from autopar.lower.redistributions import Redistributed, redistribute, redistribute_parameters
 from autopar.lower.target import Target
 from autopar.values.placement import Layout
-from autopar.values.plan import ONCE_A_STEP, Plan
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class LoweredStep:
     backward, replay: moments of a call's backward pass and of its recomputation, by its number; end: the optimizer's.
     """
 
-    plan: Plan
+    plan: StagePlan
     program: Program
     target: Target
     redistributed: dict[str, Redistributed]
@@ -63,7 +63,7 @@ class LoweredStep:
         """Whether a parameter's copies are made and its gradients reduced apart from the micro-batches."""
         return self.is_one_of_several and self.plan.lifetimes.get(name) in ONCE_A_STEP
 
-    def under(self, plan: Plan) -> "LoweredStep":
+    def under(self, plan: StagePlan) -> "LoweredStep":
         """The step of a plan in which nothing differs but how parameters travel and in which buckets."""
         redistributed = {**self.redistributed, **redistribute_parameters(self.program, plan, self.target)}
         is_again = "use" in plan.lifetimes.values()  # else backward asks for no parameter's redistribution
@@ -74,7 +74,7 @@ class LoweredStep:
 
 
 def lower(
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     target: Target,
     sent: Mapping[str, Layout] = MappingProxyType({}),
@@ -92,7 +92,11 @@ def lower(
 
 
 def _in_order(
-    plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed], recomputation: Recomputation
+    plan: StagePlan,
+    program: Program,
+    target: Target,
+    redistributed: dict[str, Redistributed],
+    recomputation: Recomputation,
 ) -> LoweredStep:
     calls = make_calls(program, plan, target, redistributed)
     if program.copies > 1:

@@ -18,7 +18,7 @@ from autopar.rules.spare import short_name
 from autopar.rules.views import RESHAPING, is_view
 from autopar.values.graph import operands
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
 class MemoryLayouts(NamedTuple):
@@ -30,7 +30,7 @@ class MemoryLayouts(NamedTuple):
 
 
 def find_memory_layouts(
-    program: Program, plan: Plan, target: Target, is_laid_anew: Callable[[str, Layout], bool]
+    program: Program, plan: StagePlan, target: Target, is_laid_anew: Callable[[str, Layout], bool]
 ) -> MemoryLayouts:
     """What a plan's collectives change of how tensors lie; is_laid_anew: whether one made a tensor contiguous."""
     memory_layouts: dict[str, Tensor] = {}

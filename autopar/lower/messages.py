@@ -12,7 +12,8 @@ from autopar.passes.split_stages import owners
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import Layout, local_ranges
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
+from autopar.values.schedules import PIPELINE, SPLITTING
+from autopar.values.stage_plan import StagePlan
 
 Sent = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """(collective, axis names) -> (calls, payload bytes) of one step on one rank."""
@@ -38,7 +39,7 @@ def sent_messages(step: LoweredStep, *, splits: bool = False) -> Sent:
 
 def messages_of(
     captured: CapturedModel,
-    plan: Plan,
+    plan: StagePlan,
     *,
     on_host: bool,
     exact_random: bool = False,
@@ -56,7 +57,7 @@ def messages_of(
 
 def sent_by_rank(
     stages: Sequence[CapturedModel],
-    plan: StagedPlan,
+    plan: Plan,
     numbers: Iterable[int],
     place: int,
     *,

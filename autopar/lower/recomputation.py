@@ -2,7 +2,7 @@
 
 A *value* is a tensor in a layout that has storage of its own: views, and steps that compute nothing, lead back to it.
 Some op's backward needs it because the op saves it; a replay needs what it reads. A value is kept from forward to its
-last use, unless the plan recomputes its op (`Plan.recompute`) or redistributes it again (`Plan.remade`): then it lives
+last use, unless the plan recomputes its op (`recompute`) or redistributes it again (`remade`): then it lives
 from the first backward that waits for it, directly or through other replays, when it is replayed, to its last use.
 Positions stand for the backward of the op there; a replay of demand d runs at the beginning of the backward of op d.
 """
@@ -15,8 +15,8 @@ from autopar.lower.program import Op, Program
 from autopar.lower.redistributions import Redistributed
 from autopar.lower.target import LocalOp, Target
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
 from autopar.values.redistribution import Step
+from autopar.values.stage_plan import StagePlan
 
 Value = tuple[str, Layout]
 """A tensor in a layout."""
@@ -36,7 +36,7 @@ class Recomputation:
 
 def root_of(
     program: Program,
-    plan: Plan,
+    plan: StagePlan,
     target: Target,
     redistributed: dict[str, Redistributed],
     name: str,
@@ -74,14 +74,16 @@ def saved_of(op: Op, local: LocalOp, target: Target, redistributed: Mapping[str,
 
 
 def find_recomputation(
-    plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed]
+    plan: StagePlan, program: Program, target: Target, redistributed: dict[str, Redistributed]
 ) -> Recomputation:
     """What the backward pass of a plan waits for."""
     return _Search(plan, program, target, redistributed).run()
 
 
 class _Search:
-    def __init__(self, plan: Plan, program: Program, target: Target, redistributed: dict[str, Redistributed]) -> None:
+    def __init__(
+        self, plan: StagePlan, program: Program, target: Target, redistributed: dict[str, Redistributed]
+    ) -> None:
         self.plan, self.program, self.target, self.redistributed = plan, program, target, redistributed
         self.found = Recomputation()
         self.demand: dict[Value, int] = {}

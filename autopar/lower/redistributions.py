@@ -16,8 +16,8 @@ from autopar.lower.program import Program, Tensor
 from autopar.lower.target import LocalOp, Target
 from autopar.values.mesh import Mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan
 from autopar.values.redistribution import Message, Step, messages
+from autopar.values.stage_plan import StagePlan
 
 SINK = -1
 """Position of the reader that stands for the graph's output."""
@@ -57,7 +57,7 @@ class Redistributed:
         return any(step.forward not in ("", "divide") for step in self.path(layout))
 
 
-def sent_by(step: Step, tensor: Tensor, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def sent_by(step: Step, tensor: Tensor, plan: StagePlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """What a redistribution step of a tensor sends, forward and back."""
     size = tensor.element_size
     sum_size = plan.config.reduced_size(size) if tensor.kind == "parameter" else size
@@ -107,7 +107,7 @@ def _returned(one: Redistributed, *, gathers: bool) -> Layout:
 
 def redistribute(
     program: Program,
-    plan: Plan,
+    plan: StagePlan,
     target: Target,
     sent: Mapping[str, Layout] = MappingProxyType({}),
     *,
@@ -127,14 +127,14 @@ def redistribute(
     return out
 
 
-def redistribute_parameters(program: Program, plan: Plan, target: Target) -> dict[str, Redistributed]:
+def redistribute_parameters(program: Program, plan: StagePlan, target: Target) -> dict[str, Redistributed]:
     """The way of every parameter under `plan`."""
     prices = [target.op(op, plan.choices[op.name]) for op in program.ops]
     parameters = {name: tensor for name, tensor in program.tensors.items() if tensor.kind == "parameter"}
     return {name: _redistributed(tensor, program, plan, prices) for name, tensor in parameters.items()}
 
 
-def splits_parameters(plan: Plan, redistributed: Mapping[str, Redistributed], target: Target) -> bool:
+def splits_parameters(plan: StagePlan, redistributed: Mapping[str, Redistributed], target: Target) -> bool:
     """Whether ranks have a part of some parameter: then the runtime has DTensors of all (`runtime.state.all_whole`).
 
     Counted, as copies are, of plans in buckets alone: searches add up parameter by parameter, and one for which others
@@ -144,7 +144,7 @@ def splits_parameters(plan: Plan, redistributed: Mapping[str, Redistributed], ta
     return any(target.is_split(one.tensor, one.source) for one in parameters)
 
 
-def _redistributed(tensor: Tensor, program: Program, plan: Plan, prices: Sequence[LocalOp]) -> Redistributed:
+def _redistributed(tensor: Tensor, program: Program, plan: StagePlan, prices: Sequence[LocalOp]) -> Redistributed:
     """What a tensor's readers ask of it; not what the graph's output does."""
     source = plan.layouts[tensor.name] if tensor.producer is None else prices[tensor.producer].results[tensor.index]
     one = Redistributed(tensor=tensor, source=source)
@@ -153,14 +153,14 @@ def _redistributed(tensor: Tensor, program: Program, plan: Plan, prices: Sequenc
     return one
 
 
-def _added(one: Redistributed, plan: Plan, layout: Layout) -> Layout:
+def _added(one: Redistributed, plan: StagePlan, layout: Layout) -> Layout:
     """In which layout another copy's loss is added to the first's: before the sum over ranks that nothing waits for."""
     steps = _steps(one, plan, layout) if layout != one.source else ()
     is_sum = bool(steps) and (steps[-1].forward, steps[-1].backward) == ("all_reduce", "")
     return steps[-1].source if is_sum else layout
 
 
-def _travel(one: Redistributed, plan: Plan, position: int, slot: int, layout: Layout, backward: bool) -> None:
+def _travel(one: Redistributed, plan: StagePlan, position: int, slot: int, layout: Layout, backward: bool) -> None:
     tensor = one.tensor
     one.wanted.append((position, slot, layout))
     if layout != one.source and layout not in one.made:
@@ -171,7 +171,7 @@ def _travel(one: Redistributed, plan: Plan, position: int, slot: int, layout: La
         one.in_backward.update(step.target for step in one.path(layout))
 
 
-def _steps(one: Redistributed, plan: Plan, wanted: Layout) -> tuple[Step, ...]:
+def _steps(one: Redistributed, plan: StagePlan, wanted: Layout) -> tuple[Step, ...]:
     tensor = one.tensor
     steps = plan.steps(tensor.name, one.source, wanted, tensor.shape, tensor.element_size, tensor.requires_grad)
     return tuple(step.among(plan.mesh) for step in steps)

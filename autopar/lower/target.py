@@ -14,8 +14,8 @@ from autopar.ops.attention import attention
 from autopar.rules.rule import Local, is_divisible, layouts, localized, splits
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, local_shape
-from autopar.values.plan import TrainConfig
 from autopar.values.redistribution import Message, Step, messages
+from autopar.values.train_config import TrainConfig
 
 Split = tuple[tuple[str, int], ...]
 """Names of factors, each with the number of parts that mesh axes split it into."""

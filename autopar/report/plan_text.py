@@ -26,16 +26,17 @@ from autopar.report.stages_table import stages_table
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
 from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.estimate import Estimate
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Estimate, Plan, Way
+from autopar.values.plan import Plan
 from autopar.values.redistribution import Message
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.stage_plan import StagePlan, Way
 
 WIDTH = 120
 
 
-def plan_text(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> str:
+def plan_text(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> str:
     """The plan as plain text."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
@@ -43,7 +44,7 @@ def plan_text(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster 
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
-def render(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> RenderableType:
+def render(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = None) -> RenderableType:
     """The plan for a rich console; locals_: what the ranks of each stage run.
 
     Without them (a plan just loaded) the tables of operations are left out, and of several stages those of each are.
@@ -66,7 +67,7 @@ def render(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | N
     return Group(*parts)
 
 
-def _operations(plan: Plan, local: LocalModel, machine: Cluster | None) -> list[RenderableType]:
+def _operations(plan: StagePlan, local: LocalModel, machine: Cluster | None) -> list[RenderableType]:
     """What each operation and parameter of a stage does, and what is sent."""
     clock, words = Clock(plan, machine), choice_words(local.captured, plan.mesh)
     again = recompute_text(plan, local)
@@ -87,7 +88,7 @@ def _known(cluster: str) -> Cluster | None:
 class Clock:
     """Predicted time of messages; None where the cluster is not known."""
 
-    def __init__(self, plan: Plan, machine: Cluster | None) -> None:
+    def __init__(self, plan: StagePlan, machine: Cluster | None) -> None:
         self.plan, self.machine = plan, machine
 
     def seconds(self, messages: Sequence[Message]) -> float | None:
@@ -102,7 +103,7 @@ class Clock:
         return "" if seconds is None or not messages else seconds_text(seconds)
 
 
-def heading(plan: StagedPlan, machine: Cluster | None) -> RenderableType:
+def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
     """What the plan is for, and its result, in three lines."""
     estimate, config = plan.estimate, plan.config
     memory = config.memory_nbytes or (machine.device.memory_bytes if machine is not None else None)
@@ -306,7 +307,7 @@ def _baseline_table(estimate: Estimate) -> Table:
     return table
 
 
-def print_plan(plan: StagedPlan, locals_: Sequence[LocalModel], machine: Cluster | None, console: Any) -> None:
+def print_plan(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None, console: Any) -> None:
     """Write the plan on a console: with colours on a terminal, 120 columns wide elsewhere."""
     if console.is_terminal:
         console.print(render(plan, locals_, machine))

@@ -5,10 +5,10 @@ from autopar.export.expressions import short_name
 from autopar.lower.emit import is_replayed
 from autopar.report.units import nbytes_text, seconds_text
 from autopar.values.local_model import LocalModel
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
-def recompute_text(plan: Plan, local: LocalModel) -> str:
+def recompute_text(plan: StagePlan, local: LocalModel) -> str:
     """One line a kind of block, and one for the trade; empty if nothing is run again."""
     kinds: dict[str, dict[str, dict[str, None]]] = {}
     blocks: dict[str, set[str]] = {}

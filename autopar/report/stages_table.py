@@ -8,10 +8,10 @@ from rich.table import Table
 from autopar.report.units import nbytes_text, seconds_text
 from autopar.values.blocks import blocks_text
 from autopar.values.graph import CapturedModel, requires_grad
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 
-def stages_table(plan: StagedPlan, stages: Sequence[CapturedModel]) -> Table:
+def stages_table(plan: Plan, stages: Sequence[CapturedModel]) -> Table:
     """`stages`: captured models; without them (a plan just loaded) blocks are left out."""
     table = Table(title="stages", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "blocks", "devices", "a micro-batch", "once a step", "memory of its rank"):

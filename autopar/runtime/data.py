@@ -15,7 +15,7 @@ from autopar.values.graph import InputSpec
 from autopar.values.inputs import flatten_inputs
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, local_ranges, local_shape
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
 class Ranked(Protocol):
@@ -31,7 +31,7 @@ class Distributed(Ranked, Protocol):
     """A module without stages, as batches see it."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> StagePlan: ...
     @property
     def inputs(self) -> tuple[InputSpec, ...]: ...
 
@@ -64,7 +64,7 @@ def split_batch(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Ten
     return parts
 
 
-def local_input(module: Ranked, plan: Plan, spec: InputSpec, value: Tensor, *, is_local: bool = False) -> Tensor:
+def local_input(module: Ranked, plan: StagePlan, spec: InputSpec, value: Tensor, *, is_local: bool = False) -> Tensor:
     """This rank's part of an input as the graph wants it, on its device.
 
     is_local: rows are this rank's, and other dims of its size too.

@@ -15,11 +15,11 @@ from autopar.runtime.module import DistributedModule
 from autopar.runtime.pipeline import PipelinedModule, staged_model
 from autopar.runtime.trainable import Trainable
 from autopar.values.graph import CapturedModel
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 
 def distributed_module(
-    captured: CapturedModel, plan: StagedPlan, values: Mapping[str, Tensor], *, exact_random: bool = False, **how: Any
+    captured: CapturedModel, plan: Plan, values: Mapping[str, Tensor], *, exact_random: bool = False, **how: Any
 ) -> Trainable:
     """The module of a plan; all ranks make it together.
 

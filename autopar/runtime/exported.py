@@ -26,8 +26,8 @@ from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputS
 from autopar.values.guards import BufferGuard
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, local_shape
-from autopar.values.plan import Plan
 from autopar.values.plan_file import load_plan
+from autopar.values.stage_plan import StagePlan
 
 SPECS, STATE = "specs.json", "state.pt"
 Initial = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
@@ -194,7 +194,7 @@ def captured_from(
 
 
 def call_graph(
-    captured: CapturedModel, plan: Plan, forward: Callable[..., Any], axes: tuple[tuple[str, ...], ...]
+    captured: CapturedModel, plan: StagePlan, forward: Callable[..., Any], axes: tuple[tuple[str, ...], ...]
 ) -> fx.Graph:
     """Placeholders with local shapes, one call of `forward`, its results; `axes`: what collectives use together."""
     graph = fx.Graph()

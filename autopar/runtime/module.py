@@ -43,12 +43,13 @@ from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
+from autopar.values.estimate import Estimate
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.inputs import bind_inputs
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
-from autopar.values.plan import Estimate, Plan
-from autopar.values.staged_plan import one_stage
+from autopar.values.plan import one_stage
+from autopar.values.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled import Compiler
@@ -127,7 +128,7 @@ class DistributedModule(Trainable):
         return self.state.device
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StagePlan:
         return self.local.plan
 
     @property

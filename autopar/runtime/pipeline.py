@@ -36,12 +36,13 @@ from autopar.runtime.state import State, all_whole, first_ranks_value
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part
 from autopar.runtime.variants import Asked, Captor
+from autopar.values.estimate import Estimate
 from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec, dtype_of
 from autopar.values.inputs import bind_inputs
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
-from autopar.values.plan import Estimate
-from autopar.values.staged_plan import PIPELINE, SPLITTING, StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.schedules import PIPELINE, SPLITTING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,14 @@ class StagedModel:
 
     captured: CapturedModel
     stages: Sequence[CapturedModel]
-    plan: StagedPlan
+    plan: Plan
     local: Callable[[int], LocalModel]
     written: Written
     loss_dtype: torch.dtype
     exact_random: bool = False
 
 
-def staged_model(captured: CapturedModel, plan: StagedPlan, *, exact_random: bool = False) -> StagedModel:
+def staged_model(captured: CapturedModel, plan: Plan, *, exact_random: bool = False) -> StagedModel:
     """A captured model in the stages of its plan.
 
     Raises:
@@ -328,7 +329,7 @@ class PipelinedModule(Trainable):
                     state.fill(self, spec.names[0], whole)
 
 
-def check_shared(captured: CapturedModel, plan: StagedPlan, owners_of: Mapping[str, Sequence[int]]) -> None:
+def check_shared(captured: CapturedModel, plan: Plan, owners_of: Mapping[str, Sequence[int]]) -> None:
     """Raises PlanMismatchError if stages that share a weight store it differently: ranks could not sum gradients."""
     for placeholder, stages in owners_of.items():
         layouts = {str(plan.stages[s].layouts[placeholder]): s for s in reversed(stages)}
@@ -341,7 +342,7 @@ def check_shared(captured: CapturedModel, plan: StagedPlan, owners_of: Mapping[s
             )
 
 
-def _is_away(plan: StagedPlan, number: int, other: int) -> bool:
+def _is_away(plan: Plan, number: int, other: int) -> bool:
     """Whether there is a stage `other`, and on another rank than stage `number`."""
     return 0 <= other < plan.num_stages and plan.stage_rank(other) != plan.stage_rank(number)
 
@@ -362,7 +363,7 @@ def _check_whole(specs: Sequence[InputSpec], count: int, inputs: Mapping[str, Te
             )
 
 
-def _facts(captured: CapturedModel, plan: StagedPlan) -> dict[str, str]:
+def _facts(captured: CapturedModel, plan: Plan) -> dict[str, str]:
     """What must be equal on all ranks."""
     return {
         "torch": torch.__version__,

@@ -19,7 +19,8 @@ from autopar.runtime.private_torch import RELEASE, greet_others
 from autopar.runtime.stage import Stage, sent_dtype
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad, shape_of
 from autopar.values.placement import local_shape
-from autopar.values.staged_plan import SPLITTING, StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.schedules import SPLITTING
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -55,7 +56,7 @@ class StageSchedule:
 
     def __init__(
         self,
-        plan: StagedPlan,
+        plan: Plan,
         captured: Sequence[CapturedModel],
         stages: Sequence[Stage],
         group: dist.ProcessGroup,

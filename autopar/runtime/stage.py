@@ -25,8 +25,8 @@ from autopar.runtime.split_backward import backward_input
 from autopar.runtime.state import State
 from autopar.values.graph import Accumulation
 from autopar.values.local_model import LocalModel
-from autopar.values.plan import Plan
-from autopar.values.staged_plan import PIPELINE
+from autopar.values.schedules import PIPELINE
+from autopar.values.stage_plan import StagePlan
 
 Written = Callable[[LocalModel, bool], fx.Graph]
 """The graph that is run of a stage, in training or in evaluation."""
@@ -70,7 +70,7 @@ class Stage(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StagePlan:
         return self.local.plan
 
     @property

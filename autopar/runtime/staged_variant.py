@@ -19,7 +19,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.placement import local_shape
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 
 class StagedVariant:
@@ -31,7 +31,7 @@ class StagedVariant:
 
     def __init__(
         self,
-        plan: StagedPlan,
+        plan: Plan,
         stages: Sequence[tuple[int, LocalModel]],
         parts: Mapping[int, Part],
         state: State,

@@ -23,7 +23,7 @@ from autopar.values.graph import BufferSpec, InputSpec, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 DTENSOR, LOCAL, GATHERED = "dtensor", "local", "whole"
 """How a call returns a tensor that ranks share out: as a DTensor, this rank's part of it, or gathered on every rank."""
@@ -62,7 +62,7 @@ class Part:
         }
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StagePlan:
         return self.local.plan
 
     @property

@@ -27,8 +27,8 @@ from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
 from autopar.search.search_options import SearchAim, SearchOptions
-from autopar.values.plan import Plan
 from autopar.values.search_report import SolvedGraph
+from autopar.values.stage_plan import StagePlan
 
 GB = 1e9
 TRIAL_GAP = 1e-2
@@ -47,12 +47,12 @@ class Exact:
     mixture: a slow plan that fits and a fast one that does not, of which a mixture promises to be near the bound.
     """
 
-    plan: Plan
+    plan: StagePlan
     seconds: float
     bound: float
     solved: SolvedGraph
     counted_nbytes: float
-    mixture: tuple[Plan, Plan] | None = None
+    mixture: tuple[StagePlan, StagePlan] | None = None
 
 
 def find_exactly(

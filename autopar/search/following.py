@@ -17,16 +17,17 @@ from autopar.lower.program import Op, Program, make_program
 from autopar.search.costs.pricing import Pricer, make_pricer, total
 from autopar.search.graph.options import axis_choices
 from autopar.values.cluster import Cluster
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel, requires_grad, target_name
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, is_even
-from autopar.values.plan import Estimate, Plan
 from autopar.values.redistribution import route
+from autopar.values.stage_plan import StagePlan
 
 WIDE = 64
 """Most combinations of axes' choices of one op that are all priced; of more, axis by axis."""
 
 
-def following_plan(call: CapturedModel, plan: Plan, planned: CapturedModel, cluster: Cluster) -> Plan:
+def following_plan(call: CapturedModel, plan: StagePlan, planned: CapturedModel, cluster: Cluster) -> StagePlan:
     """The plan of `call`, another graph of the model that `planned` is a graph of, under whose `plan` it lives."""
     program = make_program(call)
     walk = _Walk(
@@ -84,7 +85,7 @@ def _is_part(node: fx.Node) -> bool:
     return target_name(node.target) == "getitem"
 
 
-def _placed(call: CapturedModel, plan: Plan, planned: CapturedModel) -> dict[str, Layout]:
+def _placed(call: CapturedModel, plan: StagePlan, planned: CapturedModel) -> dict[str, Layout]:
     """Where parameters, buffers, constants and inputs lie: as under the plan, evenly, else whole."""
     stored = {name: plan.layouts[spec.placeholder] for spec in planned.parameters for name in spec.names}
     whole = Layout((REPLICATE,) * plan.mesh.num_axes)
@@ -108,7 +109,7 @@ def _without_gradient(layout: Layout) -> Layout:
     return replace(layout, axes=tuple(REPLICATE if p == INVARIANT else p for p in layout.axes))
 
 
-def _lifetimes(call: CapturedModel, plan: Plan, planned: CapturedModel) -> Mapping[str, str]:
+def _lifetimes(call: CapturedModel, plan: StagePlan, planned: CapturedModel) -> Mapping[str, str]:
     own = {name: plan.lifetimes.get(spec.placeholder) for spec in planned.parameters for name in spec.names}
     found = {spec.placeholder: own[spec.names[0]] for spec in call.parameters}
     return {placeholder: lifetime for placeholder, lifetime in found.items() if lifetime is not None}

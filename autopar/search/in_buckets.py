@@ -38,7 +38,7 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.search_options import SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.placement import Shard
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 COPIES_GAP = 1e-2
 SHOWN = 1.0, 0.5, 0.2
@@ -48,7 +48,7 @@ PART, LEAST = 0.25, 5.0
 
 
 def best_in_buckets(
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     pricer: Pricer,
     options: SearchOptions,
@@ -56,7 +56,7 @@ def best_in_buckets(
     beside: bool = True,
     spent: float = 0.0,
     most: float | None = None,
-) -> Plan:
+) -> StagePlan:
     """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
     as many micro-batches; with `plan`'s bound. The search report says what each takes.
 
@@ -72,13 +72,13 @@ def best_in_buckets(
     needed = math.inf if report.is_rough or report.solved is None else report.solved.seconds
     end = time.process_time() + (max(PART * spent, LEAST) if most is None else most)
 
-    def best() -> Plan:
+    def best() -> StagePlan:
         return min(found.values(), key=lambda one: one.estimate.step_seconds)
 
-    def finish(other: Plan) -> Plan:
+    def finish(other: StagePlan) -> StagePlan:
         return bucketed(other, program, pricer, flatten=options.flatten)
 
-    def is_new(other: Plan) -> bool:
+    def is_new(other: StagePlan) -> bool:
         return all(other.choices != one.choices or other.layouts != one.layouts for one in found.values())
 
     def is_proved() -> bool:
@@ -135,7 +135,7 @@ def best_in_buckets(
     )
 
 
-def _beside(program: Program, pricer: Pricer, options: SearchOptions) -> Plan | None:
+def _beside(program: Program, pricer: Pricer, options: SearchOptions) -> StagePlan | None:
     """The best plan where what runs beside compute counts less."""
     try:
         return plan_program(program, pricer, replace(options, with_baselines=False), SearchAim(says_least=False))
@@ -143,7 +143,7 @@ def _beside(program: Program, pricer: Pricer, options: SearchOptions) -> Plan | 
         return None
 
 
-def _parts(program: Program, pricer: Pricer, plan: Plan) -> list[tuple[int, ...]]:
+def _parts(program: Program, pricer: Pricer, plan: StagePlan) -> list[tuple[int, ...]]:
     """Some of the mesh's axes, more ranks first; all of them where the plan's parameters in parts cost a host more than
     a search sees. None for meshes that are not searched whole."""
     shape = pricer.mesh.shape
@@ -162,7 +162,7 @@ def _least_work(program: Program, pricer: Pricer, axes: tuple[int, ...]) -> floa
     return work_seconds(program, pricer)[0] * pricer.mesh.size / ranks
 
 
-def _copies_on(program: Program, pricer: Pricer, axes: tuple[int, ...], options: SearchOptions) -> Plan | None:
+def _copies_on(program: Program, pricer: Pricer, axes: tuple[int, ...], options: SearchOptions) -> StagePlan | None:
     """The best plan in buckets that splits nothing on other axes, and of parameters nothing; None if it does not
     fit."""
     together = make_pricer(mesh=pricer.mesh, cluster=pricer.cluster, config=pricer.config, in_buckets=True)

@@ -23,10 +23,11 @@ from autopar.search.search_options import SearchOptions, Tell, silent
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
-Answer = TypeVar("Answer", Plan, StagedPlan)
+Answer = TypeVar("Answer", StagePlan, Plan)
 """Of a graph: a plan, or what is decided of a mesh alone."""
 
 TOLERANCE = 1e-6

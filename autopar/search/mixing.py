@@ -12,7 +12,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer
 from autopar.values.blocks import block_of
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 TRIES = 5
 """How often the number of slow blocks is tried until it is the least that fits."""
@@ -27,11 +27,13 @@ def blocks_of(program: Program) -> dict[str, int]:
     return first
 
 
-def mixed(slow: Plan, fast: Plan, program: Program, slowly: Collection[str], rest: Plan) -> Plan | None:
+def mixed(
+    slow: StagePlan, fast: StagePlan, program: Program, slowly: Collection[str], rest: StagePlan
+) -> StagePlan | None:
     """The blocks `slowly` as the slow plan has them, other blocks as the fast one, what is in no block as `rest`, one
     of them. None where blocks that differ share something stored."""
 
-    def plan_of(block: str) -> Plan:
+    def plan_of(block: str) -> StagePlan:
         return rest if not block else slow if block in slowly else fast
 
     own = {op.name: plan_of(block_of(op.module)) for op in program.ops}
@@ -56,7 +58,7 @@ def mixed(slow: Plan, fast: Plan, program: Program, slowly: Collection[str], res
                 return None
         if name in source.routes:
             routes[name] = source.routes[name]
-    return Plan(
+    return StagePlan(
         model=slow.model,
         fingerprint=slow.fingerprint,
         mesh=slow.mesh,
@@ -74,20 +76,20 @@ def mixed(slow: Plan, fast: Plan, program: Program, slowly: Collection[str], res
     )
 
 
-def mixed_within(slow: Plan, fast: Plan, program: Program, pricer: Pricer, limit: float) -> Plan | None:
+def mixed_within(slow: StagePlan, fast: StagePlan, program: Program, pricer: Pricer, limit: float) -> StagePlan | None:
     """The mixture of fewest slow blocks that holds no more than the limit, with its estimate; None if none does.
 
     slow: with its estimate. The first blocks are the slow ones: what they run again comes when the others have gone.
     """
     blocks = list(blocks_of(program))
 
-    def made(count: int, rest: Plan) -> Plan | None:
+    def made(count: int, rest: StagePlan) -> StagePlan | None:
         plan = mixed(slow, fast, program, blocks[:count], rest)
         return None if plan is None else plan.with_estimate(evaluate_program(plan, program, pricer))
 
     if (whole := made(0, fast)) is None or whole.estimate.peak_nbytes <= limit:
         return whole
-    best: Plan | None = None
+    best: StagePlan | None = None
     few, many = (
         (-1, whole.estimate.peak_nbytes),
         (len(blocks), slow.estimate.peak_nbytes),

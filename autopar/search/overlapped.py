@@ -25,8 +25,8 @@ from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
 from autopar.values.search_report import RankedPlan, TimelineRanking
-from autopar.values.staged_plan import StagedPlan
 
 OWN = 0.5
 """Part of the time for the first plan's own number of micro-batches, where there are others."""
@@ -46,7 +46,7 @@ class ToRank:
 
     overlap: Overlap
     count: int
-    is_asked: Callable[[StagedPlan], bool] = lambda _: True
+    is_asked: Callable[[Plan], bool] = lambda _: True
     seconds: float = SECONDS
     tell: Tell = silent
 
@@ -57,10 +57,10 @@ class Ranking:
 
     cluster: Cluster
     overlap: Overlap
-    rows: list[tuple[float, StagedPlan, CapturedModel]] = field(default_factory=list)
+    rows: list[tuple[float, Plan, CapturedModel]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def add(self, plan: StagedPlan, captured: CapturedModel) -> None:
+    def add(self, plan: Plan, captured: CapturedModel) -> None:
         """captured: the plan's graph, that of one micro-batch of the whole model."""
         seconds = plan_timeline(plan, split_stages(captured, plan.cuts), self.cluster, self.overlap).seconds
         self.rows.append((seconds, plan, captured))
@@ -69,7 +69,7 @@ class Ranking:
     def least(self) -> float:
         return min(row[0] for row in self.rows)
 
-    def best(self) -> tuple[StagedPlan, CapturedModel]:
+    def best(self) -> tuple[Plan, CapturedModel]:
         """The plan whose step is shortest, and its graph; its bound, baselines and search are the first one's.
 
         The search report says what each takes by the additive cost and by the timeline.
@@ -102,14 +102,14 @@ class Ranking:
 
 
 def best_overlapped(
-    plan: StagedPlan,
+    plan: Plan,
     captured: CapturedModel,
     cluster: Cluster,
     asked: ToRank,
     *,
     batch: int | None = None,
     capture: Callable[[int], CapturedModel] | None = None,
-) -> tuple[StagedPlan, CapturedModel]:
+) -> tuple[Plan, CapturedModel]:
     """Of `plan` and its next best the one whose overlapped step is shortest, and its graph.
 
     batch, capture: of an open number of micro-batches, the samples of a step and the graph of so many samples; then the
@@ -131,12 +131,12 @@ def best_overlapped(
 
 
 def _ranked(
-    plan: StagedPlan,
+    plan: Plan,
     captured: CapturedModel,
     cluster: Cluster,
     asked: ToRank,
     graphs: Mapping[int, Callable[[int], CapturedModel]],
-) -> tuple[StagedPlan, CapturedModel]:
+) -> tuple[Plan, CapturedModel]:
     deadline = time.monotonic() + asked.seconds
     ranking = Ranking(cluster=cluster, overlap=asked.overlap)
     ranking.add(plan, captured)
@@ -154,7 +154,7 @@ def _ranked(
 
 
 def _numbers(
-    plan: StagedPlan,
+    plan: Plan,
     cluster: Cluster,
     graphs: Mapping[int, Callable[[int], CapturedModel]],
     ranking: Ranking,

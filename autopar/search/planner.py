@@ -33,12 +33,13 @@ from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel, called_name
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Plan, TrainConfig
 from autopar.values.search_report import Recomputed, SearchReport, SolvedGraph
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 GB = 1e9
 
-Found = tuple[Plan, float, SolvedGraph]
+Found = tuple[StagePlan, float, SolvedGraph]
 """A plan, a lower bound in seconds, and the strategy graph of which it is a choice."""
 
 
@@ -48,7 +49,7 @@ def make_plan(
     mesh: Mesh,
     config: TrainConfig,
     options: SearchOptions,
-) -> Plan:
+) -> StagePlan:
     """The best plan of `captured` on `mesh`, with its estimate, bound and baselines.
 
     Raises:
@@ -67,7 +68,7 @@ def make_plan(
     return plan_program(make_program(captured), pricer, options)
 
 
-def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked: SearchAim | None = None) -> Plan:
+def plan_program(program: Program, pricer: Pricer, options: SearchOptions, asked: SearchAim | None = None) -> StagePlan:
     """`make_plan` for a program and its prices; in buckets if these are.
 
     Raises:
@@ -114,7 +115,7 @@ class _Search:
     began: float = field(default_factory=time.monotonic)
     bounds: list[float] = field(default_factory=list)
 
-    def run(self) -> Plan:
+    def run(self) -> StagePlan:
         """The plan, in buckets if prices are, with its bound and what there is to say of the search."""
         limit = memory_limit(self.pricer.cluster, self.pricer.config)
         try:
@@ -183,7 +184,7 @@ class _Search:
         )
         return plan_of(decider, self.program), work_bound(self.program, self.pricer), solved
 
-    def _in_buckets(self, plan: Plan) -> Plan:
+    def _in_buckets(self, plan: StagePlan) -> StagePlan:
         if not self.pricer.in_buckets:
             return plan
         peak, prices, flatten = plan.estimate.peak_nbytes, self.pricer.alone, self.options.flatten
@@ -191,11 +192,11 @@ class _Search:
         return remembered(("in buckets", flatten), plan, self.program, prices, own)
 
 
-def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
+def _evaluated(plan: StagePlan, program: Program, pricer: Pricer) -> StagePlan:
     """Under prices that only guide a search it is none that a plan is told by."""
     pricer = pricer.alone if pricer.shown is not None else pricer
 
-    def evaluated(bare: Plan) -> Plan:
+    def evaluated(bare: StagePlan) -> StagePlan:
         return bare.with_estimate(evaluate_program(bare, program, pricer))
 
     return remembered("evaluated", plan, program, pricer, evaluated)
@@ -203,7 +204,7 @@ def _evaluated(plan: Plan, program: Program, pricer: Pricer) -> Plan:
 
 def _mixed(
     found: Exact, program: Program, pricer: Pricer, limit: float, *, near: float, alone: Callable[[], Exact]
-) -> tuple[Plan, float]:
+) -> tuple[StagePlan, float]:
     """The best of the plan found, of the mixtures and, if none of these takes `near` the bound, of equal blocks that do
     decide alike: of those that fit the fastest; and the better bound."""
     assert found.mixture is not None
@@ -213,7 +214,7 @@ def _mixed(
     if (mixture := mixed_within(slow, fast, program, pricer, limit)) is not None:
         made.append(mixture)
 
-    def rank(plan: Plan) -> tuple[bool, float]:
+    def rank(plan: StagePlan) -> tuple[bool, float]:
         return plan.estimate.peak_nbytes > limit, plan.estimate.step_seconds
 
     if rank(min(made, key=rank)) > (False, near):
@@ -225,13 +226,13 @@ def _mixed(
 
 
 def compare(
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     pricer: Pricer,
     options: SearchOptions,
     *,
     is_over: Callable[[], bool] = lambda: False,
-) -> Plan:
+) -> StagePlan:
     """The plan with the named baselines beside it, or the baseline that is cheaper.
 
     is_over: whether there is no time for another.
@@ -260,7 +261,7 @@ def _peak_nbytes(found: Found) -> float:
     return found[0].estimate.peak_nbytes
 
 
-def _traded(plan: Plan, program: Program, pricer: Pricer) -> Recomputed:
+def _traded(plan: StagePlan, program: Program, pricer: Pricer) -> Recomputed:
     """Seconds that recompute takes, and bytes at the peak that it saves, beside the same plan that keeps everything."""
     kept = evaluate_program(replace(plan, recompute=frozenset(), remade={}), program, pricer)
     return Recomputed(
@@ -268,7 +269,7 @@ def _traded(plan: Plan, program: Program, pricer: Pricer) -> Recomputed:
     )
 
 
-def _baseline(name: str, program: Program, pricer: Pricer, options: SearchOptions) -> Plan | str:
+def _baseline(name: str, program: Program, pricer: Pricer, options: SearchOptions) -> StagePlan | str:
     """A baseline's plan, or why it is none."""
     limit = memory_limit(pricer.cluster, pricer.config)
     try:

@@ -19,7 +19,7 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.search_options import Tell, silent
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 LEAST = 0.01
 """Part of a step that communication of activations takes, below which plans of more micro-batches are not searched."""
@@ -29,14 +29,14 @@ Capture = Callable[[int], CapturedModel]
 
 
 def best_woven(
-    plan: Plan,
+    plan: StagePlan,
     captured: CapturedModel,
     cluster: Cluster,
-    search: Callable[[CapturedModel], Plan],
+    search: Callable[[CapturedModel], StagePlan],
     capture: Capture | None = None,
     *,
     tell: Tell = silent,
-) -> tuple[Plan, CapturedModel]:
+) -> tuple[StagePlan, CapturedModel]:
     """`plan`, or the one of its answers that takes the shortest step within the memory limit; and its graph.
 
     search: the best plan for a graph. capture: None if the number of micro-batches is given.
@@ -45,7 +45,7 @@ def best_woven(
     limit = memory_limit(cluster, plan.config)
     found = {f"{plan.microbatches}, one at a time": (plan, captured)}
 
-    def add(other: Plan, graph: CapturedModel) -> None:
+    def add(other: StagePlan, graph: CapturedModel) -> None:
         both = replace(other, copies=COPIES)
         both = both.with_estimate(evaluate(both, graph, cluster))
         if both.estimate.peak_nbytes <= limit:
@@ -76,7 +76,7 @@ def best_woven(
     return best.with_estimate(estimate), graph
 
 
-def _hideable_seconds(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
+def _hideable_seconds(plan: StagePlan, captured: CapturedModel, cluster: Cluster) -> float:
     """Of collectives of activations, and no more than there is compute beside them."""
     program = make_program(captured)
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)

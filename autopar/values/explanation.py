@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Alternative:
     bound: float = 0.0
     nbytes: float = 0.0
     why_not: str = ""
-    plan: Plan | None = field(default=None, repr=False, compare=False)
+    plan: StagePlan | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the plan."""
@@ -122,7 +122,7 @@ class Explanation:
     near, not_below: what the search met.
     """
 
-    plan: StagedPlan
+    plan: Plan
     limit: float
     ledger: Ledger
     offers: tuple[Offer, ...]

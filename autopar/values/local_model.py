@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,5 +21,5 @@ class LocalModel:
     """
 
     captured: CapturedModel
-    plan: Plan
+    plan: StagePlan
     graph: fx.Graph

@@ -1,246 +1,170 @@
-"""What was decided of a stage, as a value: a choice per node and mesh axis, where parameters live, how tensors travel.
+"""What was decided, as a value: where the model is cut, which rank runs which stage, and what each stage decides.
 
-It names no process and no tensor data.
+A plan is one or more stages. Every stage is a captured model of its own (`passes.split_stages`; one stage is the model
+itself), with what is decided of it on a mesh of its own; all these meshes have one shape. The pipeline axis is the
+outermost: global rank = pipeline rank · mesh size + rank within the mesh. Stage s of S runs on the pipeline rank
+
+    gpipe, 1f1b          s                              S = p
+    interleaved-1f1b     s mod p                        S = v p, v >= 2
+    zbv                  s, then back: 2p - 1 - s       S = 2p
+
+which is where `torch.distributed.pipelining` looks for it. One stage on one rank is `1f1b`: each micro-batch runs
+forward, then backward. Saved as JSON (schema `VERSION`), a plan is refused for another model or mesh (`plan_file`).
 """
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.placement import Layout
-from autopar.values.redistribution import Step, in_levels, route, step_between
-from autopar.values.search_report import SearchReport, report_from
+from autopar.values.schedules import check_microbatches, stage_ranks
+from autopar.values.stage_plan import StagePlan, check_model
+from autopar.values.train_config import TrainConfig
+from autopar.values.version import TORCH_RANGE
 
-ROUNDING = 1e-9
-
-LIFETIMES = ("always", "step", "microbatch", "use")
-"""How long a gathered copy of a parameter lives: it is never gathered (storage is what is used), it is kept for all
-micro-batches of a step (ZeRO-1, -2), from forward to backward, or it is gathered again for backward (ZeRO-3)."""
-
-ONCE_A_STEP = ("always", "step")
-"""Lifetimes whose collectives, gradients' included, are paid once a step; others are paid once a micro-batch."""
-
-
-REDUCE_SIZES = {"fp32": 4, "fp64": 8}
-"""Dtypes in which gradients may be summed, wider than they are computed in, and bytes of an element."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How the model is trained: what planning needs to know beside the model and the cluster."""
-
-    optimizer: str = "adamw"
-    precision: str = "fp32"
-    memory_nbytes: float | None = None
-    """Memory limit a device; None for what the device has."""
-    reduce_dtype: str | None = None
-    """One of `REDUCE_SIZES`, in which gradients of parameters are summed over ranks; None for that of compute."""
-
-    def __post_init__(self) -> None:
-        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_SIZES:
-            raise ArgumentError(f"unknown reduce_dtype {self.reduce_dtype!r}; choose one of {', '.join(REDUCE_SIZES)}")
-
-    @property
-    def dtypes(self) -> str:
-        """What is computed, stored and summed in which dtype, in words."""
-        return self.precision + (f", gradients summed in {self.reduce_dtype}" if self.reduce_dtype else "")
-
-    def reduced_size(self, element_size: int) -> int:
-        """Bytes of an element of a parameter's gradient while ranks sum it; element_size: of what is computed on."""
-        return element_size if self.reduce_dtype is None else max(element_size, REDUCE_SIZES[self.reduce_dtype])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Layouts from a parameter's storage to where it is used, one step between neighbours. inside: names of axes over
-    which the all-reduce of its gradients goes level by level (`redistribution.in_levels`)."""
-
-    path: tuple[Layout, ...]
-    inside: tuple[str, ...] = ()
-
-    def steps(self, mesh: Mesh) -> tuple[Step, ...]:
-        axes = {mesh.names.index(axis) for axis in self.inside}
-        steps = [step_between(a, b) for a, b in itertools.pairwise(self.path)]
-        return tuple(in_levels(s, tuple(sorted(axes))) if axes and axes < set(s.axes) else s for s in steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
-
-    seconds: by kind: forward, backward, recompute?, communication kinds, optimizer.
-    hidden: seconds for which collectives run beside compute: those of one micro-batch beside another's (`Plan.copies`),
-        or what buckets send beside it (`search.costs.overlapped_seconds`).
-    saved: seconds that buckets save, and the ways that they take.
-    saved_by_ways: those of them that other ways than those of parameters alone save.
-    memory: bytes by kind at the peak moment; their sum is the predicted peak.
-    rates: whose formulas priced compute: constants fitted for the device, or the roofline of its own figures.
-    bound: a proved lower bound on the step seconds, everything in turn, over the space searched: of plans in buckets
-        where it was searched for those, else of every collective alone. 0 if none is proved.
-    bounded_alone: the bound is one on `alone_seconds`, and buckets were chosen afterwards.
-    baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
-    search: what there is to say of how the plan was found.
-    """
-
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    hidden: float = 0.0
-    saved: float = 0.0
-    saved_by_ways: float = 0.0
-    memory: Mapping[str, float] = field(default_factory=dict)
-    rates: str = ""
-    bound: float = 0.0
-    bounded_alone: bool = False
-    baselines: Mapping[str, float | str] = field(default_factory=dict)
-    search: SearchReport = field(default_factory=SearchReport)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.in_turn_seconds - self.hidden
-
-    @property
-    def in_turn_seconds(self) -> float:
-        """The step if nothing ran beside compute."""
-        return sum(self.seconds.values())
-
-    @property
-    def alone_seconds(self) -> float:
-        """The step if every collective went alone and nothing beside it."""
-        return sum(self.seconds.values()) + self.saved
-
-    @property
-    def peak_nbytes(self) -> float:
-        return sum(self.memory.values())
-
-    @property
-    def gap(self) -> float:
-        """How far the plan can be from optimal in the space searched, relative to the plan; rounding is none."""
-        seconds = self.alone_seconds if self.bounded_alone else self.in_turn_seconds
-        gap = (seconds - self.bound) / seconds if seconds else 0.0
-        return gap if gap > ROUNDING else 0.0
-
-
-def estimate_from(body: Mapping[str, Any]) -> Estimate:
-    """The inverse of `dataclasses.asdict`. Of a file of a former schema, which said more freely how the plan was found,
-    whether it was priced in buckets is kept."""
-    fields = dict(body)
-    if (former := fields.pop("solver", None)) is not None:
-        return Estimate(**fields, search=SearchReport(is_in_buckets="in_buckets" in former))
-    return Estimate(**{**fields, "search": report_from(fields["search"])})
+VERSION = 4
+"""Schema of a saved plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A distribution of one stage, which is a captured model, over one mesh.
+    """A distribution of one captured model (that of one micro-batch) over one stage or more.
 
-    choices: for every call node, the name of its rule's choice on each mesh axis (`autopar.rules.rule.Choice.name`).
-    layouts: for every placeholder: storage of parameters, and what each rank holds of buffers, constants, inputs.
-    lifetimes: for every parameter, one of `LIFETIMES`.
-    microbatches: in how many equal parts a step runs the global batch; shapes and choices are those of one part.
-    copies: how many of these run at once, woven so that one computes while another communicates: 1 or 2.
-    routes: tensors that travel another way than `redistribution.route` would send them: for each a list of layouts
-        from the producer's to a wanted one, one step between neighbours.
-    recompute: ops that backward runs again instead of keeping what they made.
-    remade: layouts of tensors that backward redistributes again instead of keeping them.
-    buckets: parameters that are gathered, and whose gradients are reduced, in one message where they are alike
-        (`passes.fuse_collectives`); none: each alone.
-    prefetch: gathers of buckets begin when the bucket before is there (`passes.prefetch`).
-    ways: of parameters that travel another way than `routes` say, because a bucket's message is not one parameter's:
-        collectives over several axes one after the other, as one, or in levels; or one that all of a bucket can take.
+    model, fingerprint: of the whole model; stages have their own.
+    mesh: of one stage; every pipeline rank has as many devices.
+    cuts: for each stage after the first, the name of its first call in the order of the whole model's graph.
+    stages: what is decided of each, in the order of the model; cluster and config of the whole are theirs, what they
+        take is estimated of the whole.
     """
 
     model: str
     fingerprint: str
-    mesh: Mesh
     cluster: str
     config: TrainConfig
-    choices: Mapping[str, tuple[str, ...]]
-    layouts: Mapping[str, Layout]
-    lifetimes: Mapping[str, str]
-    routes: Mapping[str, tuple[tuple[Layout, ...], ...]] = field(default_factory=dict)
-    recompute: frozenset[str] = frozenset()
-    remade: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
-    microbatches: int = 1
-    copies: int = 1
-    buckets: tuple[tuple[str, ...], ...] = ()
-    prefetch: bool = False
-    ways: Mapping[str, Way] = field(default_factory=dict)
-    origin: str = "ilp"
+    mesh: Mesh
+    pipeline: int
+    schedule: str
+    microbatches: int
+    cuts: tuple[str, ...]
+    stages: tuple[StagePlan, ...]
+    origin: str = "stages"
     estimate: Estimate = field(default_factory=Estimate)
 
-    def check(self, captured: CapturedModel) -> None:
-        """Raises PlanMismatchError if the plan was made for another model."""
-        check_model(self.model, self.fingerprint, self.microbatches, captured)
+    def __post_init__(self) -> None:
+        """Raises ArgumentError if the parts do not make a pipeline."""
+        own = (replace(s, cluster=self.cluster, config=self.config, estimate=Estimate()) for s in self.stages)
+        object.__setattr__(self, "stages", tuple(own))
+        stage_ranks(self.schedule, self.pipeline, self.num_stages)
+        check_microbatches(self.schedule, self.pipeline, self.microbatches)
+        if len(self.cuts) != self.num_stages - 1:
+            raise ArgumentError(
+                f"{self.num_stages} stages need {self.num_stages - 1} cuts, got {len(self.cuts)}; "
+                "give the first call of every stage but the first"
+            )
+        for number, stage in enumerate(self.stages):
+            if stage.mesh != self.mesh:
+                raise ArgumentError(f"stage {number} is planned for mesh {stage.mesh}, the plan's is {self.mesh}")
+            if stage.microbatches != self.microbatches:
+                raise ArgumentError(
+                    f"stage {number} is planned for {stage.microbatches} micro-batches a step, the plan has "
+                    f"{self.microbatches}"
+                )
 
-    def steps(
-        self, name: str, source: Layout, wanted: Layout, shape: tuple[int, ...], element_size: int, grad: bool
-    ) -> tuple[Step, ...]:
-        """How a tensor of that name comes from one layout to another; `grad`: whether it needs a gradient."""
-        way = self.ways.get(name)
-        if way is not None and (way.path[0], way.path[-1]) == (source, wanted):
-            return way.steps(self.mesh)
-        for path in self.routes.get(name, ()):
-            if path[-1] == wanted:
-                return tuple(step_between(a, b) for a, b in itertools.pairwise(path))
-        return route(source, wanted, shape, element_size, self.mesh, grad)
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def arrangement(self) -> str:
+        """Stages, pipeline ranks and the mesh of each, in words."""
+        if self.num_stages == 1:
+            return f"mesh {self.mesh}"
+        return f"{self.num_stages} stages on {self.pipeline} pipeline ranks of mesh {self.mesh}"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.mesh.size
+
+    def stage_rank(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        return stage_ranks(self.schedule, self.pipeline, self.num_stages)[stage]
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Stages that a pipeline rank runs, in the order of the model."""
+        ranks = stage_ranks(self.schedule, self.pipeline, self.num_stages)
+        return tuple(stage for stage, rank in enumerate(ranks) if rank == pipeline_rank)
+
+    def check(self, captured: CapturedModel) -> None:
+        """Raises PlanMismatchError if the plan was made for another model, or its cuts are not in this one's order."""
+        check_model(self.model, self.fingerprint, self.microbatches, captured)
+        check_cuts(captured, self.cuts)
 
     def with_estimate(self, estimate: Estimate) -> "Plan":
         return replace(self, estimate=estimate)
 
-    def to_body(self) -> dict[str, Any]:
-        """What a stage alone decides, as JSON values; equal choices and layouts are written once."""
-        tables = _Tables()
+    @property
+    def single(self) -> StagePlan:
+        """The one stage of a plan of one, with the estimate, as the search of a mesh knows it."""
+        assert self.num_stages == 1, f"{self.num_stages} stages have no single one"
+        return self.stages[0].with_estimate(self.estimate)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
         body = {
+            "schema": VERSION,
+            "torch": list(TORCH_RANGE),
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "copies": self.copies,
+            "cluster": self.cluster,
+            "config": asdict(self.config),
+            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
+            "pipeline": self.pipeline,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "cuts": self.cuts,
             "origin": self.origin,
-            "choices": {name: tables.index(",".join(choice)) for name, choice in self.choices.items()},
-            "layouts": {name: tables.index(str(layout)) for name, layout in self.layouts.items()},
-            "lifetimes": dict(self.lifetimes),
-            "routes": {
-                name: [[tables.index(str(layout)) for layout in path] for path in paths]
-                for name, paths in self.routes.items()
-            },
-            "recompute": sorted(self.recompute),
-            "remade": {name: [tables.index(str(v)) for v in layouts] for name, layouts in self.remade.items()},
-            "buckets": self.buckets,
-            "prefetch": self.prefetch,
-            "ways": {
-                name: {"path": [tables.index(str(layout)) for layout in way.path], "inside": way.inside}
-                for name, way in self.ways.items()
-            },
+            "estimate": asdict(self.estimate),
+            "stages": [stage.to_body() for stage in self.stages],
         }
-        return {**body, "table": tables.texts}
+        return json.dumps(body, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
 
 
-def check_model(model: str, fingerprint: str, microbatches: int, captured: CapturedModel) -> None:
-    """Raises PlanMismatchError if a plan of that model and number of micro-batches is not for `captured`."""
-    if captured.fingerprint != fingerprint:
+def one_stage(stage: StagePlan) -> Plan:
+    """The plan of a model in one stage, which is the whole of it."""
+    return Plan(
+        model=stage.model,
+        fingerprint=stage.fingerprint,
+        cluster=stage.cluster,
+        config=stage.config,
+        mesh=stage.mesh,
+        pipeline=1,
+        schedule="1f1b",
+        microbatches=stage.microbatches,
+        cuts=(),
+        stages=(stage,),
+        origin=stage.origin,
+        estimate=stage.estimate,
+    )
+
+
+def check_cuts(captured: CapturedModel, cuts: tuple[str, ...]) -> None:
+    """Raises PlanMismatchError if `cuts` are not calls of the model in the order in which its graph makes them."""
+    positions = {n.name: i for i, n in enumerate(captured.graph.nodes) if n.op == "call_function"}
+    if unknown := [name for name in cuts if name not in positions]:
         raise PlanMismatchError(
-            f"this plan was made for {model} (fingerprint {fingerprint}), the model at hand is "
-            f"{captured.name} (fingerprint {captured.fingerprint}): another architecture, batch shape or "
-            "precision; plan again for this model"
+            f"the plan cuts {captured.name} before {', '.join(unknown[:3])}, which it does not compute; plan again"
         )
-    if captured.microbatches != microbatches:
-        raise PlanMismatchError(
-            f"this plan runs {microbatches} micro-batches a step, the graph at hand is that of one of "
-            f"{captured.microbatches}; capture the model for the plan's micro-batches or plan again"
-        )
-
-
-class _Tables:
-    """Numbers texts in the order of their first use."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def index(self, text: str) -> int:
-        if text not in self._numbers:
-            self._numbers[text] = len(self.texts)
-            self.texts.append(text)
-        return self._numbers[text]
+    first = next(iter(positions), "")
+    for before, after in zip((first, *cuts), cuts, strict=False):
+        if positions[before] >= positions[after]:
+            raise PlanMismatchError(
+                f"the plan cuts {captured.name} before {after}, which does not come after {before}: a stage would be "
+                "empty; give cuts in the order of the graph"
+            )

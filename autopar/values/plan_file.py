@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanMismatchError
+from autopar.values.estimate import estimate_from
 from autopar.values.mesh import Mesh
 from autopar.values.placement import parse_layout
-from autopar.values.plan import Plan, TrainConfig, Way, estimate_from
-from autopar.values.staged_plan import VERSION, StagedPlan
+from autopar.values.plan import VERSION, Plan
+from autopar.values.stage_plan import StagePlan, Way
+from autopar.values.train_config import TrainConfig
 from autopar.values.version import in_range
 
 
-def load_plan(path: str | Path) -> StagedPlan:
+def load_plan(path: str | Path) -> Plan:
     """A saved plan.
 
     Raises:
@@ -34,7 +36,7 @@ def plan_text(path: str | Path) -> str:
         raise PlanMismatchError(f"plan {path} cannot be read ({error}); give the path of a plan.json") from error
 
 
-def plan_from_json(text: str) -> StagedPlan:
+def plan_from_json(text: str) -> Plan:
     """The inverse of `Plan.to_json`.
 
     Raises:
@@ -60,7 +62,7 @@ def plan_from_json(text: str) -> StagedPlan:
         "mesh": Mesh(shape=tuple(body["mesh"]["shape"]), names=tuple(body["mesh"]["names"])),
         "microbatches": body.get("microbatches", 1),
     }
-    return StagedPlan(
+    return Plan(
         model=body["model"],
         fingerprint=body["fingerprint"],
         pipeline=body["pipeline"],
@@ -73,10 +75,10 @@ def plan_from_json(text: str) -> StagedPlan:
     )
 
 
-def _stage(body: Mapping[str, Any], shared: Mapping[str, Any]) -> Plan:
+def _stage(body: Mapping[str, Any], shared: Mapping[str, Any]) -> StagePlan:
     """The inverse of `StagePlan.to_body`; shared: what all stages have in common."""
     table = body["table"]
-    return Plan(
+    return StagePlan(
         model=body["model"],
         fingerprint=body["fingerprint"],
         copies=body.get("copies", 1),

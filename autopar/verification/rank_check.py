@@ -17,7 +17,7 @@ from autopar.search.staged.staged_memory import peaks_without_optimizer
 from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel, ParameterSpec
 from autopar.values.placement import local_ranges
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 from autopar.verification.check import PEAK_TOLERANCE, PlanCheck
 from autopar.verification.one_process import SEED
 
@@ -31,7 +31,7 @@ STEPS = 3
 
 def check_rank(
     label: str,
-    plan: StagedPlan,
+    plan: Plan,
     captured: CapturedModel,
     tensors: Mapping[str, Any],
     wanted: Sequence[TrainedStep],
@@ -110,7 +110,7 @@ def own_inputs(module: Any, captured: CapturedModel, whole: Mapping[str, Tensor]
     return {s.placeholder: local_samples(module, s, whole[s.placeholder]).clone() for s in captured.inputs}
 
 
-def _prepared(captured: CapturedModel, plan: StagedPlan, tensors: Mapping[str, Any]) -> Prepared:
+def _prepared(captured: CapturedModel, plan: Plan, tensors: Mapping[str, Any]) -> Prepared:
     """Of a plan, on this rank's stages."""
     stages = split_stages(captured, plan.cuts)
     module = distributed_module(captured, plan, tensors["values"], sync=False, seed=SEED, exact_random=True)

@@ -26,9 +26,9 @@ from autopar.oracle import TrainedStep
 from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
 from autopar.values.graph import CapturedModel
+from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
 from autopar.values.serialize import dump, load
-from autopar.values.staged_plan import StagedPlan
 from autopar.verification.check import PlanCheck, merge
 from autopar.verification.one_process import draws, reference_steps
 from autopar.verification.rank_check import DEVICES, check_rank
@@ -38,7 +38,7 @@ def verify_plans(
     captured: CapturedModel,
     values: Mapping[str, Tensor],
     inputs: Sequence[Mapping[str, Tensor]],
-    plans: Mapping[str, StagedPlan],
+    plans: Mapping[str, Plan],
     *,
     wanted: Sequence[TrainedStep] | None = None,
     reference: CapturedModel | None = None,
@@ -113,7 +113,7 @@ class _quiet_threads:
 
 
 def _results(
-    folder: Path, plans: Mapping[str, StagedPlan], processes: list[Any], timeout_seconds: float
+    folder: Path, plans: Mapping[str, Plan], processes: list[Any], timeout_seconds: float
 ) -> Iterator[PlanCheck]:
     for number, label in enumerate(plans):
         deadline = time.monotonic() + timeout_seconds + (60 if number == 0 else 0)

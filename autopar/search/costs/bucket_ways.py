@@ -17,15 +17,15 @@ from autopar.lower.redistributions import Redistributed, sent_by
 from autopar.search.costs.pricing import Pricer
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan, Way
 from autopar.values.redistribution import Step, flattened_step, is_possible, levels_of, single_step
+from autopar.values.stage_plan import StagePlan, Way
 
 Word = tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
 """What each step of a way does: forward, backward, over which axes, which of them inside."""
 Ways = Mapping[Word, Way]
 
 
-def ways_of(one: Redistributed, plan: Plan, *, free: bool) -> Ways:
+def ways_of(one: Redistributed, plan: StagePlan, *, free: bool) -> Ways:
     """Ways that change each axis once, and the one that the plan takes, first; only this if not `free`."""
     wanted = {layout for _, _, layout in one.wanted if layout != one.source}
     if len(wanted) != 1:
@@ -78,7 +78,7 @@ def _in_levels(way: Way, steps: Sequence[Step], mesh: Mesh) -> Iterator[Way]:
 
 
 def seconds_of(
-    word: Word, redistributed: Sequence[Redistributed], plan: Plan, pricer: Pricer, *, free: bool = True
+    word: Word, redistributed: Sequence[Redistributed], plan: StagePlan, pricer: Pricer, *, free: bool = True
 ) -> float:
     """Seconds of a step that parameters take in one message for each collective of the word."""
     total = 0.0

@@ -16,20 +16,21 @@ from autopar.search.costs.interleaved_seconds import interleaved_seconds
 from autopar.search.costs.overlapped_seconds import overlapped_seconds
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.values.cluster import Cluster
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Estimate, Plan
 from autopar.values.redistribution import Step
+from autopar.values.stage_plan import StagePlan
 
 KINDS = ("forward", "backward", "recompute", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "optimizer")
 
 
-def evaluate(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Estimate:
+def evaluate(plan: StagePlan, captured: CapturedModel, cluster: Cluster) -> Estimate:
     """Seconds of one step and memory at its peak. Seconds add up, but for what runs beside compute (`hidden`)."""
     program = make_program(captured)
     return evaluate_program(plan, program, make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config))
 
 
-def evaluate_program(plan: Plan, program: Program, pricer: Pricer) -> Estimate:
+def evaluate_program(plan: StagePlan, program: Program, pricer: Pricer) -> Estimate:
     """`evaluate` for a program and prices at hand; other fields of the plan's estimate stay as they are."""
     return evaluate_step(lower(plan, program, pricer.target), pricer)
 
@@ -92,12 +93,12 @@ class Charge:
     backward: bool = False
 
 
-def peak_nbytes(plan: Plan, program: Program, target: Target) -> float:
+def peak_nbytes(plan: StagePlan, program: Program, target: Target) -> float:
     """Most bytes at once, and nothing of what a step takes."""
     return float(np.sum(list(Live(lower(plan, program, target)).bytes.values()), axis=0).max())
 
 
-def peak_without_optimizer(plan: Plan, captured: CapturedModel, cluster: Cluster) -> float:
+def peak_without_optimizer(plan: StagePlan, captured: CapturedModel, cluster: Cluster) -> float:
     """Most bytes at once in forward and backward of a step before which the optimizer has no state."""
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     live = Live(lower(plan, make_program(captured), pricer.target)).bytes

@@ -18,10 +18,10 @@ from autopar.search.costs.pricing import Pricer
 from autopar.values.explanation import Item, Ledger
 from autopar.values.graph import target_name
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
-def ledger(plan: Plan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:
+def ledger(plan: StagePlan, program: Program, pricer: Pricer, sent: Mapping[str, Layout] | None = None) -> Ledger:
     """The items of a plan; `sent`: of a stage, the layouts in which the next takes what it sends."""
     step = lower(plan, program, pricer.target, sent or {})
     charges, live = charges_of(step, pricer), Live(step)

@@ -23,8 +23,8 @@ from autopar.search.costs.op_work import backward_seconds, forward_seconds
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout
-from autopar.values.plan import TrainConfig
 from autopar.values.redistribution import Message, Step, levels_of, messages
+from autopar.values.train_config import TrainConfig
 
 Timed = tuple[tuple[str, float, tuple[int, ...]], ...]
 """(collective, seconds, mesh axes)."""

@@ -10,7 +10,7 @@ from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
 from autopar.values.cluster import Cluster
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 GIGA = 1e9
 

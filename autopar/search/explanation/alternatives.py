@@ -29,7 +29,7 @@ from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.explanation import Alternative
 from autopar.values.placement import Layout, Placement, Shard
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 Question = tuple[str, Callable[[float], Alternative]]
 """What it is about, and its answer within so many seconds of solving."""
@@ -39,7 +39,7 @@ Question = tuple[str, Callable[[float], Alternative]]
 class Space:
     """Where alternatives are looked for: the plan's own mesh, micro-batches and limit; in buckets, if prices are."""
 
-    plan: Plan
+    plan: StagePlan
     program: Program
     pricer: Pricer
     limit: float
@@ -119,7 +119,7 @@ class Space:
             call = self.program.captured.nodes[root.name]
             chosen = self.plan.choices[root.name]
 
-            def said(plan: Plan, call: fx.Node = call) -> str:
+            def said(plan: StagePlan, call: fx.Node = call) -> str:
                 return words_of(call, plan, tags)
 
             def is_banned(problem: Problem, node: int = node, chosen: tuple[str, ...] = chosen) -> list[bool]:
@@ -137,7 +137,7 @@ class Space:
                 self.plan.lifetimes[name], self.plan.lifetimes[name]
             )
 
-            def said_of(plan: Plan, name: str = name) -> str:
+            def said_of(plan: StagePlan, name: str = name) -> str:
                 return stored_as(plan, name)
 
             lifetimes = {lifetime, "keep"} if lifetime == "step" else {lifetime}
@@ -164,7 +164,7 @@ class Space:
         return sum(self.pricer.op(op, self.plan.choices[op.name]).seconds for op in ops)
 
     def _forbidden(
-        self, node: int, is_banned: Callable[[Problem], list[bool]], without: str, said: Callable[[Plan], str]
+        self, node: int, is_banned: Callable[[Problem], list[bool]], without: str, said: Callable[[StagePlan], str]
     ) -> Callable[[float], Alternative]:
         """Without some options of a node; recompute is allowed where the fastest plan without them does not fit."""
 
@@ -190,7 +190,7 @@ class Space:
         return answer
 
     def _solved(
-        self, make: Callable[[], Problem], without: str, said: Callable[[Plan], str], seconds: float
+        self, make: Callable[[], Problem], without: str, said: Callable[[StagePlan], str], seconds: float
     ) -> Alternative:
         try:
             problem = make()
@@ -222,7 +222,7 @@ _GATHERED = {
 }
 
 
-def words_of(node: fx.Node, plan: Plan, tags: Tags) -> str:
+def words_of(node: fx.Node, plan: StagePlan, tags: Tags) -> str:
     """An op's choices: `split by batch on data, split by columns on model`."""
     how = [words(node, name, tags) for name in plan.choices[node.name]]
     if len(set(how)) == 1:
@@ -231,6 +231,6 @@ def words_of(node: fx.Node, plan: Plan, tags: Tags) -> str:
     return ", ".join(f"{text if text != WHOLE else 'whole'} on {axis}" for text, axis in pairs)
 
 
-def stored_as(plan: Plan, name: str) -> str:
+def stored_as(plan: StagePlan, name: str) -> str:
     """Where a parameter lies and how long a gathered copy lives: `(S0, I), gathered again for backward`."""
     return f"({plan.layouts[name]}), {_GATHERED[plan.lifetimes[name]]}"

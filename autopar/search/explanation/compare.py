@@ -19,12 +19,10 @@ from autopar.values.blocks import block_of, kind_of
 from autopar.values.difference import PlanChange, PlanDifference
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.stage_plan import StagePlan
 
 
-def compare(
-    left: StagedPlan, right: StagedPlan, left_graph: CapturedModel, right_graph: CapturedModel
-) -> PlanDifference:
+def compare(left: Plan, right: Plan, left_graph: CapturedModel, right_graph: CapturedModel) -> PlanDifference:
     """The difference of two plans, each with the graph that it is for.
 
     Raises:
@@ -71,7 +69,7 @@ def _absent(kind: str) -> str:
     }.get(kind, "not there")
 
 
-def _seconds(left: StagedPlan, right: StagedPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _seconds(left: Plan, right: Plan) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Of a step by kind, in kinds that both plans have."""
     one, other = left.estimate.seconds, right.estimate.seconds
     if (left.num_stages > 1) == (right.num_stages > 1):
@@ -82,7 +80,7 @@ def _seconds(left: StagedPlan, right: StagedPlan) -> tuple[Mapping[str, float], 
     return first, second
 
 
-def _decisions(plan: StagedPlan, graph: CapturedModel) -> dict[tuple[str, str, str], str]:
+def _decisions(plan: Plan, graph: CapturedModel) -> dict[tuple[str, str, str], str]:
     """Those of all its stages, and of several the stage of each block."""
     out: dict[tuple[str, str, str], str] = {}
     for number, stage in enumerate(split_stages(graph, plan.cuts)):
@@ -98,7 +96,7 @@ def _decisions(plan: StagedPlan, graph: CapturedModel) -> dict[tuple[str, str, s
     return out
 
 
-def _decided(plan: Plan, program: Program) -> dict[tuple[str, str, str], str]:
+def _decided(plan: StagePlan, program: Program) -> dict[tuple[str, str, str], str]:
     """(kind, what equal blocks share, the thing) -> what was decided of it, in words."""
     tags, nodes = dim_tags(program.captured), program.captured.nodes
     out: dict[tuple[str, str, str], str] = {}
@@ -125,20 +123,20 @@ def _decided(plan: Plan, program: Program) -> dict[tuple[str, str, str], str]:
     return out
 
 
-def _given(op: Op, plan: Plan) -> str:
+def _given(op: Op, plan: StagePlan) -> str:
     """Layouts of the op's results."""
     chosen = tuple(op.choices[name] for name in plan.choices[op.name])
     given = layouts(chosen, op.operand_grads, op.result_grads)[1]
     return f"({'; '.join(dict.fromkeys(map(str, given)))})"
 
 
-def _facts(left: StagedPlan, right: StagedPlan) -> dict[str, tuple[str, str]]:
-    def pipeline(plan: StagedPlan) -> str:
+def _facts(left: Plan, right: Plan) -> dict[str, tuple[str, str]]:
+    def pipeline(plan: Plan) -> str:
         if plan.num_stages == 1:
             return "none"
         return f"{plan.num_stages} stages on {plan.pipeline} ranks, {plan.schedule}"
 
-    def limit(plan: StagedPlan) -> str:
+    def limit(plan: Plan) -> str:
         own = plan.config.memory_nbytes
         return "what the device has" if own is None else f"{own / 1e9:.4g} GB"
 
@@ -155,7 +153,7 @@ def _facts(left: StagedPlan, right: StagedPlan) -> dict[str, tuple[str, str]]:
     }
 
 
-def _num_buckets(plan: StagedPlan) -> int:
+def _num_buckets(plan: Plan) -> int:
     return sum(len(stage.buckets) for stage in plan.stages)
 
 

@@ -12,11 +12,11 @@ from autopar.search.explanation.questions import questions
 from autopar.values.cluster import Cluster
 from autopar.values.explanation import Explanation
 from autopar.values.graph import CapturedModel
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
 
 
 def explain(
-    plan: StagedPlan,
+    plan: Plan,
     captured: CapturedModel,
     cluster: Cluster,
     *,

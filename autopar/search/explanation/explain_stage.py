@@ -33,7 +33,7 @@ from autopar.values.cluster import Cluster
 from autopar.values.explanation import Alternative, Explanation, Offer
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.stage_plan import StagePlan
 
 AS_IT_IS = "nothing changed"
 DECISIONS = 8
@@ -41,7 +41,7 @@ DECISIONS = 8
 
 
 def explain_stage(
-    whole: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
+    whole: Plan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
 ) -> Explanation:
     """The explanation of a plan of one stage."""
     program = make_program(captured)
@@ -62,8 +62,8 @@ def explain_stage(
 
 @dataclass(slots=True, kw_only=True)
 class _Asker:
-    whole: StagedPlan
-    plan: Plan
+    whole: Plan
+    plan: StagePlan
     captured: CapturedModel
     program: Program
     pricer: Pricer

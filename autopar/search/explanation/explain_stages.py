@@ -43,18 +43,19 @@ from autopar.values.blocks import blocks_text
 from autopar.values.cluster import Cluster
 from autopar.values.explanation import Explanation, Item, Ledger, Offer, StageFacts
 from autopar.values.graph import CapturedModel, requires_grad
-from autopar.values.staged_plan import SCHEDULES, SPLITTING, StagedPlan, stage_ranks
+from autopar.values.plan import Plan
+from autopar.values.schedules import SCHEDULES, SPLITTING, stage_ranks
 
 
 def explain_stages(
-    plan: StagedPlan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
+    plan: Plan, captured: CapturedModel, cluster: Cluster, asked: TimedQuestions, relative_gap: float
 ) -> Explanation:
     """The explanation of a plan of several stages."""
     asker = _Asker(plan=plan, captured=captured, cluster=cluster, questions=asked, relative_gap=relative_gap)
     return asker.run()
 
 
-def step_parts(plan: StagedPlan, prices: Sequence[StagePrice]) -> dict[str, float]:
+def step_parts(plan: Plan, prices: Sequence[StagePrice]) -> dict[str, float]:
     """Of the estimated step: work, fill and drain, uneven stages, messages, once a step."""
     order = make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
     even = StagePrice(
@@ -82,7 +83,7 @@ def _makespan(order: PipelineOrder, prices: Sequence[StagePrice]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class _Asker:
-    plan: StagedPlan
+    plan: Plan
     captured: CapturedModel
     cluster: Cluster
     questions: TimedQuestions

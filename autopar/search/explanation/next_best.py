@@ -35,9 +35,10 @@ from autopar.search.staged.stages import starts_of
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.search.timeline.staged_buckets import finisher, in_buckets
 from autopar.values.cluster import Cluster
-from autopar.values.plan import Plan
+from autopar.values.plan import Plan, one_stage
+from autopar.values.schedules import check_microbatches
 from autopar.values.search_report import SearchReport
-from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
+from autopar.values.stage_plan import StagePlan
 
 DECISIONS = 6
 """How many of the dearest decisions are forbidden, one at a time."""
@@ -50,14 +51,14 @@ SHARE, LEAST = 0.25, 0.05
 
 
 def next_best(
-    plan: StagedPlan,
+    plan: Plan,
     program: Program,
     cluster: Cluster,
     count: int,
     *,
     seconds: float = SECONDS,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[StagedPlan, ...]:
+) -> tuple[Plan, ...]:
     """The `count` cheapest plans found beside `plan` in so many seconds, cheapest first; fewer where there are no more.
 
     program: of the plan's graph, or of that with another number of micro-batches.
@@ -71,10 +72,10 @@ def next_best(
         rest = min(deadline - time.monotonic(), share)
         return rest if rest > LEAST * share else 0.0
 
-    found: list[StagedPlan] = []
+    found: list[Plan] = []
     without = frozenset(op.name for op in program.ops if not op.has_backward)
     seen = {_decisions(plan, without)}
-    candidates: Iterator[tuple[StagedPlan, str]]
+    candidates: Iterator[tuple[Plan, str]]
     if plan.num_stages > 1:
         candidates = _pipelines(plan, program, cluster, left, tell)
     else:
@@ -101,7 +102,7 @@ def next_best(
     return tuple(sorted(found, key=lambda p: p.estimate.step_seconds)[:count])
 
 
-def _decisions(plan: StagedPlan, without: frozenset[str]) -> tuple[object, ...]:
+def _decisions(plan: Plan, without: frozenset[str]) -> tuple[object, ...]:
     """What makes two plans one: `origin` and the rest say where they come from.
 
     without: ops that have no backward pass, for which invariant and replicated are one.
@@ -109,7 +110,7 @@ def _decisions(plan: StagedPlan, without: frozenset[str]) -> tuple[object, ...]:
     return plan.pipeline, plan.schedule, plan.cuts, *(_decided(stage, without) for stage in plan.stages)
 
 
-def _decided(plan: Plan, without: frozenset[str]) -> tuple[object, ...]:
+def _decided(plan: StagePlan, without: frozenset[str]) -> tuple[object, ...]:
     """The same of a stage."""
     choices = {
         op: tuple("replicate" if word == "invariant" else word for word in choice) if op in without else choice
@@ -128,15 +129,15 @@ def _decided(plan: Plan, without: frozenset[str]) -> tuple[object, ...]:
 
 
 def _candidates(
-    plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
-) -> Iterator[tuple[Plan, str]]:
+    plan: StagePlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[StagePlan, str]]:
     """Plans of one stage as they are found, with words for each."""
     buckets = plan.estimate.search.is_in_buckets
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config, in_buckets=buckets)
     limit = memory_limit(cluster, plan.config)
     if plan.mesh.size == 1:
         return
-    best: Plan | None = plan
+    best: StagePlan | None = plan
     if program.microbatches != plan.microbatches:
         tell(f"planning {program.microbatches} micro-batches")
         try:
@@ -172,8 +173,8 @@ def _candidates(
 
 
 def _pipelines(
-    plan: StagedPlan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
-) -> Iterator[tuple[StagedPlan, str]]:
+    plan: Plan, program: Program, cluster: Cluster, left: Callable[[], float], tell: Callable[[str], None]
+) -> Iterator[tuple[Plan, str]]:
     """The best plans of other arrangements, and without stages."""
     num_blocks = len(starts_of(program)) + 1
     near = sorted(
@@ -212,7 +213,7 @@ def _pipelines(
                 continue
 
 
-def _planned(program: Program, pricer: Pricer, seconds: float) -> Plan:
+def _planned(program: Program, pricer: Pricer, seconds: float) -> StagePlan:
     return plan_program(program, pricer, _options(seconds), SearchAim(says_least=False))
 
 

@@ -3,13 +3,13 @@
 from autopar.lower.program import Program
 from autopar.search.costs.pricing import Pricer
 from autopar.values.explanation import OddRows
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 NOISE = 1e-6
 """Part of an op's seconds below which a difference is none."""
 
 
-def odd_rows(plan: Plan, program: Program, pricer: Pricer) -> tuple[OddRows, ...]:
+def odd_rows(plan: StagePlan, program: Program, pricer: Pricer) -> tuple[OddRows, ...]:
     """Those that padding would save most of first."""
     found: dict[tuple[int, ...], OddRows] = {}
     for op in program.ops:

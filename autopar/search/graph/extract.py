@@ -6,13 +6,14 @@ from autopar.search.graph.problem import ArcSteps, Problem
 from autopar.search.graph.strategy_graph import Solution
 from autopar.values.cluster import Cluster
 from autopar.values.placement import REPLICATE, Layout
-from autopar.values.plan import Plan, TrainConfig
 from autopar.values.redistribution import Step, route
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 Path = tuple[Layout, ...]
 
 
-def extract(problem: Problem, solution: Solution, cluster: Cluster, config: TrainConfig, origin: str) -> Plan:
+def extract(problem: Problem, solution: Solution, cluster: Cluster, config: TrainConfig, origin: str) -> StagePlan:
     """The plan that costs what the solution costs; ways that redistribution takes by itself are not written down."""
     program, pricer = problem.program, problem.pricer
     choices: dict[str, tuple[str, ...]] = {}
@@ -63,7 +64,7 @@ def extract(problem: Problem, solution: Solution, cluster: Cluster, config: Trai
                 paths[path[-1]] = path
         if paths:
             routes.update(dict.fromkeys(names, tuple(paths.values())))
-    return Plan(
+    return StagePlan(
         model=program.captured.name,
         fingerprint=program.captured.fingerprint,
         mesh=pricer.mesh,

@@ -30,9 +30,10 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.staged.stages import PricedStages, choose_cuts, even_cuts, even_starts, simulated, staged, starts_of
 from autopar.search.timeline.staged_buckets import Finish
 from autopar.values.cluster import Cluster
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import Estimate, Plan
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 ATTEMPTS = 4
 """How often a whole plan is made smaller until its stages fit."""
@@ -59,14 +60,14 @@ def way_before_planning(program: Program, pricer: Pricer, cluster: Cluster, key:
 class StagedRun(NamedTuple):
     """A plan of the whole model in stages: these, the plan of them, its timeline, and the rank that pays most once."""
 
-    plan: Plan
+    plan: StagePlan
     stages: Sequence[CapturedModel]
-    made: StagedPlan
+    made: Plan
     timeline: Pipeline
     slowest: int
 
 
-def held_by_ranks(plan: StagedPlan) -> list[float]:
+def held_by_ranks(plan: Plan) -> list[float]:
     """Bytes at the peak of each pipeline rank."""
     return [cost.nbytes for cost in plan.estimate.search.stages[: plan.pipeline]]
 
@@ -75,7 +76,7 @@ def held_by_ranks(plan: StagedPlan) -> list[float]:
 class Staged:
     """`plan`: None if none was found that fits. way: through the step of what was found."""
 
-    plan: StagedPlan | None
+    plan: Plan | None
     bound: float
     way: CriticalWay
 
@@ -109,20 +110,20 @@ def best_staged(
     fullest = share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound, others = limit, 0.0, list[int]()
-    best: StagedPlan | None = None
-    fitting: list[StagedPlan] = []
+    best: Plan | None = None
+    fitting: list[Plan] = []
     even = even_cuts(program, pipeline, chunks)
     few_blocks = len(starts_of(program)) + 1 < FEWEST * pipeline
     known: dict[tuple[int, tuple[str, ...]], StagedRun] = {}
     prices, spared = PricedStages(), 0.0 if finish is None else SPARED
 
-    def run(plan: Plan, cuts: tuple[str, ...]) -> StagedRun:
+    def run(plan: StagePlan, cuts: tuple[str, ...]) -> StagedRun:
         if (id(plan), cuts) not in known:
             cut, stages = staged(plan, program, pricer, pipeline, schedule, cuts)
             known[id(plan), cuts] = StagedRun(plan, stages, *simulated(cut, stages, cluster, pricer.cluster, prices))
         return known[id(plan), cuts]
 
-    def held(plan: Plan) -> list[float]:
+    def held(plan: StagePlan) -> list[float]:
         return held_by_ranks(run(plan, even).made)
 
     for attempt in range(ATTEMPTS):

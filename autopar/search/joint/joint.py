@@ -54,7 +54,7 @@ from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.joint.workers import Workers
 from autopar.search.meshes import Arrangement, divisors
 from autopar.values.graph import CapturedModel
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
 
 MANY = 32
 """Problems from which on a good first answer is looked for on purpose, and other processes are worth their start."""
@@ -189,9 +189,7 @@ class Joint:
         )
         return sorted(self._scouts, key=self.bound)
 
-    def quick_plans(
-        self, keys: Sequence[Candidate], seconds: float | None
-    ) -> Iterator[tuple[Candidate, StagedPlan, float]]:
+    def quick_plans(self, keys: Sequence[Candidate], seconds: float | None) -> Iterator[tuple[Candidate, Plan, float]]:
         for key, plan in quick_plans(keys, self.program, self.pricer, seconds, self.setup.options):
             self._best = min(self._best, plan.estimate.in_turn_seconds)
             yield key, one_stage(plan), plan.estimate.in_turn_seconds
@@ -308,10 +306,10 @@ class Joint:
                 return self._relaxing(key, n, self._step.times(fewer) if key.chunks == 1 else n)
         return self._relaxing(key, key.microbatches, self._step.times(key))
 
-    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[StagedPlan, float, float]:
+    def solve(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Plan, float, float]:
         return self._taken(key, self._prefetch.of(self._solving(key, cutoff, seconds)))
 
-    def _taken(self, key: Candidate, came: Solved) -> tuple[StagedPlan, float, float]:
+    def _taken(self, key: Candidate, came: Solved) -> tuple[Plan, float, float]:
         self._own[key] = max(self._own.get(key, 0.0), came.own)
         self._ways[key] = came.way or self._ways.get(key)
         self._prices.remember(key.arrangement.pipeline, came.prices)
@@ -345,7 +343,7 @@ class Joint:
             self._best = min(self._best, came.found[1])
         return came
 
-    def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[StagedPlan, float, float] | None:
+    def tighten(self, key: Candidate, cutoff: float, seconds: float | None) -> tuple[Plan, float, float] | None:
         """By a way through its step; a guessed one without a plan. Without stages it is solved with more time, unless
         nothing but starts that buckets do not share is between its plan and its bound."""
         if key.schedule:

@@ -32,9 +32,10 @@ from autopar.search.search_options import SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import TrainConfig
+from autopar.values.plan import Plan, one_stage
+from autopar.values.schedules import check_microbatches
 from autopar.values.search_report import LeastInTurn, SpaceSearched
-from autopar.values.staged_plan import StagedPlan, check_microbatches, one_stage
+from autopar.values.train_config import TrainConfig
 
 NEAR = 8
 """How many alternatives a plan names."""
@@ -64,9 +65,9 @@ def search_meshes(
     options: SearchOptions,
     space: CandidateSpace = EVERY_MESH,
     *,
-    finish: Callable[[StagedPlan, Program, Pricer], StagedPlan] = lambda answer, *_: answer,
+    finish: Callable[[Plan, Program, Pricer], Plan] = lambda answer, *_: answer,
     shared: Callable[[], Callable[[int], CapturedModel]] | None = None,
-) -> tuple[StagedPlan, CapturedModel]:
+) -> tuple[Plan, CapturedModel]:
     """The best plan of a space, and the graph that it is for.
 
     batch: samples of a step, None where the inputs have no batch in common.
@@ -145,7 +146,7 @@ def search_meshes(
                 raise _nothing_fits(joint, outcome, why)
             best = _worth_finishing(outcome)
             begin(best[-1][0].microbatches)
-            finished: list[StagedPlan] = []
+            finished: list[Plan] = []
             for key, answer in best:
                 taken = time.monotonic() - began
                 plan = _certified(key, answer, outcome, _searched(key, outcome, options, space, taken))
@@ -177,7 +178,7 @@ def _runs(key: Candidate) -> bool:
     return True
 
 
-def _worth_finishing(outcome: SearchOutcome[Candidate, StagedPlan]) -> list[tuple[Candidate, StagedPlan]]:
+def _worth_finishing(outcome: SearchOutcome[Candidate, Plan]) -> list[tuple[Candidate, Plan]]:
     """The best answer with everything in turn, which is what bounds are of; then one that takes less as it runs, more
     of it beside compute, if another was met that does."""
     assert outcome.answer is not None and outcome.key is not None
@@ -188,9 +189,7 @@ def _worth_finishing(outcome: SearchOutcome[Candidate, StagedPlan]) -> list[tupl
     return best
 
 
-def _certified(
-    key: Candidate, plan: StagedPlan, outcome: SearchOutcome[Candidate, StagedPlan], space: SpaceSearched
-) -> StagedPlan:
+def _certified(key: Candidate, plan: Plan, outcome: SearchOutcome[Candidate, Plan], space: SpaceSearched) -> Plan:
     """A plan found with the bound of the whole space and what there is to say of it."""
     assert outcome.answer is not None
     if key != outcome.key:
@@ -203,7 +202,7 @@ def _certified(
 
 def _searched(
     key: Candidate,
-    outcome: SearchOutcome[Candidate, StagedPlan],
+    outcome: SearchOutcome[Candidate, Plan],
     options: SearchOptions,
     space: CandidateSpace,
     seconds: float,
@@ -229,7 +228,7 @@ def _searched(
     )
 
 
-def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, StagedPlan], why: str | None) -> InfeasibleError:
+def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: str | None) -> InfeasibleError:
     """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
 
     why: a step is one micro-batch.

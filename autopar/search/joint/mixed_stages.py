@@ -11,18 +11,18 @@ import numpy as np
 
 from autopar.lower.program import Program
 from autopar.search.mixing import blocks_of, mixed
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 TRIES = 4
 """How often ranks that hold too much are given more slow blocks."""
 
-Held = Callable[[Plan], Sequence[float]]
+Held = Callable[[StagePlan], Sequence[float]]
 """Bytes of every rank's stages, made as this plan of the whole model says."""
 
 
 def mix_stages(
-    slow: Plan, fast: Plan, program: Program, begins: Sequence[int], num_ranks: int, held: Held, limit: float
-) -> Plan | None:
+    slow: StagePlan, fast: StagePlan, program: Program, begins: Sequence[int], num_ranks: int, held: Held, limit: float
+) -> StagePlan | None:
     """A plan of the whole model whose stages hold no more than the limit; None where no mixture does.
 
     begins: positions of the ops with which stages after the first begin, dealt in turn to the ranks.
@@ -36,7 +36,7 @@ def mix_stages(
         of_rank[int(np.searchsorted(begins, position, side="right")) % num_ranks].append(block)
     counts = [0] * num_ranks
     now, rest = most, fast
-    plan: Plan | None = fast
+    plan: StagePlan | None = fast
     for _ in range(TRIES):
         if (now <= limit).all():
             return plan

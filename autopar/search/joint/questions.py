@@ -11,8 +11,8 @@ from autopar.search.joint.critical_path import CriticalWay
 from autopar.search.meshes import Arrangement
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster
-from autopar.values.plan import TrainConfig
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.train_config import TrainConfig
 
 Found = TypeVar("Found")
 
@@ -84,7 +84,7 @@ class Solved:
     prices: of memory, where it binds.
     """
 
-    found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+    found: tuple[Plan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
     own: float
     way: CriticalWay | None
     prices: dict[int, float]

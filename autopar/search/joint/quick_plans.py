@@ -15,7 +15,7 @@ from autopar.search.exact.ilp import CutoffError
 from autopar.search.joint.candidates import Candidate
 from autopar.search.planner import plan_program
 from autopar.search.search_options import SearchAim, SearchOptions
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 GAP, BETTER = 0.3, 0.05
 """How far from the best of its mesh a plan may be, and how much, as a part, another has to be below the best so far."""
@@ -30,7 +30,7 @@ def quick_plans(
     pricer: Callable[[Candidate], Pricer],
     seconds: float | None,
     options: SearchOptions,
-) -> Iterator[tuple[Candidate, Plan]]:
+) -> Iterator[tuple[Candidate, StagePlan]]:
     """Such plans that fit, each faster than those before, as far as the time goes: it ends with a number of
     micro-batches of which none is."""
     until = time.monotonic() + min(MOST_SECONDS, math.inf if seconds is None else PART * seconds)

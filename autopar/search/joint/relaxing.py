@@ -15,7 +15,7 @@ from autopar.search.graph.moments import Counting, Share
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
 from autopar.search.search_options import SearchAim
-from autopar.values.plan import TrainConfig
+from autopar.values.train_config import TrainConfig
 
 RECENT = 8
 

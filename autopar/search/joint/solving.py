@@ -18,7 +18,7 @@ from autopar.search.joint.questions import Solved, Solving
 from autopar.search.known.baselines import memory_limit
 from autopar.search.planner import plan_program, plan_rank
 from autopar.search.search_options import SearchAim, Tell
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
 
 FIRST_SECONDS = 20.0
 """As `PLAN_SECONDS`, while no plan is known: a good one saves more time than it takes."""
@@ -40,7 +40,7 @@ class Solver:
     _ways: dict[Candidate, CriticalWay | None] = field(default_factory=dict)
 
     def solved(self, asked: Solving) -> Solved:
-        found: tuple[StagedPlan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
+        found: tuple[Plan, float, float] | CutoffError | InfeasibleError | SearchTimeoutError
         try:
             found = self._solve(asked)
         except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
@@ -53,7 +53,7 @@ class Solver:
             prices=dict(self.bounds.prices.of(key.arrangement.pipeline)),
         )
 
-    def _solve(self, asked: Solving) -> tuple[StagedPlan, float, float]:
+    def _solve(self, asked: Solving) -> tuple[Plan, float, float]:
         key, cutoff, setup, step = asked.key, asked.cutoff, self.bounds.setup, self.bounds.step
         p = key.arrangement.pipeline
         program, pricer = self.bounds.program(key.microbatches), self.bounds.pricer(key)

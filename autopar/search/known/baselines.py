@@ -39,7 +39,8 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, Placement, Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 BASELINES = tuple(KINDS)
 
@@ -49,7 +50,7 @@ Meaning = Callable[[Op, str], str]
 """(op, choice) -> what people call the factor that it splits, or `whole`, or `summands`."""
 
 
-def make_baseline(name: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig) -> Plan:
+def make_baseline(name: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig) -> StagePlan:
     """The best plan of a named kind, or of a configuration (`megatron:tp=8,zero=1`), with its estimate.
 
     Raises:
@@ -67,7 +68,7 @@ def memory_limit(cluster: Cluster, config: TrainConfig) -> float:
     return cluster.device.memory_bytes if config.memory_nbytes is None else config.memory_nbytes
 
 
-def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | None) -> Plan:
+def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | None) -> StagePlan:
     """`make_baseline` for a program and prices at hand; `limit` bytes a device, None for unlimited."""
     configuration = parse_configuration(text)
     name = configuration.kind
@@ -77,7 +78,7 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
     if limit is None:
         return _solved(configuration, program, pricer, None, restriction)
 
-    def search(aim: float) -> Plan:
+    def search(aim: float) -> StagePlan:
         return _solved(configuration, program, pricer, aim, restriction)
 
     try:
@@ -98,7 +99,7 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
 
 def _solved(
     configuration: NamedConfiguration, program: Program, pricer: Pricer, limit: float | None, restriction: Restriction
-) -> Plan:
+) -> StagePlan:
     builder = Builder if restriction.recompute is None else RecomputeBuilder
     problem = build(program, pricer, limit=limit, restriction=restriction, builder=builder)
     solution = solve(problem.graph, relative_gap=GAP)
@@ -110,7 +111,7 @@ def _solved(
     return plan.with_estimate(evaluate_program(plan, program, pricer))
 
 
-def _remade_in_blocks(plan: Plan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
+def _remade_in_blocks(plan: StagePlan, program: Program, pricer: Pricer) -> dict[str, tuple[Layout, ...]]:
     """Layouts that are made for ops of blocks alone: redistributed again with the block, whatever made the tensor."""
     out = {}
     for name, one in redistribute(program, plan, pricer.target).items():

@@ -24,7 +24,7 @@ from autopar.errors import ArgumentError, BatchError, MeshError
 from autopar.search.pipeline_parts import devices_text, part_of
 from autopar.values.cluster import Cluster
 from autopar.values.mesh import Mesh, make_mesh
-from autopar.values.staged_plan import SCHEDULES, check_microbatches, stage_ranks
+from autopar.values.schedules import SCHEDULES, check_microbatches, stage_ranks
 
 KINDS = {
     "ddp": ("dp",),
@@ -77,7 +77,7 @@ class NamedConfiguration:
 
     @property
     def pipeline_schedule(self) -> str:
-        """Of its pipeline, in the words of `staged_plan`."""
+        """Of its pipeline, in the words of `schedules`."""
         if self.virtual_stages > 1 and self.schedule in (None, "1f1b"):
             return "interleaved-1f1b"
         return self.schedule or "1f1b"

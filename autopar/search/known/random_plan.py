@@ -15,16 +15,19 @@ from autopar.values.graph import CapturedModel, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
-from autopar.values.plan import Plan, TrainConfig
+from autopar.values.plan import Plan
 from autopar.values.redistribution import Step
-from autopar.values.staged_plan import StagedPlan
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 TRIES = 30
 GATHERED = ("use", "microbatch")
 """Lifetimes of one batch; with several `step` is another."""
 
 
-def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config: TrainConfig | None = None) -> Plan:
+def random_plan(
+    captured: CapturedModel, mesh: Mesh, rng: random.Random, config: TrainConfig | None = None
+) -> StagePlan:
     """A uniformly random choice for every node on every axis, redrawn until its sizes allow it; default routes.
 
     Axes of size 1 are Invariant, as in the search's space. Parameters get a random storage (axes that the first use
@@ -42,7 +45,7 @@ def random_plan(captured: CapturedModel, mesh: Mesh, rng: random.Random, config:
             placed[name] = rng.choice(input_layouts(tensor.shape, mesh))
         elif tensor.kind != "op":
             placed[name] = Layout((REPLICATE,) * mesh.num_axes)
-    return Plan(
+    return StagePlan(
         model=captured.name,
         fingerprint=captured.fingerprint,
         mesh=mesh,
@@ -111,13 +114,13 @@ def random_staged_plan(
     *,
     recompute: float = 0.0,
     buckets: float = 0.0,
-) -> StagedPlan:
+) -> Plan:
     """A random plan for each of the stages between `cuts`; what is sent travels in a random layout.
 
     recompute: the share of ops and copies that backward makes again. buckets: the share of stages with buckets.
     """
     stages = split_stages(captured, cuts)
-    plans: list[Plan] = []
+    plans: list[StagePlan] = []
     shared: dict[str, Layout] = {}
     for stage in stages:
         plan = random_plan(stage, mesh, rng)
@@ -127,7 +130,7 @@ def random_staged_plan(
         }
         plan = replace(plan, layouts={**plan.layouts, **taken, **stored})
         plans.append(random_buckets(plan, stage, rng) if buckets and rng.random() < buckets else plan)
-    whole = StagedPlan(
+    whole = Plan(
         model=captured.name,
         fingerprint=captured.fingerprint,
         cluster="",
@@ -158,7 +161,7 @@ def _random_boundary(layout: Layout, stage: CapturedModel, name: str, mesh: Mesh
     return Layout(axes, layout.order)
 
 
-def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float = 0.8) -> Plan:
+def random_buckets(plan: StagePlan, captured: CapturedModel, rng: random.Random, *, share: float = 0.8) -> StagePlan:
     """The plan with that share of the parameters in a random number of buckets, gathered early or not."""
     names = [p.placeholder for p in captured.parameters if rng.random() < share]
     buckets: dict[int, list[str]] = {}
@@ -168,7 +171,7 @@ def random_buckets(plan: Plan, captured: CapturedModel, rng: random.Random, *, s
     return replace(plan, buckets=tuple(tuple(found) for found in buckets.values()), prefetch=rng.random() < 0.5)
 
 
-def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan:
+def random_ways(plan: StagePlan, captured: CapturedModel, rng: random.Random) -> StagePlan:
     """The plan with a random one of all ways over several axes for every parameter that is used in one layout."""
     walked: dict[str, list[Step]] = {}
     for node in emit(captured, plan).graph.nodes:
@@ -184,12 +187,12 @@ def random_ways(plan: Plan, captured: CapturedModel, rng: random.Random) -> Plan
     return replace(plan, ways=ways)
 
 
-def random_recompute(plan: Plan, captured: CapturedModel, rng: random.Random, *, share: float) -> Plan:
+def random_recompute(plan: StagePlan, captured: CapturedModel, rng: random.Random, *, share: float) -> StagePlan:
     """The plan with each op recomputed, and each layout that an op's result travels through remade, in that share."""
     return _recomputed(plan, emit(captured, plan), make_program(captured), rng, share)
 
 
-def _recomputed(plan: Plan, local: LocalModel, program: Program, rng: random.Random, share: float) -> Plan:
+def _recomputed(plan: StagePlan, local: LocalModel, program: Program, rng: random.Random, share: float) -> StagePlan:
     copies: dict[str, list[Layout]] = {}
     for node in local.graph.nodes:
         step, origin = node.meta.get("step"), node.meta.get("origin")

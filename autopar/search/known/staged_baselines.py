@@ -17,17 +17,16 @@ from autopar.search.staged.stages import choose_cuts, priced, staged
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
-from autopar.values.plan import Plan, TrainConfig
-from autopar.values.staged_plan import StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
+from autopar.values.stage_plan import StagePlan
+from autopar.values.train_config import TrainConfig
 
 TRIES = 4
 """How often the whole model is planned with less memory until its stages fit."""
 LESS = 0.98
 
 
-def make_configuration(
-    text: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig
-) -> StagedPlan:
+def make_configuration(text: str, captured: CapturedModel, cluster: Cluster, mesh: Mesh, config: TrainConfig) -> Plan:
     """The plan of a named configuration, in stages if it has several pipeline ranks; `mesh` is that of each.
 
     Raises:
@@ -43,7 +42,7 @@ def make_configuration(
     return staged_baseline(said, make_program(captured), make_pricer(mesh=mesh, cluster=part, config=config), cluster)
 
 
-def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, cluster: Cluster) -> StagedPlan:
+def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, cluster: Cluster) -> Plan:
     """The configuration in stages; the pricer is that of one pipeline rank's part of the cluster."""
     limit = memory_limit(pricer.cluster, pricer.config)
     room, least = said.pp * limit, float("inf")
@@ -68,7 +67,7 @@ def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, 
     )
 
 
-def _cut(said: NamedConfiguration, plan: Plan, program: Program, pricer: Pricer, cluster: Cluster) -> StagedPlan:
+def _cut(said: NamedConfiguration, plan: StagePlan, program: Program, pricer: Pricer, cluster: Cluster) -> Plan:
     cuts = choose_cuts(plan, program, pricer, said.num_stages)
     made, stages = staged(plan, program, pricer, said.pp, said.pipeline_schedule, cuts)
     try:

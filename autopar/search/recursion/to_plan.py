@@ -5,13 +5,13 @@ from autopar.search.recursion.decide import Decider
 from autopar.search.recursion.neighbours import Travel
 from autopar.search.recursion.ways import SEARCHED_AXES, Path
 from autopar.values.placement import REPLICATE, Layout
-from autopar.values.plan import Plan
 from autopar.values.redistribution import route
+from autopar.values.stage_plan import StagePlan
 
 ORIGIN = "double-recursive"
 
 
-def plan_of(decider: Decider, program: Program) -> Plan:
+def plan_of(decider: Decider, program: Program) -> StagePlan:
     """The plan, every instance of a cluster as its first; ways that redistribution takes by itself are left out."""
     neighbours, decision = decider.neighbours, decider.decision
     pricer = neighbours.pricer
@@ -37,7 +37,7 @@ def plan_of(decider: Decider, program: Program) -> Plan:
         if unusual:
             taken = tuple((given, *(step.target for step in path)) for path in unusual)
             routes.update(dict.fromkeys(travel.names, taken))
-    return Plan(
+    return StagePlan(
         model=program.captured.name,
         fingerprint=program.captured.fingerprint,
         mesh=pricer.mesh,

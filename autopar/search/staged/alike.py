@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from autopar.values.graph import CapturedModel, requires_grad, target_name
 from autopar.values.placement import Layout
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
-def stage_key(plan: Plan, stage: CapturedModel, sent: Mapping[str, Layout]) -> Hashable:
+def stage_key(plan: StagePlan, stage: CapturedModel, sent: Mapping[str, Layout]) -> Hashable:
     """Equal for stages that cost the same; `sent`: layouts in which the next stage takes what it is sent."""
     number = {node.name: i for i, node in enumerate(stage.graph.nodes)}
     specs: dict[str, tuple[object, ...]] = {p.placeholder: (p.dtype, p.storage, p.trainable) for p in stage.parameters}

@@ -34,7 +34,8 @@ from autopar.search.staged.split_passes import NO_PARTS, split_passes
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import local_shape
-from autopar.values.staged_plan import SPLITTING, StagedPlan
+from autopar.values.plan import Plan
+from autopar.values.schedules import SPLITTING
 
 STAGED_KINDS = (*MEMORY_KINDS, "received", "sent")
 _AT_WORK = np.array([kind != "gradients" for kind in STAGED_KINDS], dtype=np.float64)
@@ -188,7 +189,7 @@ def held_in_actions(
 
 
 def rank_memories(
-    plan: StagedPlan,
+    plan: Plan,
     stages: Sequence[CapturedModel],
     order: PipelineOrder,
     memories: Sequence[StageMemory],
@@ -201,7 +202,7 @@ def rank_memories(
 
 
 def _held(
-    plan: StagedPlan,
+    plan: Plan,
     stages: Sequence[CapturedModel],
     order: PipelineOrder,
     memories: Sequence[StageMemory],
@@ -221,7 +222,7 @@ def _held(
         yield held_in_actions(order.ranks[rank], own, batch, plan.schedule, with_optimizer=with_optimizer, again=again)
 
 
-def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[float]:
+def peaks_without_optimizer(plan: Plan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[float]:
     """Most bytes at once of every pipeline rank in a step before which the optimizer has no state.
 
     cluster: what a stage has.
@@ -231,27 +232,23 @@ def peaks_without_optimizer(plan: StagedPlan, stages: Sequence[CapturedModel], c
     return [sum(kinds.values()) for kinds in held_without_optimizer(plan, stages, cluster)]
 
 
-def held_without_optimizer(
-    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster
-) -> list[dict[str, float]]:
+def held_without_optimizer(plan: Plan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[dict[str, float]]:
     """`peaks_without_optimizer` by kind."""
     order, memories = _order(plan), _memories(plan, stages, cluster)
     return rank_memories(plan, stages, order, memories, with_optimizer=False)
 
 
-def peaks_of_actions(
-    plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster
-) -> list[list[tuple[Action, float]]]:
+def peaks_of_actions(plan: Plan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[list[tuple[Action, float]]]:
     """`peaks_without_optimizer` within each action of every pipeline rank, in their order."""
     held = _held(plan, stages, _order(plan), _memories(plan, stages, cluster), with_optimizer=False)
     return [[(action, float(most.sum())) for action, most in of_rank if action] for of_rank in held]
 
 
-def _order(plan: StagedPlan) -> PipelineOrder:
+def _order(plan: Plan) -> PipelineOrder:
     return make_order(plan.schedule, plan.pipeline, plan.microbatches, plan.num_stages // plan.pipeline)
 
 
-def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[StageMemory]:
+def _memories(plan: Plan, stages: Sequence[CapturedModel], cluster: Cluster) -> list[StageMemory]:
     memories = []
     for number, stage in enumerate(stages):
         after = plan.stages[number + 1].layouts if number + 1 < len(stages) else {}
@@ -262,7 +259,7 @@ def _memories(plan: StagedPlan, stages: Sequence[CapturedModel], cluster: Cluste
     return memories
 
 
-def _stored_again(plan: StagedPlan, stages: Sequence[CapturedModel], with_optimizer: bool) -> Floats:
+def _stored_again(plan: Plan, stages: Sequence[CapturedModel], with_optimizer: bool) -> Floats:
     """Of parameters that several stages of a rank share, what each stage after the first counts again."""
     out, seen = np.zeros(len(STAGED_KINDS)), set[str]()
     layouts = {name: layout for stage in plan.stages for name, layout in stage.layouts.items()}

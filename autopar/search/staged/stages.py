@@ -36,11 +36,13 @@ from autopar.search.staged.rounds import dealt
 from autopar.search.staged.staged_memory import StageMemory, rank_memories, stage_memory
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.placement import Layout, local_shape
-from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
+from autopar.values.plan import Plan
+from autopar.values.schedules import SPLITTING
 from autopar.values.search_report import StageCost
-from autopar.values.staged_plan import SPLITTING, StagedPlan
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ def balanced(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def choose_cuts(plan: Plan, program: Program, pricer: Pricer, num_stages: int) -> tuple[str, ...]:
+def choose_cuts(plan: StagePlan, program: Program, pricer: Pricer, num_stages: int) -> tuple[str, ...]:
     """Cuts at blocks, or before any calls that read parameters if there are too few, so that the slowest stage's
     micro-batch is fastest.
 
@@ -195,8 +197,8 @@ def written_text(captured: CapturedModel) -> str:
 
 
 def staged(
-    plan: Plan, program: Program, pricer: Pricer, pipeline: int, schedule: str, cuts: tuple[str, ...]
-) -> tuple[StagedPlan, tuple[CapturedModel, ...]]:
+    plan: StagePlan, program: Program, pricer: Pricer, pipeline: int, schedule: str, cuts: tuple[str, ...]
+) -> tuple[Plan, tuple[CapturedModel, ...]]:
     """The whole model's plan a stage at a time, and the stages."""
     given = dict(plan.layouts)
     for op in program.ops:
@@ -205,7 +207,7 @@ def staged(
     if ("stages", cuts) not in program.made:
         program.made["stages", cuts] = split_stages(program.captured, cuts)
     stages: tuple[CapturedModel, ...] = program.made["stages", cuts]
-    made = StagedPlan(
+    made = Plan(
         model=plan.model,
         fingerprint=plan.fingerprint,
         cluster=plan.cluster,
@@ -221,7 +223,7 @@ def staged(
     return made, stages
 
 
-def _restricted(plan: Plan, stage: CapturedModel, given: Mapping[str, Layout]) -> Plan:
+def _restricted(plan: StagePlan, stage: CapturedModel, given: Mapping[str, Layout]) -> StagePlan:
     """What the whole plan says of one stage."""
     names = {node.name for node in stage.graph.nodes}
     placeholders = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
@@ -240,7 +242,7 @@ def _restricted(plan: Plan, stage: CapturedModel, given: Mapping[str, Layout]) -
 
 
 def price_stage(
-    plan: Plan,
+    plan: StagePlan,
     stage: CapturedModel,
     program: Program,
     cluster: Cluster,
@@ -279,23 +281,23 @@ def sent_seconds(program: Program, pricer: Pricer, sent: Mapping[str, Layout], s
 
 
 def priced(
-    plan: StagedPlan,
+    plan: Plan,
     stages: Sequence[CapturedModel],
     cluster: Cluster,
     part: Cluster,
     known: PricedStages | None = None,
-) -> StagedPlan:
+) -> Plan:
     """The plan with its estimate: of a step, and of its fullest rank. `part`: what a stage has of the cluster."""
     return simulated(plan, stages, cluster, part, known)[0]
 
 
 def simulated(
-    plan: StagedPlan,
+    plan: Plan,
     stages: Sequence[CapturedModel],
     cluster: Cluster,
     part: Cluster,
     known: PricedStages | None = None,
-) -> tuple[StagedPlan, Pipeline, int]:
+) -> tuple[Plan, Pipeline, int]:
     """`priced`, the pipeline of one task an action, and the rank that pays most once a step."""
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, reduce = cheapest("send_recv", links), cheapest("all_reduce", links)
@@ -347,7 +349,7 @@ def stage_work(price: StagePrice) -> StageWork:
     return StageWork(actions=actions, send_forward=price.sent, send_backward=price.sent)
 
 
-def shared_seconds(plan: StagedPlan, stages: Sequence[CapturedModel], reduce: tuple[Form, ...]) -> float:
+def shared_seconds(plan: Plan, stages: Sequence[CapturedModel], reduce: tuple[Form, ...]) -> float:
     """Gradients of weights that stages on several ranks share are summed once a step."""
     seconds = 0.0
     for name, sharing in owners(stages).items():

@@ -42,8 +42,8 @@ from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import is_even
-from autopar.values.plan import ONCE_A_STEP, Plan, Way
 from autopar.values.redistribution import Message
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan, Way
 
 Buckets = tuple[tuple[str, ...], ...]
 HALVINGS, SLACK = 4, 5e-3
@@ -52,13 +52,15 @@ SIZES = 33
 """How many sizes of a message are priced; any other by a line between two."""
 
 
-def with_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
+def with_buckets(plan: StagePlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> StagePlan:
     """The plan with buckets, priced again. flatten: a bucket may take other ways than the plan's."""
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     return bucketed(plan, make_program(captured), pricer, flatten=flatten)
 
 
-def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = True, peak: float | None = None) -> Plan:
+def bucketed(
+    plan: StagePlan, program: Program, pricer: Pricer, *, flatten: bool = True, peak: float | None = None
+) -> StagePlan:
     """`with_buckets` for a program and prices at hand; peak: the plan's without buckets, in bytes, if it is known."""
     limit = memory_limit(pricer.cluster, plan.config)
     kept = {**plan.lifetimes, **dict.fromkeys(used_last(plan, program), "microbatch")}
@@ -75,7 +77,7 @@ def bucketed(plan: Plan, program: Program, pricer: Pricer, *, flatten: bool = Tr
     return plan.with_estimate(evaluate_program(plan, program, pricer))
 
 
-def _prefetching(plan: Plan, program: Program, pricer: Pricer, limit: float) -> Plan:
+def _prefetching(plan: StagePlan, program: Program, pricer: Pricer, limit: float) -> StagePlan:
     """The plan, its gathers begun early if that is faster and fits."""
     early = replace(plan, prefetch=True)
     step = lower(early, program, pricer.target)
@@ -87,19 +89,19 @@ def _prefetching(plan: Plan, program: Program, pricer: Pricer, limit: float) -> 
 
 
 def _smaller(
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     pricer: Pricer,
     flatten: bool,
     limit: float,
     for_use: bool,
     alone: float | None = None,
-) -> Plan:
+) -> StagePlan:
     """The plan with buckets, the large ones halved where they raise its peak, `alone` without any, and that costs no
     time."""
     groups = _groups(plan, program, pricer, flatten, for_use)
 
-    def made(most: float) -> Plan:
+    def made(most: float) -> StagePlan:
         found = _in_groups(groups, plan, pricer, flatten, most)
         return found.with_estimate(evaluate_program(found, program, pricer))
 
@@ -118,7 +120,7 @@ def _smaller(
     return min(free or found, key=lambda p: p.estimate.peak_nbytes)
 
 
-def used_last(plan: Plan, program: Program) -> list[str]:
+def used_last(plan: StagePlan, program: Program) -> list[str]:
     """Parameters gathered for use that forward reads after the last block alone: backward asks for these first."""
     last = max((op.position for op in program.ops if block_of(op.module)), default=len(program.ops))
     return [
@@ -129,14 +131,14 @@ def used_last(plan: Plan, program: Program) -> list[str]:
 
 
 def choose_buckets(
-    plan: Plan,
+    plan: StagePlan,
     program: Program,
     pricer: Pricer,
     *,
     flatten: bool = True,
     most: float = math.inf,
     for_use: bool = True,
-) -> Plan:
+) -> StagePlan:
     """The plan, not priced, with buckets, and with the ways of all parameters that take another than its own.
 
     One of its own keeps a gradient from being waited for where it is sent; of what is gathered for use it does nothing.
@@ -147,7 +149,9 @@ def choose_buckets(
     return _in_groups(groups, plan, pricer, flatten, most)
 
 
-def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use: bool) -> list[list[Redistributed]]:
+def _groups(
+    plan: StagePlan, program: Program, pricer: Pricer, flatten: bool, for_use: bool
+) -> list[list[Redistributed]]:
     """Parameters that travel together, however large."""
     groups: list[list[Redistributed]] = []
     for redistributed in _united([*_runs(plan, program, pricer, flatten)], plan, pricer, flatten):
@@ -158,12 +162,14 @@ def _groups(plan: Plan, program: Program, pricer: Pricer, flatten: bool, for_use
     return groups
 
 
-def _is_used(group: Sequence[Redistributed], plan: Plan) -> bool:
+def _is_used(group: Sequence[Redistributed], plan: StagePlan) -> bool:
     """Whether they are gathered for use."""
     return plan.lifetimes.get(group[0].tensor.name) == "use"
 
 
-def _in_groups(groups: Iterable[list[Redistributed]], plan: Plan, pricer: Pricer, flatten: bool, most: float) -> Plan:
+def _in_groups(
+    groups: Iterable[list[Redistributed]], plan: StagePlan, pricer: Pricer, flatten: bool, most: float
+) -> StagePlan:
     """The plan with a bucket of each group, or of each part that it is cut into, on the way that suits it best."""
     buckets: list[tuple[str, ...]] = []
     ways: dict[str, Way] = {}
@@ -181,14 +187,14 @@ def _in_groups(groups: Iterable[list[Redistributed]], plan: Plan, pricer: Pricer
     return replace(plan, buckets=tuple(buckets), ways=ways, lifetimes=lifetimes)
 
 
-def _best_word(group: Sequence[Redistributed], plan: Plan, pricer: Pricer, flatten: bool) -> Word:
+def _best_word(group: Sequence[Redistributed], plan: StagePlan, pricer: Pricer, flatten: bool) -> Word:
     """What takes the fewest seconds for all of a group, () if they have no choice; the plan's way wins ties."""
     if all(len(ways_of(one, plan, free=flatten)) < 2 for one in group):
         return ()
     return min(_common(group, plan, flatten), key=lambda word: seconds_of(word, group, plan, pricer))
 
 
-def _common(group: Sequence[Redistributed], plan: Plan, flatten: bool) -> list[Word]:
+def _common(group: Sequence[Redistributed], plan: StagePlan, flatten: bool) -> list[Word]:
     """Ways that all of a group can take."""
     kinds = {frozenset(ways_of(one, plan, free=flatten)) for one in group}
     lifetimes = {plan.lifetimes.get(one.tensor.name) for one in group}
@@ -196,7 +202,9 @@ def _common(group: Sequence[Redistributed], plan: Plan, flatten: bool) -> list[W
     return words if len(lifetimes) == 1 else [word for word in words if all(not forward for forward, *_ in word)]
 
 
-def _united(runs: list[list[Redistributed]], plan: Plan, pricer: Pricer, flatten: bool) -> list[list[Redistributed]]:
+def _united(
+    runs: list[list[Redistributed]], plan: StagePlan, pricer: Pricer, flatten: bool
+) -> list[list[Redistributed]]:
     """Runs, together where one way for both takes fewer seconds than the best of each; what saves most first.
 
     Of lifetimes that differ in nothing but when a copy is gathered, on a way that gathers none. It is counted in turn.
@@ -236,7 +244,7 @@ def _united(runs: list[list[Redistributed]], plan: Plan, pricer: Pricer, flatten
     return [run for made in classes.values() for run, _ in made]
 
 
-def _runs(plan: Plan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Redistributed]]:
+def _runs(plan: StagePlan, program: Program, pricer: Pricer, flatten: bool) -> Iterator[list[Redistributed]]:
     """Parameters that may share a bucket, in the order of their first use."""
     open_runs: dict[object, list[Redistributed]] = {}
     last_block: str | None = None
@@ -255,7 +263,7 @@ def _first_use(one: Redistributed) -> int:
     return min(position for position, _, _ in one.wanted)
 
 
-def _alike(one: Redistributed, plan: Plan, flatten: bool) -> tuple[object, ...]:
+def _alike(one: Redistributed, plan: StagePlan, flatten: bool) -> tuple[object, ...]:
     tensor = one.tensor
     steps = one.made.values()
     taken = frozenset((step.source == one.source, step.forward, step.backward, step.axes) for step in steps)
@@ -269,7 +277,7 @@ def _alike(one: Redistributed, plan: Plan, flatten: bool) -> tuple[object, ...]:
 
 
 def _merged(
-    redistributed: list[Redistributed], plan: Plan, program: Program, pricer: Pricer, flatten: bool
+    redistributed: list[Redistributed], plan: StagePlan, program: Program, pricer: Pricer, flatten: bool
 ) -> list[list[Redistributed]]:
     """MG-WFBP's merge of the gradients, which are ready in the reverse order of use."""
     after = np.zeros(len(program.ops) + 1)
@@ -317,7 +325,7 @@ def _prices(together: Mapping[tuple[str, tuple[int, ...]], int], nbytes: float, 
     return _Prices(lambda n: np.interp(n, sizes, known), float(start), float(busy) / nbytes)
 
 
-def _cut(group: list[Redistributed], plan: Plan, most: float) -> Iterator[list[Redistributed]]:
+def _cut(group: list[Redistributed], plan: StagePlan, most: float) -> Iterator[list[Redistributed]]:
     """Neighbours together that have at most so many bytes, from the last on; what is gathered for use stays whole."""
     if _is_used(group, plan):
         yield group
@@ -337,7 +345,7 @@ def _nbytes(tensor: Tensor) -> float:
     return float(tensor.element_size * math.prod(tensor.shape))
 
 
-def _messages(one: Redistributed, plan: Plan, word: Word, flatten: bool) -> list[Message]:
+def _messages(one: Redistributed, plan: StagePlan, word: Word, flatten: bool) -> list[Message]:
     """What the gradient of a parameter sends, or the parameter itself if it has none."""
     tensor = one.tensor
     steps = ways_of(one, plan, free=flatten)[word].steps(plan.mesh) if word else one.made.values()

@@ -15,12 +15,12 @@ from autopar.search.known.baselines import baseline_plan, memory_limit
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.staged_buckets import marked
 from autopar.values.cluster import Cluster
-from autopar.values.plan import Plan
+from autopar.values.stage_plan import StagePlan
 
 
 def named_in_buckets(
-    text: str, program: Program, pricer: Pricer, limit: float, *, flatten: bool = True, alone: Plan | None = None
-) -> Plan:
+    text: str, program: Program, pricer: Pricer, limit: float, *, flatten: bool = True, alone: StagePlan | None = None
+) -> StagePlan:
     """`known.baselines.baseline_plan` in buckets (`timeline.buckets.bucketed`).
 
     alone: the first of the two, if it is at hand.
@@ -42,8 +42,8 @@ def named_in_buckets(
 
 
 def configuration_in_buckets(
-    plan: Plan, text: str, program: Program, cluster: Cluster, *, flatten: bool = True
-) -> Plan:
+    plan: StagePlan, text: str, program: Program, cluster: Cluster, *, flatten: bool = True
+) -> StagePlan:
     """A named configuration's `plan` in buckets, or its other one, marked so; nothing is proved of it."""
     pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
     limit = memory_limit(cluster, plan.config)

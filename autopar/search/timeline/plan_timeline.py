@@ -6,7 +6,7 @@ the device, one for each link level whose links are the slowest that a collectiv
 neighbours.
 
 Without overlap, as the runtime works today, it takes what `evaluate` and `stages.priced` say; two micro-batches at once
-(`Plan.copies`) run beside each other's collectives, and the bounds below hold for them. What is paid once a step
+(`StagePlan.copies`) run beside each other's collectives, and the bounds below hold for them. What is paid once a step
 then stands at its end, when every rank has ended its micro-batches: gradients are reduced, the optimizer runs, copies
 that live for the step are gathered from what it wrote. Overlapped (`search.weave`), these gathers come before the first
 micro-batch's ops and reductions beside the last one's, and of a plan without stages
@@ -42,7 +42,8 @@ from autopar.values.cluster import Cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.placement import Layout
 from autopar.values.plan import Plan
-from autopar.values.staged_plan import SPLITTING, StagedPlan
+from autopar.values.schedules import SPLITTING
+from autopar.values.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class PlanTimeline:
 
 
 def plan_timeline(
-    plan: StagedPlan,
+    plan: Plan,
     graphs: Sequence[CapturedModel],
     cluster: Cluster,
     overlap: Overlap | None = None,
@@ -98,7 +99,7 @@ def plan_timeline(
     return program_timeline(plan.single, make_program(graphs[0]), pricer, overlap)
 
 
-def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:
+def program_timeline(plan: StagePlan, program: Program, pricer: Pricer, overlap: Overlap | None = None) -> PlanTimeline:
     """`plan_timeline` for a program and prices at hand."""
     plan, program = running(replace(plan, buckets=(), ways={}), program)
     stage = _Stage(plan, program, pricer, {}, hoisted=plan.microbatches > 1)
@@ -106,9 +107,7 @@ def program_timeline(plan: Plan, program: Program, pricer: Pricer, overlap: Over
     return _simulated("1f1b", 1, plan.microbatches, [stage.work(lanes, overlap)], lanes)
 
 
-def _staged(
-    plan: StagedPlan, graphs: Sequence[CapturedModel], cluster: Cluster, overlap: Overlap | None
-) -> PlanTimeline:
+def _staged(plan: Plan, graphs: Sequence[CapturedModel], cluster: Cluster, overlap: Overlap | None) -> PlanTimeline:
     links = axis_links(cluster, (plan.pipeline, plan.mesh.size), (0,))
     send, part = cheapest("send_recv", links), part_of(cluster, plan.pipeline)
     stages, sends = [], []
@@ -157,7 +156,7 @@ class _Stage:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StagePlan,
         program: Program,
         pricer: Pricer,
         sent: dict[str, Layout],

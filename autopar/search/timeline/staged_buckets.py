@@ -19,15 +19,17 @@ from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import PricedStages, priced
 from autopar.search.timeline.buckets import choose_buckets, used_last, with_buckets
 from autopar.values.cluster import Cluster
+from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
-from autopar.values.plan import ONCE_A_STEP, Estimate, Plan
-from autopar.values.staged_plan import SPLITTING, StagedPlan, one_stage
+from autopar.values.plan import Plan, one_stage
+from autopar.values.schedules import SPLITTING
+from autopar.values.stage_plan import ONCE_A_STEP, StagePlan
 
 SMALLER, FILLED = 2, 0.9
 """How often buckets are made smaller that hold more than there is room for, and what part of it they then aim at."""
 
 
-def in_buckets(plan: StagedPlan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> StagedPlan:
+def in_buckets(plan: Plan, captured: CapturedModel, cluster: Cluster, *, flatten: bool = True) -> Plan:
     """A plan of `captured`, that of one micro-batch, with buckets; marked so. What was proved of it is said of every
     collective alone."""
     if plan.num_stages == 1:
@@ -37,14 +39,14 @@ def in_buckets(plan: StagedPlan, captured: CapturedModel, cluster: Cluster, *, f
     return found.with_estimate(marked(replace(found.estimate, bounded_alone=True)))
 
 
-Finish = Callable[[StagedPlan, Sequence[CapturedModel], PricedStages], StagedPlan]
+Finish = Callable[[Plan, Sequence[CapturedModel], PricedStages], Plan]
 """Of a plan, its stages and what is priced of them already, the plan in buckets, marked so."""
 
 
 def finisher(cluster: Cluster, *, flatten: bool = True) -> Finish:
     """What puts plans of a cluster in buckets."""
 
-    def finish(plan: StagedPlan, stages: Sequence[CapturedModel], prices: PricedStages) -> StagedPlan:
+    def finish(plan: Plan, stages: Sequence[CapturedModel], prices: PricedStages) -> Plan:
         found = stages_in_buckets(plan, stages, cluster, flatten=flatten, known=prices)
         return found.with_estimate(marked(found.estimate))
 
@@ -57,13 +59,13 @@ def marked(estimate: Estimate) -> Estimate:
 
 
 def stages_in_buckets(
-    plan: StagedPlan,
+    plan: Plan,
     stages: Sequence[CapturedModel],
     cluster: Cluster,
     *,
     flatten: bool = True,
     known: PricedStages | None = None,
-) -> StagedPlan:
+) -> Plan:
     """The plan with buckets in its stages, priced again; itself if with any of them it fits the limit no more, or holds
     more than it does where it is beyond that.
 
@@ -75,12 +77,12 @@ def stages_in_buckets(
     limit = max(memory_limit(part, plan.config), plan.estimate.peak_nbytes)
     splits = plan.schedule in SPLITTING
 
-    def made(kept: bool, free: bool, most: float = math.inf) -> StagedPlan:
+    def made(kept: bool, free: bool, most: float = math.inf) -> Plan:
         pairs = zip(plan.stages, programs, strict=True)
         own = tuple(_bucketed(stage, program, part, kept, free, splits, most) for stage, program in pairs)
         return priced(replace(plan, stages=own), stages, cluster, part, known)
 
-    tried: list[tuple[Plan, ...]] = []
+    tried: list[tuple[StagePlan, ...]] = []
     for free, kept in itertools.product((True, False) if flatten and plan.mesh.size > 1 else (False,), (True, False)):
         found = made(kept, free)
         if found.stages in tried:
@@ -98,7 +100,7 @@ def stages_in_buckets(
     return plan
 
 
-def _largest(plan: StagedPlan, programs: Sequence[Program]) -> float:
+def _largest(plan: Plan, programs: Sequence[Program]) -> float:
     """Bytes of the largest bucket, of whole tensors."""
     pairs = zip(plan.stages, programs, strict=True)
     return max(
@@ -111,7 +113,9 @@ def _largest(plan: StagedPlan, programs: Sequence[Program]) -> float:
     )
 
 
-def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: bool, splits: bool, most: float) -> Plan:
+def _bucketed(
+    plan: StagePlan, program: Program, part: Cluster, kept: bool, free: bool, splits: bool, most: float
+) -> StagePlan:
     """A stage's plan with buckets. kept: what is gathered for use after the last block is kept until backward. most:
     see `choose_buckets`."""
     if kept and not splits:
@@ -126,16 +130,16 @@ def _bucketed(plan: Plan, program: Program, part: Cluster, kept: bool, free: boo
 
 
 def _saving(
-    plan: StagedPlan,
-    given: StagedPlan,
+    plan: Plan,
+    given: Plan,
     stages: Sequence[CapturedModel],
     cluster: Cluster,
     part: Cluster,
     known: PricedStages,
-) -> StagedPlan:
+) -> Plan:
     """The plan, made of the one given, with what its buckets, and the ways that they take, save of a step."""
 
-    def seconds(own: Iterable[Plan]) -> float:
+    def seconds(own: Iterable[StagePlan]) -> float:
         return priced(replace(plan, stages=tuple(own)), stages, cluster, part, known).estimate.step_seconds
 
     estimate, total = plan.estimate, plan.estimate.step_seconds
