@@ -33,6 +33,7 @@ from autopar.values.cluster import Cluster
 from autopar.values.estimate import Estimate
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
+from autopar.values.search_report import SolvedGraph
 from autopar.values.stage_plan import StagePlan
 
 ATTEMPTS = 4
@@ -110,6 +111,7 @@ def best_staged(
     fullest = share = fullest_share(program, pricer.mesh.size, schedule, pipeline, chunks, begins)
     send = cheapest("send_recv", axis_links(cluster, (pipeline, pricer.mesh.size), (0,)))
     room, bound, others = limit, 0.0, list[int]()
+    solved: SolvedGraph | None = None
     best: Plan | None = None
     fitting: list[Plan] = []
     even = even_cuts(program, pipeline, chunks)
@@ -134,7 +136,7 @@ def best_staged(
                 raise
             break  # in less room than there is: that proves nothing
         if attempt == 0:
-            bound = planned.bound / pipeline
+            bound, solved = planned.bound / pipeline, planned.solved
         plan, mixture = replace(planned.plan, config=pricer.config), None
         if planned.mixture is not None:
             slow, fast = (replace(one, config=pricer.config) for one in planned.mixture)
@@ -173,6 +175,9 @@ def best_staged(
             continue
         beyond = hopeful.estimate.peak_nbytes - limit + MARGIN * limit
         room = min(planned.counted_nbytes, room) - beyond
+    if best is not None:
+        report = replace(best.estimate.search, solved=solved)
+        best = best.with_estimate(replace(best.estimate, search=report))
     return Staged(plan=best, bound=bound, way=way)
 
 
