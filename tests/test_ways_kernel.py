@@ -6,7 +6,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
 from autopar.search.exact.steiner import with_ties
-from autopar.search.graph.ways_kernel import desk, leaving, reached, shorten, shortest_arcs, spread
+from autopar.search.graph.ways_kernel import desk, everywhere, leaving, reached, shortest_arcs, spread
 
 Graph = tuple[int, np.ndarray, np.ndarray, np.ndarray]
 
@@ -37,11 +37,7 @@ def distances(matrix: np.ndarray) -> np.ndarray:
 def test_distances_and_last_arcs(seed: int) -> None:
     graph = n, source, target, price = random_graph(seed)
     wanted = distances(cheapest(graph))
-    own, last = cheapest(graph), np.full((n, n), -1)
-    np.fill_diagonal(own, 0.0)
-    for arc in np.argsort(-price):
-        last[source[arc], target[arc]] = arc
-    shorten(own, last)
+    own, last = everywhere(n, source, target, price)
     np.testing.assert_allclose(own, wanted)
     for a, b in np.argwhere(np.isfinite(wanted)):
         if a != b:

@@ -11,7 +11,7 @@ from autopar.search.exact.array_worker import Worker
 from autopar.search.exact.dual_ascent import dual_ascent
 from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph
 from autopar.search.graph.undominated import beaten
-from autopar.search.graph.ways_kernel import reached, shorten, shortest_arcs
+from autopar.search.graph.ways_kernel import everywhere, reached, shortest_arcs
 from autopar.search.pairwise.anytime import AnytimeSearch, Outside
 from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
@@ -63,12 +63,11 @@ def tensor() -> StrategyGraph:
 
 def main() -> None:
     """Every part at least once: what a solve of one small graph reaches is up to the clock."""
-    distance = np.zeros((1, 1))
-    shorten(distance, np.zeros((1, 1), np.int64))
     ends = np.zeros(1, np.int64), np.zeros(1, np.int64)
     reached(1, *ends, ends[0])
     shortest_arcs(1, *ends, np.zeros(1))
-    beaten(distance)
+    everywhere(1, *ends, np.zeros(1))
+    beaten(np.zeros((1, 1)))
     dual_ascent(tensor())
     problem = sample()
     solve(problem, relative_gap=0.05)

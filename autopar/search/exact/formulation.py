@@ -72,7 +72,7 @@ def formulate(
     for row, columns in zip(one, options, strict=True):
         model.add_entries(row, columns, 1.0)
     for edge, pairs in edges:
-        _add_transport(model, options[edge.a], options[edge.b], pairs)
+        add_transport(model, options[edge.a], options[edge.b], pairs)
     weighted = {term.group for term in graph.memory.arcs} if graph.memory is not None else set()
     arc_columns = tuple(
         _add_flows(model, group, options, price=price, integral=i in integral_groups)
@@ -116,19 +116,23 @@ def _separate(edge: Edge, cost: list[Floats], price: float) -> tuple[Edge, Float
         diagonal = np.diagonal(edge.seconds)
         cost[edge.a] = cost[edge.a] + np.where(np.isfinite(diagonal), diagonal, 0.0) * price
         return edge, np.where(np.isfinite(diagonal), 0.0, np.inf)
-    pairs = edge.seconds * price
-    rows = pairs.min(axis=1)
-    rows[~np.isfinite(rows)] = 0.0
-    pairs = pairs - rows[:, None]
-    columns = pairs.min(axis=0)
-    columns[~np.isfinite(columns)] = 0.0
-    pairs = pairs - columns[None, :]
+    rows, columns, pairs = separated(edge.seconds * price)
     cost[edge.a] = cost[edge.a] + rows
     cost[edge.b] = cost[edge.b] + columns
     return edge, pairs
 
 
-def _add_transport(model: ArrayModel, a: Ints, b: Ints, pairs: Floats) -> None:
+def separated(pairs: Floats) -> tuple[Floats, Floats, Floats]:
+    """What of a matrix depends on its row alone, on its column alone, and what remains."""
+    rows = pairs.min(axis=1)
+    rows[~np.isfinite(rows)] = 0.0
+    pairs = pairs - rows[:, None]
+    columns = pairs.min(axis=0)
+    columns[~np.isfinite(columns)] = 0.0
+    return rows, columns, pairs - columns[None, :]
+
+
+def add_transport(model: ArrayModel, a: Ints, b: Ints, pairs: Floats) -> None:
     """e >= 0 over classes of options that are alike in the matrix; nothing where every pair is free."""
     if not pairs.any() or pairs.ndim == 1:
         return

@@ -12,7 +12,7 @@ from autopar.search.costs.many_steps import Steps, make_steps, step_seconds
 from autopar.search.costs.pricing import Pricer
 from autopar.search.costs.storages import orders
 from autopar.search.graph.strategy_graph import Floats, Ints
-from autopar.search.graph.ways_kernel import shorten
+from autopar.search.graph.ways_kernel import everywhere
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Placement
 from autopar.values.redistribution import Step, steps_from
 
@@ -153,13 +153,6 @@ class Distances:
 
 
 def cheapest_ways(lattice: Lattice, seconds: Floats) -> Distances:
-    """Floyd and Warshall over all layouts; `seconds[arc]`. Ties go to fewer steps."""
-    n = len(lattice.layouts)
-    distance = np.full((n, n), np.inf)
-    last = np.full((n, n), -1, dtype=np.int64)
-    np.fill_diagonal(distance, 0.0)
-    order = np.argsort(-seconds, kind="stable")  # of steps between the same two the cheapest comes last, and stays
-    source, target = lattice.source[order], lattice.target[order]
-    distance[source, target], last[source, target] = seconds[order] + 1e-12, order
-    shorten(distance, last)
+    """Between all layouts; `seconds[arc]`. Ties go to fewer steps."""
+    distance, last = everywhere(len(lattice.layouts), lattice.source, lattice.target, seconds + 1e-12)
     return Distances(lattice=lattice, seconds=distance, last=last)

@@ -22,35 +22,6 @@ def desk(room: int) -> Desk:
     return Desk(keys=np.empty(room), heap=np.empty(room, np.int64))
 
 
-SHORTER = 1e-15
-"""Seconds that more arcs have to save, where ways are wanted."""
-
-
-@compiled
-def shorten(distance: Floats, last: Ints) -> None:
-    """Floyd and Warshall in place: `distance[from, to]` and the `last` arc of the way."""
-    n = len(distance)
-    to = np.empty(n, np.int64)
-    for k in range(n):
-        num = 0
-        for j in range(n):
-            if j != k and distance[k, j] < np.inf:
-                to[num] = j
-                num += 1
-        if num == 0:
-            continue
-        for i in range(n):
-            ahead = distance[i, k]
-            if i == k or ahead == np.inf:
-                continue
-            for t in range(num):
-                j = to[t]
-                through = ahead + distance[k, j]
-                if through < distance[i, j] - SHORTER:
-                    distance[i, j] = through
-                    last[i, j] = last[k, j]
-
-
 @compiled
 def leaving(num_vertices: int, source: Ints) -> tuple[Ints, Ints]:
     """Arcs by the vertex that they leave: (first position of each vertex, arcs)."""
@@ -137,6 +108,19 @@ def spread(first: Ints, order: Ints, onward: Ints, price: Floats, key: Floats, l
                 key[onward[arc]], last[onward[arc]] = through, arc
                 push(desk.keys, desk.heap, size, through, onward[arc])
                 size += 1
+
+
+@compiled
+def everywhere(num_vertices: int, source: Ints, target: Ints, price: Floats) -> tuple[Floats, Ints]:
+    """Between all vertices, [from, to]: what shortest ways take, and their last arcs (-1 where there is none)."""
+    first, order = leaving(num_vertices, source)
+    distance, last = np.full((num_vertices, num_vertices), np.inf), np.full((num_vertices, num_vertices), -1)
+    room = num_vertices + len(source)
+    desk = Desk(np.empty(room), np.empty(room, np.int64))
+    for vertex in range(num_vertices):
+        distance[vertex, vertex] = 0.0
+        spread(first, order, target, price, distance[vertex], last[vertex], desk)
+    return distance, last
 
 
 @compiled

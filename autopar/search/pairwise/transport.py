@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.exact.array_model import ArrayModel
+from autopar.search.exact.formulation import add_transport, separated
 from autopar.search.pairwise.bound import Remainder
 from autopar.search.pairwise.prices import granted, mean_usage, priced
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
@@ -62,7 +63,8 @@ class Transport:
         self.model.add_entries(rows[node[open_ids]], self.column[open_ids], 1.0)
         for edge in edges:
             if edge is not None:
-                self._carry(*edge)
+                here, there, matrix = edge
+                add_transport(self.model, self.column[here], self.column[there], matrix)
         self.add_times(np.flatnonzero(self.slack_prices))
 
     def _close_stranded(self) -> bool:
@@ -81,35 +83,19 @@ class Transport:
         pairs = slice(int(self.problem.first_pair[edge]), int(self.problem.first_pair[edge + 1]))
         return a, b, self.open_pair[pairs].reshape(a.stop - a.start, b.stop - b.start)
 
-    def _edge(self, edge: int, cost: Floats) -> tuple[list[Ints], list[Ints], Floats] | None:
-        """Rows (options that share one), columns, costs; constants go to `cost`. None where nothing else is left."""
+    def _edge(self, edge: int, cost: Floats) -> tuple[Ints, Ints, Floats] | None:
+        """Open options of both ends and what pairs cost; constants go to `cost`. None where nothing else is left."""
         a, b, _ = self._ends(edge)
         here = a.start + np.flatnonzero(self.open_option[a])
         there = b.start + np.flatnonzero(self.open_option[b])
         if not len(here) or not len(there):
             return None
         at = self.problem.first_pair[edge] + (here - a.start)[:, None] * (b.stop - b.start) + (there - b.start)[None, :]
-        matrix = np.where(self.open_pair[at], self.remainder.pair[at] / self.unit, np.inf)
-        least = matrix.min(axis=1)
-        cost[here] += least
-        matrix = matrix - least[:, None]
-        least = matrix.min(axis=0)
-        cost[there] += least
-        matrix = matrix - least[None, :]
-        if not matrix.any():
-            return None
-        rows, columns = _alike(matrix), _alike(matrix.T)
-        kept = matrix[np.ix_([row[0] for row in rows], [column[0] for column in columns])]
-        return [here[row] for row in rows], [there[column] for column in columns], kept
-
-    def _carry(self, rows: list[Ints], columns: list[Ints], matrix: Floats) -> None:
-        r, c = np.nonzero(matrix < np.inf)
-        flow = self.model.add_columns(len(r), cost=matrix[r, c])
-        for ends, groups in ((r, rows), (c, columns)):
-            row = self.model.add_rows(len(groups), lower=0.0, upper=0.0)
-            self.model.add_entries(row[ends], flow, 1.0)
-            for k, options in enumerate(groups):
-                self.model.add_entries(row[k], self.column[options], -1.0)
+        open_pairs = np.where(self.open_pair[at], self.remainder.pair[at] / self.unit, np.inf)
+        rows, columns, matrix = separated(open_pairs)
+        cost[here] += rows
+        cost[there] += columns
+        return (here, there, matrix) if matrix.any() else None
 
     def add_times(self, times: Ints) -> None:
         """Rows for the limit at these times."""
@@ -160,10 +146,3 @@ class Transport:
         worst = [begin + int(np.argmax(over[begin:end])) for begin, end in stretches.tolist()]
         worst.sort(key=lambda time: -over[time])
         return np.array(worst[:_ROWS_AT_ONCE], np.int64)
-
-
-def _alike(matrix: Floats) -> list[Ints]:
-    """Rows grouped into equal ones."""
-    inverse = np.unique(np.where(matrix < np.inf, matrix, -1.0), axis=0, return_inverse=True)[1].ravel()
-    order = np.argsort(inverse, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(inverse[order])) + 1)
