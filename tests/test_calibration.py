@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autopar.api.planning import plan
+from autopar.calibration import measure_steps, timing
 from autopar.calibration.check import check_ranks, compared, median_errors
 from autopar.calibration.command import CalibrationRequest, run
 from autopar.calibration.file import calibration_toml, check_writable
@@ -22,6 +23,7 @@ from autopar.calibration.measure import Effort, device_name, measure, origin_of
 from autopar.calibration.measure_collectives import KINDS, measuring_mesh, sizes_between
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
+from autopar.calibration.reference_steps import STEPS
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin, SkewSample, WorkSample
 from autopar.calibration.timing import interquartile_mean
 from autopar.cost_models.collectives import collective_seconds, skew_seconds
@@ -324,7 +326,10 @@ TINY = Effort(most_nbytes=4096, num_sizes=2, num_rounds=1, dtypes=("fp32",))
 
 
 def _measured() -> Measurements:
-    return measure(TINY, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_steps, "STEPS", {"cpu": STEPS["cpu"][:2]})
+        patch.setattr(timing, "SAMPLE_SECONDS", 1e-3)
+        return measure(TINY, lambda _: None)
 
 
 def _measured_unlike() -> str:
