@@ -1,7 +1,7 @@
 """What ranks are copies of, beside modules: a process that has captured once, so that none of them begins anew."""
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from autopar.capture import capture
 from tests.quick_export import quicken_export

@@ -216,7 +216,8 @@ def test_a_file_says_what_was_measured_on_every_level_and_comes_back_equal(
 
 def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
     level = LinkLevel(name="l", size=4, alpha=1e-4, bandwidth=1e9, scope="node")
-    samples = samples_of(cluster_of([level]), random.Random(5), noise=0.03, outliers=0.0)
+    four = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    samples = samples_of(cluster_of([level]), random.Random(5), noise=0.03, outliers=0.0, kinds=four)
     measured = Measurements(origin=origin(), collectives=samples, work=WORK)
     file = tmp_path / "cluster.toml"
     file.write_text(calibration_toml(fit_cluster(measured, "mine"), measured))
