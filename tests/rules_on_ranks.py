@@ -36,7 +36,7 @@ def grads_of_operands(node: fx.Node) -> tuple[bool, ...]:
     return tuple(s.meta["requires_grad"] for s in operands(node))
 
 
-def call_of(sample: Sample) -> tuple[fx.Node, list[Tensor]]:
+def sampled_call(sample: Sample) -> tuple[fx.Node, list[Tensor]]:
     """Its node, and the operands in their order there."""
     node, tensors = sample.node(), sample.tensors(seed=3)
     return node, [tensors[int(s.name.removeprefix("x"))] for s in operands(node)]
