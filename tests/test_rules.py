@@ -11,7 +11,7 @@ from autopar.rules.rule import Choice, Rule, choices, is_splittable
 from autopar.values.mesh import Mesh, make_mesh
 from tests.op_sample import Input, Sample, X, aten
 from tests.op_samples import SAMPLES
-from tests.rules_on_ranks import sampled_call, check_node, one_after_the_other, sends
+from tests.rules_on_ranks import check_node, one_after_the_other, sampled_call, sends
 
 Case = tuple[Mesh, tuple[Choice, ...]]
 

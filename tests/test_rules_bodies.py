@@ -10,7 +10,7 @@ from autopar.values.redistribution import Message
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads
-from tests.rules_on_ranks import sampled_call, check_node, local_of
+from tests.rules_on_ranks import check_node, local_of, sampled_call
 
 COMMUNICATING = [s for s in SAMPLES if rule_of(s.node()).messages is not None]
 
