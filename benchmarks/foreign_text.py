@@ -1,4 +1,4 @@
-"""Every class of transformers' causal language models at a tiny size: hidden 32, two layers, 96 words."""
+"""Every class of transformers' causal language models, and others, at a tiny size: hidden 32, two layers, 96 words."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.foreign_check import Foreign
 
-BATCH, SEQ, WORDS = 4, 16, 96
+BATCH, SEQ, WORDS, PIXELS = 4, 16, 96, 16
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "emb_dim"), 32
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_num_heads": 8, "mamba_head_dim": 8},
     **{"ssm_state_size": 8, "n_groups": 2, "mamba_n_groups": 2, "chunk_size": 8, "mamba_chunk_size": 8},
     **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"image_size": 16, "patch_size": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    **{"image_size": PIXELS, "patch_size": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
     **{"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS, "lru_width": 32},
 }
 LATENT = (
@@ -43,7 +43,20 @@ OWN: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     **{f"{name}Config": {"num_key_value_heads": 4} for name in LATENT},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    **{
+        f"{name}Config": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+        for name in ("ConvNext", "ConvNextV2")
+    },
+    "BigBirdConfig": {"attention_type": "original_full"},
+    "RegNetConfig": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 8},
 }
+OTHERS = {
+    "ForMaskedLM": "Albert BigBird ConvBert Deberta DebertaV2 DistilBert Electra Esm FNet ModernBert MPNet "
+    "Nystromformer RoFormer Roberta",
+    "ForConditionalGeneration": "Bart MBart Pegasus UMT5",
+    "ForImageClassification": "Beit ConvNext ConvNextV2 DeiT Dinov2 RegNet",
+}
+"""Families by the class that is trained, which is no causal language model."""
 
 
 def models() -> dict[str, Callable[[], Foreign]]:
@@ -53,12 +66,18 @@ def models() -> dict[str, Callable[[], Foreign]]:
     for config, classes in MODEL_FOR_CAUSAL_LM_MAPPING.items():
         for kind in classes if isinstance(classes, tuple) else (classes,):
             found[kind.__name__] = partial(_make, kind, config)
+    for head, families in OTHERS.items():
+        for name in families.split():
+            found[name + head] = partial(_make, getattr(hf, name + head), getattr(hf, f"{name}Config"))
     return dict(sorted(found.items()))
 
 
 def _make(kind: Any, config: Any) -> Foreign:
     model = kind(tiny(config))
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    def images() -> dict[str, Any]:
+        return {"pixel_values": torch.randn(BATCH, 3, PIXELS, PIXELS), "labels": torch.randint(2, (BATCH,))}
 
     def inputs() -> dict[str, Any]:
         ids = torch.randint(3, WORDS, (BATCH, SEQ))
@@ -67,7 +86,7 @@ def _make(kind: Any, config: Any) -> Foreign:
             labels[sample, SEQ - (sample * 3) % SEQ :] = -100
         return {"input_ids": ids, "labels": labels, **extra}
 
-    return Foreign(model=model, inputs=inputs)
+    return Foreign(model=model, inputs=images if kind.__name__.endswith("ImageClassification") else inputs)
 
 
 def tiny(kind: Any) -> Any:

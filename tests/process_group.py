@@ -30,6 +30,7 @@ PRELOADED = [
     *("torch.distributed.tensor", "torch.testing", "pytest", "tests.search_cases", "tests.zoo"),
     *("autopar.runtime", "autopar.runtime.peak_memory", "autopar.verification.run", "autopar.calibration.measure"),
     *("autopar.search.known.baselines", "autopar.search.known.random_plan"),
+    "tests.copied",
 ]
 """Imported once for all ranks: what their functions need takes each of them two seconds, were it to import it."""
 

@@ -1,7 +1,11 @@
 """An `autograd.Function` stays the user's: its own backward in the graph, split where its dims are independent."""
 
+import importlib.util
 import inspect
+import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from autopar.rules.registry import rule_of
 from autopar.values.graph import operands
 from autopar.values.serialize import dump, load
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
+from tests.process_group import run_apart
 
 WIDTH = 16
 
@@ -271,24 +276,20 @@ def test_calls_are_equal_by_what_they_call_and_with_what() -> None:
     assert place_of(Clip) == (__name__, "Clip", None)
 
 
-def test_a_function_in_a_file_that_no_import_finds_is_read_from_it(tmp_path: Any) -> None:
-    import importlib.util
-    import pickle
-    import subprocess
-    import sys
+def tells_what_it_reads(tell: Callable[[Any], None], file: str) -> None:
+    tell(pickle.loads(Path(file).read_bytes()).function.__qualname__)
 
-    file = tmp_path / "away.py"
-    file.write_text(inspect.getsource(Round).replace("Tensor", "Any").replace("Any:", "Any:") + "\n")
-    file.write_text("import torch\nfrom typing import Any\n" + file.read_text())
+
+def test_a_function_in_a_file_that_no_import_finds_is_read_from_it(tmp_path: Path) -> None:
+    file, sent = tmp_path / "away.py", tmp_path / "sent"
+    file.write_text("import torch\nfrom typing import Any\n" + inspect.getsource(Round).replace("Tensor", "Any"))
     spec = importlib.util.spec_from_file_location("away", file)
     assert spec is not None and spec.loader is not None
     module = sys.modules["away"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sent = tmp_path / "sent"
     sent.write_bytes(pickle.dumps(Applied(module.Round, ())))
     del sys.modules["away"]
-    code = f"import pickle; print(pickle.load(open({str(sent)!r}, 'rb')).function.__qualname__)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Round\n"
+    assert run_apart(1, tells_what_it_reads, str(sent)) == [(0, "Round")]
 
 
 def test_functions_are_kept_in_promoted_graphs() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autopar.api.planning import plan
+from autopar.calibration import measure_steps, timing
 from autopar.calibration.check import check_ranks, compared, median_errors
 from autopar.calibration.command import CalibrationRequest, run
 from autopar.calibration.file import calibration_toml, check_writable
@@ -22,6 +23,7 @@ from autopar.calibration.measure import Effort, device_name, measure, origin_of
 from autopar.calibration.measure_collectives import KINDS, measuring_mesh, sizes_between
 from autopar.calibration.predict import predicted_work
 from autopar.calibration.processes import on_processes
+from autopar.calibration.reference_steps import STEPS
 from autopar.calibration.samples import CollectiveSample, Measurements, Origin, SkewSample, WorkSample
 from autopar.calibration.timing import interquartile_mean
 from autopar.cost_models.collectives import collective_seconds, skew_seconds
@@ -214,7 +216,8 @@ def test_a_file_says_what_was_measured_on_every_level_and_comes_back_equal(
 
 def test_a_plan_is_made_with_a_calibrated_file(tmp_path: Path) -> None:
     level = LinkLevel(name="l", size=4, alpha=1e-4, bandwidth=1e9, scope="node")
-    samples = samples_of(cluster_of([level]), random.Random(5), noise=0.03, outliers=0.0)
+    four = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    samples = samples_of(cluster_of([level]), random.Random(5), noise=0.03, outliers=0.0, kinds=four)
     measured = Measurements(origin=origin(), collectives=samples, work=WORK)
     file = tmp_path / "cluster.toml"
     file.write_text(calibration_toml(fit_cluster(measured, "mine"), measured))
@@ -324,7 +327,10 @@ TINY = Effort(most_nbytes=4096, num_sizes=2, num_rounds=1, dtypes=("fp32",))
 
 
 def _measured() -> Measurements:
-    return measure(TINY, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_steps, "STEPS", {"cpu": STEPS["cpu"][:2]})
+        patch.setattr(timing, "SAMPLE_SECONDS", 1e-3)
+        return measure(TINY, lambda _: None)
 
 
 def _measured_unlike() -> str:

@@ -40,9 +40,7 @@ def truly(*factors: float) -> Device:
     return replace(OWN, **dict(zip(FACTORS, factors, strict=True)))
 
 
-@pytest.mark.parametrize(
-    "truth", [truly(1.0, 1.0, 1.0, 1.0, 2.0), truly(2.1, 4.2, 1.1, 0.3, 1.0), truly(2.5, 0.3, 1.4, 3.0, 2.5)]
-)
+@pytest.mark.parametrize("truth", [truly(2.1, 4.2, 1.1, 0.3, 1.0), truly(2.5, 0.3, 1.4, 3.0, 2.5)])
 def test_factors_within_a_step_are_recovered(monkeypatch: pytest.MonkeyPatch, truth: Device) -> None:
     monkeypatch.setattr(fitting, "WEIGHT", 1e-3)
     fitted = fit_steps(OWN, steps_of(truth, "cpu"), origin())

@@ -1,8 +1,6 @@
 """Parameters that forward writes are state: later reads see the new value, the leaf has the gradient, it stays."""
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ from autopar.errors import ArgumentError, BatchError, CaptureError, PlanMismatch
 from autopar.passes.split_stages import split_stages
 from autopar.values.calls import call_of
 from tests.as_eager import assert_as_eager, assert_shards_as_whole
+from tests.process_group import run_apart
 
 WIDTH = 8
 
@@ -138,13 +137,12 @@ def test_what_forward_writes_is_written_whole_and_in_shards(between: Any) -> Non
     assert_shards_as_whole(captured, own, inputs())
 
 
+def tells_what_is_written(tell: Callable[[Any], None]) -> None:
+    tell([spec.names[0] for spec in capture(net(buffers), (), inputs()).buffers if spec.mutated_by])
+
+
 def test_data_of_a_buffer_does_not_end_the_process() -> None:
-    code = (
-        "import torch; from tests.test_changed_parameters import *; "
-        "c = capture(net(buffers), (), inputs()); print([b.names[0] for b in c.buffers if b.mutated_by])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout) == (0, "['mean', 'queue']\n"), found.stderr
+    assert run_apart(1, tells_what_is_written) == [(0, ["mean", "queue"])]
 
 
 def other_shape(own: Net, h: Tensor) -> Tensor:

@@ -30,16 +30,23 @@ CLUSTER = load_cluster("8xh100")
 SETUP = Setup(counts=(1,), cluster=CLUSTER, config=TrainConfig(), options=SearchOptions(relative_gap=0.01))
 
 
+@pytest.fixture(scope="module")
+def one() -> Iterator[Workers]:
+    """A worker of one search after another."""
+    with Workers(WORKER, 1) as workers:
+        yield workers
+
+
 @contextmanager
-def helped(count: int = 1, setup: Setup = SETUP) -> Iterator[tuple[Joint, Prefetch, Workers]]:
-    """A search with so many workers."""
-    with Workers(WORKER, count) as workers:
-        joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=setup, workers=workers)
-        yield joint, joint._prefetch, workers
+def helped(workers: Workers, setup: Setup = SETUP) -> Iterator[tuple[Joint, Prefetch, Workers]]:
+    """A search with workers, for which nothing waits afterwards."""
+    joint = Joint(graph=lambda _: program_of("gpt2").captured, setup=setup, workers=workers)
+    yield joint, joint._prefetch, workers
+    joint._prefetch.foresee(())
 
 
-def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits() -> None:
-    with helped() as (joint, ahead, _):
+def test_a_plan_that_was_found_since_lowers_the_cutoff_of_what_waits(one: Workers) -> None:
+    with helped(one) as (joint, ahead, _):
         key, later, *_ = candidates(CLUSTER, (1,), (1,), "auto", 1)
         joint.foresee([(key, Known.REFINED), (later, Known.REFINED)], math.inf, None, True)
         asked = [question for question in ahead._asked if isinstance(question, Solving)]
@@ -64,9 +71,9 @@ def bounds() -> list[Relaxing]:
     return [Relaxing(arrangement=key.arrangement, microbatches=1, times=1) for key in keys()]
 
 
-def test_who_finds_a_bound_does_not_matter() -> None:
+def test_who_finds_a_bound_does_not_matter_and_what_they_would_is_found_here_once_they_died() -> None:
     asked, here = bounds(), alone()
-    with helped(2) as (_, ahead, workers):
+    with Workers(WORKER, 2) as two, helped(two) as (_, ahead, workers):
         ahead.foresee([*asked[1:], *asked[1:]])
         assert workers._threads._work_queue.qsize() <= len(asked) - 1  # each once
         there = {one: future.result() for one, future in ahead._asked.items()}
@@ -74,33 +81,37 @@ def test_who_finds_a_bound_does_not_matter() -> None:
         assert all(ahead.knows(one) for one in asked[1:]) and not ahead.knows(asked[0])
         found = [ahead.of(one) for one in asked]
         assert found[1:] == [there[one] for one in asked[1:]]
+        for process in workers.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        with helped(two) as (_, ahead, _workers):
+            ahead.foresee(asked[:2])
+            assert [ahead.of(one) for one in asked[:2]] == pytest.approx([here.answer(one) for one in asked[:2]])
     assert found == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
     own = relaxed_seconds(program_of("gpt2"), here._pricers.of(asked[0].arrangement, 1), asked[0].times, True)
     assert found[0] == pytest.approx(own, rel=1e-12)
 
 
-def test_workers_make_graphs_of_a_line_themselves() -> None:
+def test_workers_make_graphs_of_a_line_themselves(one: Workers) -> None:
     """Of all numbers of micro-batches, from its ends, once one is known to be on it; each end is sent once."""
     batches = Batches(capture=lambda size: zoo_graph("llama", size), batch=8)
     counts = (1, 2, 4, 8)
     setup, arrangement = replace(SETUP, counts=counts), keys()[0].arrangement
     asked = [Relaxing(arrangement=arrangement, microbatches=count, times=count) for count in counts]
-    with Workers(WORKER, 1) as workers:
-        joint = Joint(
-            graph=batches.microbatch,
-            line=batches.find_line,
-            line_at_hand=lambda: batches.line,
-            setup=setup,
-            workers=workers,
-        )
-        joint._prefetch.foresee(asked[2:3])  # 4 of 2 samples: between the ends
-        assert batches.line is not None and not joint.programs.graphs
-        joint._prefetch.foresee(asked)
-        there = [joint._prefetch._asked[one].result() for one in asked]
-        ends = joint._prefetch._ends
-        assert not joint.programs.graphs and ends is not None and ends[2] == (1, 8)
+    joint = Joint(
+        graph=batches.microbatch,
+        line=batches.find_line,
+        line_at_hand=lambda: batches.line,
+        setup=setup,
+        workers=one,
+    )
+    joint._prefetch.foresee(asked[2:3])  # 4 of 2 samples: between the ends
+    assert batches.line is not None and not joint.programs.graphs
+    joint._prefetch.foresee(asked)
+    there = [joint._prefetch._asked[question].result() for question in asked]
+    ends = joint._prefetch._ends
+    assert not joint.programs.graphs and ends is not None and ends[2] == (1, 8)
     here = Joint(graph=batches.captured_microbatch, setup=setup)
-    assert there == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
+    assert there == pytest.approx([here.answer(question) for question in asked], rel=1e-12)
 
 
 def test_a_relaxation_ends_where_it_excludes_all_multiples() -> None:
@@ -115,19 +126,19 @@ def test_a_relaxation_ends_where_it_excludes_all_multiples() -> None:
             assert asked.enough() == pytest.approx(2 * part * least)
 
 
-def test_who_finds_a_plan_does_not_matter() -> None:
+def test_who_finds_a_plan_does_not_matter(one: Workers) -> None:
     """The plan and its bound, that none is below a cutoff (which may be an older one), and that none fits."""
     first, second, *_ = keys()
     here = alone()
     answer, cost, bound = here.solve(first, math.inf, None)
-    with helped() as (joint, ahead, _):
+    with helped(one) as (joint, ahead, _):
         joint.foresee([(first, Known.REFINED), (second, Known.REFINED)], math.inf, None, True)
         ahead._asked[Solving(key=first, cutoff=0.0, deadline=None)].result()
         plan, *others = joint.solve(first, 10 * cost, None)
         plan.check(program_of("gpt2").captured)
         assert others == pytest.approx([cost, bound]) and plan.single.choices == answer.single.choices
         assert isinstance(ahead._asked[Solving(key=second, cutoff=0.0, deadline=None)].result(), Solved)
-    with helped() as (joint, ahead, _):
+    with helped(one) as (joint, ahead, _):
         joint.foresee([(first, Known.REFINED), (second, Known.REFINED)], cost / 2, None, True)
         with pytest.raises(CutoffError) as there:
             joint.solve(first, cost / 4, None)
@@ -135,7 +146,7 @@ def test_who_finds_a_plan_does_not_matter() -> None:
     small = Setup(
         counts=(1,), cluster=CLUSTER, config=TrainConfig(memory_nbytes=1e3), options=SearchOptions(relative_gap=0.01)
     )
-    with helped(setup=small) as (joint, _, _workers):
+    with helped(one, small) as (joint, _, _workers):
         joint.foresee([(first, Known.REFINED)], math.inf, None, True)
         for cutoff in (math.inf, 1e3):
             for searching in (joint, alone(small)):
@@ -156,30 +167,21 @@ def test_a_problem_without_stages_is_tightened_by_solving_it_with_more_time() ->
     assert small.tighten(first, math.inf, None) is None and small.bound(first) == math.inf
 
 
-def test_without_the_other_process_answers_are_found_here() -> None:
-    asked, here = bounds()[:2], alone()
-    with helped(2) as (_, ahead, workers):
-        ahead.foresee(asked)
-        for process in workers.processes:
-            os.kill(process.pid, signal.SIGKILL)
-        assert [ahead.of(one) for one in asked] == pytest.approx([here.answer(one) for one in asked], rel=1e-12)
-
-
-def test_what_is_foreseen_anew_takes_the_place_of_what_waits() -> None:
+def test_what_is_foreseen_anew_takes_the_place_of_what_waits(one: Workers) -> None:
     asked = bounds()
-    with helped() as (_, ahead, _workers):
+    with helped(one) as (_, ahead, _workers):
         ahead.foresee(asked)
         ahead.foresee(asked[-1:])
         assert asked[-1] in ahead._asked
-        assert all(one == asked[-1] or not future.cancel() for one, future in ahead._asked.items())
+        assert all(key == asked[-1] or not future.cancel() for key, future in ahead._asked.items())
 
 
-def test_prices_of_memory_go_with_questions_and_answers() -> None:
+def test_prices_of_memory_go_with_questions_and_answers(one: Workers) -> None:
     """What a byte is worth where one process found that the limit binds is where the other begins."""
     first, second, *_ = keys()
     plan, *_ = alone().solve(first, math.inf, None)
     setup = replace(SETUP, config=TrainConfig(memory_nbytes=0.8 * plan.estimate.peak_nbytes))
-    with helped(setup=setup) as (joint, ahead, _):
+    with helped(one, setup) as (joint, ahead, _):
         joint.foresee([(first, Known.REFINED)], math.inf, None, True)
         joint.solve(first, math.inf, None)
         prices = joint._prices.of(1)

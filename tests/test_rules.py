@@ -11,7 +11,7 @@ from autopar.rules.rule import Choice, Rule, choices, is_splittable
 from autopar.values.mesh import Mesh, make_mesh
 from tests.op_sample import Input, Sample, X, aten
 from tests.op_samples import SAMPLES
-from tests.rules_on_ranks import check, one_after_the_other, sends
+from tests.rules_on_ranks import check_node, one_after_the_other, sampled_call, sends
 
 Case = tuple[Mesh, tuple[Choice, ...]]
 
@@ -28,11 +28,10 @@ def cases(node: fx.Node, rule: Rule, communicates: bool) -> list[Case]:
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s.name)
 def test_op_on_shards_is_the_op(sample: Sample) -> None:
-    node = sample.node()
-    rule = rule_of(node)
-    for mesh, chosen in cases(node, rule, communicates=False):
+    node, wholes = sampled_call(sample)
+    for mesh, chosen in cases(node, rule_of(node), communicates=False):
         try:
-            check(sample, mesh, chosen, one_after_the_other)
+            check_node(node, wholes, mesh, chosen, one_after_the_other)
         except Exception as error:
             raise AssertionError(f"{mesh.shape} {[c.name for c in chosen]}: {error}") from error
 

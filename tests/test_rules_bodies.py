@@ -10,7 +10,7 @@ from autopar.values.redistribution import Message
 from tests.op_sample import Sample
 from tests.op_samples import SAMPLES
 from tests.ranks_in_threads import run_in_threads
-from tests.rules_on_ranks import check, local_of
+from tests.rules_on_ranks import check_node, local_of, sampled_call
 
 COMMUNICATING = [s for s in SAMPLES if rule_of(s.node()).messages is not None]
 
@@ -44,7 +44,7 @@ def test_body_on_shards_is_the_op_and_sends_what_its_rule_says(sample: Sample) -
             return outcomes
 
         try:
-            check(sample, mesh, chosen, run)
+            check_node(*sampled_call(sample), mesh, chosen, run)
             forward, backward = rule.messages(local_of(node, chosen, mesh))
             for groups in counted:
                 assert groups.sent == total((*forward, *backward), mesh)

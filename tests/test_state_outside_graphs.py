@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,6 +100,27 @@ def test_state_that_no_graph_keeps_is_refused_by_the_users_line(between: Any) ->
         capture(own, (), inputs())
     torch.manual_seed(0)  # as ever
     assert "__getattr__" not in vars(Tensor)
+
+
+def draws_by_python(own: Net, h: Tensor) -> Tensor:
+    return h if random.random() < 0.5 else h * 2
+
+
+def draws_by_numpy(own: Net, h: Tensor) -> Tensor:
+    return h * float(np.random.rand())
+
+
+@pytest.mark.parametrize("between", [draws_by_python, draws_by_numpy])
+def test_numbers_drawn_outside_torch_are_refused_by_line(between: Any) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    line = inspect.getsourcelines(between)[1] + 1
+    with pytest.raises(
+        CaptureError, match=rf"test_state_outside_graphs\.py:{line}: forward draws from (Python|NumPy)'s"
+    ):
+        capture(Net(between).double(), (), inputs())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
 def checkpointed(own: Net, h: Tensor) -> Tensor:

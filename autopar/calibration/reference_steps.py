@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture import capture
-from autopar.lower.lowered_step import lower
+from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import Program, make_program
+from autopar.lower.target import Target
 from autopar.ops.recompute import again
 from autopar.ops.regather import regathering
 from autopar.search.costs.evaluate import charges_of
@@ -144,13 +145,20 @@ def training_step(batch: int, size: str, device: torch.device, kind: str = "whol
 
 def predicted_step(device: Device, batch: int, size: str = "small", kind: str = "whole") -> float:
     """Seconds of it on one such device, as a plan prices them."""
+    _, plan = planned(batch, size, kind == "in pieces")
+    cluster = replace(_one_device(), device=device)
+    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
+    charges = charges_of(_lowered(batch, size, kind, pricer.target.on_host), pricer)
+    return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
+
+
+@cache
+def _lowered(batch: int, size: str, kind: str, on_host: bool) -> LoweredStep:
+    """What a step does, whatever such device it is priced for."""
     program, plan = planned(batch, size, kind == "in pieces")
     if kind == "run again":
         plan = replace(plan, recompute=run_again(program))
-    cluster = replace(_one_device(), device=device)
-    pricer = make_pricer(mesh=plan.mesh, cluster=cluster, config=plan.config)
-    charges = charges_of(lower(plan, program, pricer.target), pricer)
-    return sum(charge.seconds for charge in charges if kind != "no update" or charge.kind != "optimizer")
+    return lower(plan, program, Target(mesh=plan.mesh, config=plan.config, on_host=on_host))
 
 
 @cache
