@@ -107,7 +107,8 @@ def test_what_backward_asks_for_first_is_kept_if_it_fits() -> None:
     changed = {name for name, lifetime in found.lifetimes.items() if lifetime != plan.lifetimes[name]}
     owners = {captured_name for p in captured.parameters if p.placeholder in changed for captured_name in p.names}
     assert owners and not any("layers" in name or "embed" in name for name in owners)
-    tight = replace(plan, config=replace(plan.config, memory_nbytes=found.estimate.peak_nbytes - 1))
+    late = evaluate(replace(found, prefetch=False), captured, cluster)
+    tight = replace(plan, config=replace(plan.config, memory_nbytes=late.peak_nbytes - 1))
     assert with_buckets(tight, captured, cluster).lifetimes == plan.lifetimes
     before, after = (messages_of(captured, p, on_host=True) for p in (plan, found))
     saved = before["all_gather", ("data",)][1] - after["all_gather", ("data",)][1]
@@ -117,7 +118,8 @@ def test_what_backward_asks_for_first_is_kept_if_it_fits() -> None:
 def test_a_plan_that_would_not_fit_with_buckets_goes_without() -> None:
     captured, cluster = captured_of("llama"), machine(2)
     plan = make_baseline("fsdp", captured, cluster, make_mesh((2,)), TrainConfig())
-    with_them = with_buckets(plan, captured, cluster).estimate.peak_nbytes
+    late = replace(with_buckets(plan, captured, cluster), prefetch=False)
+    with_them = evaluate(late, captured, cluster).peak_nbytes
     without = evaluate(plan, captured, cluster).peak_nbytes
     assert without < with_them
     limited = replace(plan, config=replace(plan.config, memory_nbytes=(without + with_them) / 2))
