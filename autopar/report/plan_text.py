@@ -161,6 +161,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         lines.append(
             f"buckets: {parameters} parameters are gathered or reduced in {len(buckets)} "
             f"bucket{'s' * (len(buckets) > 1)}, which {saving_text(estimate.saved)}"
+            + ("; gathers begin one bucket ahead" if any(stage.prefetch for stage in plan.stages) else "")
             + (f"; collectives run beside compute for {seconds_text(estimate.hidden)}" if beside else "")
         )
     if ways := [way for stage in plan.stages for way in stage.ways.values()]:
