@@ -4,6 +4,9 @@ An op counts as often as its stage does. A tensor is brought to its readers in e
 for itself: where a stage reads it in all the ways in which it is read at all, at least what its one group would cost.
 So it counts as often as those stages together, or, where there is none, as the stage that counts least.
 
+Where only one run of ops is known to be in one stage (`Around`), it pays for what it reads; before and after it lie
+parts of stages, nobody knows which, that pay for what none of the run reads at least once together.
+
 Forward and backward may count differently. What is decided alike costs alike: F f + B b, with F and B the counts of
 all instances. On ways through interleaved schedules they do (Llama 70B on 4 ranks, 8 stages each: 231 and 259).
 """
@@ -100,7 +103,70 @@ def _readers_by_stage(names: Sequence[str], program: Program, folding: Folding, 
     return _Readers(np.array(whole, dtype=np.int64), parted, np.array(every, dtype=np.int64))
 
 
-PaidFor = Everywhere | Paid
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Around:
+    """`part_of[position]` of each op: 0 before a run that is in one stage, 1 in it, 2 after it; `passing[part]`: how
+    often a passage there counts, forward and back; what is paid once a step counts in the run."""
+
+    part_of: Ints
+    passing: Floats
+
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
+        """Of a cluster, by positions of the ops of every instance."""
+        number = float(self.passing[self.part_of[instances]].min(axis=1).sum())
+        return number, number
+
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
+        """Of a kind."""
+        read = _readers_of(names, program)
+        if not read.names:
+            return Times(0.0, 0.0, 0.0)
+        parts = self.part_of[read.positions]
+        before, inside, after = (np.logical_or.reduceat(parts == part, read.begins) for part in range(3))
+        passing = np.where(np.stack([before, inside, after]), self.passing[:, None], np.inf).min(axis=0)
+        once = inside & ~before & ~after
+        for i in np.flatnonzero(inside & ~once):
+            if 1 in (whole_readers(program, folding, self.part_of, read.names[i]) or ()):
+                passing[i], once[i] = self.passing[1], True
+        whole = float(passing.sum())
+        return Times(whole, whole, min(float(once.sum()), whole))
+
+
+class _ReadersOf(NamedTuple):
+    """Those tensors of a kind that ops read, and positions of their readers, of tensor i from `begins[i]` on."""
+
+    names: list[str]
+    positions: Ints
+    begins: Ints
+
+
+def _readers_of(names: tuple[str, ...], program: Program) -> _ReadersOf:
+    every = program.form.setdefault("readers of kinds", {})
+    if names not in every:
+        read = [name for name in names if program.readers[name]]
+        positions = [[p for p, _ in program.readers[name]] for name in read]
+        begins = np.cumsum([0, *map(len, positions)])[:-1]
+        every[names] = _ReadersOf(read, np.array([p for one in positions for p in one], dtype=np.int64), begins)
+    found: _ReadersOf = every[names]
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fewest:
+    """Each op and tensor as often as where it counts least."""
+
+    among: tuple[Around, ...]
+
+    def of_ops(self, instances: Ints) -> tuple[float, float]:
+        found = np.array([one.of_ops(instances) for one in self.among]).min(axis=0)
+        return float(found[0]), float(found[1])
+
+    def of_tensors(self, names: tuple[str, ...], program: Program, folding: Folding) -> Times:
+        found = np.array([one.of_tensors(names, program, folding) for one in self.among]).min(axis=0)
+        return Times(*map(float, found))
+
+
+PaidFor = Everywhere | Paid | Around | Fewest
 
 
 def stages_of(begins: Sequence[int], num_ops: int) -> Ints:

@@ -137,7 +137,8 @@ class Joint:
             p = question.key.arrangement.pipeline
             self._prices.remember(p, question.prices)
             bound = self._bounds.within_memory(question.key, question.cutoff, most=question.most)
-            return Refined(bound=bound, prices=dict(self._prices.of(p)))
+            uneven = self._bounds.uneven.get(_alike(question.key))
+            return Refined(bound=bound, uneven=uneven, prices=dict(self._prices.of(p)))
         if isinstance(question, Tightening):
             self._prices.remember(question.key.arrangement.pipeline, question.prices)
             return self._bounds.way_seconds(question.key, question.way, question.cutoff, exact=True)
@@ -163,7 +164,7 @@ class Joint:
         first = first_alike(key.arrangement)
         least = [self._least.get((first, n), 0.0) for n in divisors(key.microbatches)]
         alike = _alike(key)
-        own = max(self._own.get(key, 0.0), self._bounds.alike.get(alike, 0.0))
+        own = max(self._own.get(key, 0.0), self._bounds.alike.get(alike, 0.0), self._bounds.uneven.get(alike, 0.0))
         return max(own, self._step.with_bubble(key, max(least)))
 
     def expected(self, key: Candidate) -> float:
@@ -249,6 +250,8 @@ class Joint:
 
     def _refine(self, question: Refining) -> None:
         key, came = question.key, self._prefetch.of(question)
+        if came.uneven is not None:
+            self._bounds.uneven[_alike(key)] = came.uneven
         if question.most:
             is_of_use = came.bound >= self._best * (1 - self.setup.options.relative_gap)
             for one in self._shared.answered((key, question.most), self._best, is_of_use):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.lower.program import Program
+from autopar.search.alike_meshes import first_alike
 from autopar.search.costs.pricing import Pricer
 from autopar.search.joint.best_staged import way_before_planning
 from autopar.search.joint.candidates import INTERLEAVED, Candidate
@@ -14,6 +15,7 @@ from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.relaxing import Pricers, seconds_within
 from autopar.search.joint.step_bounds import StepBounds
+from autopar.search.joint.uneven_stages import uneven_seconds
 from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import Arrangement
 from autopar.search.search_options import SearchAim
@@ -30,7 +32,7 @@ SURELY_BINDS = 2
 @dataclass(slots=True, kw_only=True)
 class MemoryBounds:
     """program: of a number of micro-batches. alike: seconds that no candidate takes less than with this schedule and
-    number on any mesh like the first one."""
+    number on any mesh like the first one; uneven: those of its stages, memory aside, however they are cut."""
 
     program: Callable[[int], Program]
     pricers: Pricers
@@ -38,6 +40,7 @@ class MemoryBounds:
     step: StepBounds
     prices: KnownPrices
     alike: dict[tuple[Arrangement, str, int], float] = field(default_factory=dict)
+    uneven: dict[tuple[Arrangement, str, int], float] = field(default_factory=dict)
     _binding: dict[int, int] = field(default_factory=dict)
     """How many candidates of as many pipeline ranks, one after another, were not excluded with memory aside."""
 
@@ -53,6 +56,8 @@ class MemoryBounds:
             return self.way_seconds(key, self.guessed(key), cutoff)
         share = None
         if p > 1:
+            if (least := self._uneven_seconds(key, cutoff)) >= cutoff:
+                return least
             begins = even_starts(program, p, key.chunks)
             share = fullest_share(program, pricer.mesh.size, key.schedule, p, key.chunks, begins)
         once, more = self.step.rounds(key, m).once, self.step.with_bubble(key, 0.0)
@@ -61,6 +66,19 @@ class MemoryBounds:
             fold, part = self.setup.options.fold, m / max(m, most)
             found = seconds_within(program, pricer, share, fold, asked, _given(seconds, cutoff), part)
         return self.step.with_bubble(key, found / p)
+
+    def _uneven_seconds(self, key: Candidate, cutoff: float) -> float:
+        """Memory aside, of stages however they are cut; 0 where that is below the cutoff, or as much as if they were
+        even."""
+        m, p = key.microbatches, key.arrangement.pipeline
+        if not self.setup.options.fold or self.step.uneven(key, m) <= 1.0:
+            return 0.0
+        first = first_alike(key.arrangement)
+        known = first, key.schedule, m
+        if known not in self.uneven:
+            pricer = self.pricers.of(first, m, loose=True)
+            self.uneven[known] = uneven_seconds(self.program(m), pricer, key.schedule, p, m, cutoff)
+        return self.uneven[known]
 
     def pricer(self, key: Candidate) -> Pricer:
         """Prices of the candidate's program."""

@@ -57,9 +57,11 @@ class Relaxing(JointProblem[float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """bound: seconds of a step, infinite where nothing fits. prices: of memory, where it binds."""
+    """bound: seconds of a step, infinite where nothing fits. uneven: memory aside, of every mesh like the candidate's
+    and every cut of its stages, None where that was not asked. prices: of memory, where it binds."""
 
     bound: float
+    uneven: float | None
     prices: dict[int, float]
 
 
