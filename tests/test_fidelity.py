@@ -28,7 +28,7 @@ from benchmarks.repeats import repeat_rows
 from benchmarks.survey_fit import read_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "references"
-# As docs/cost_models.md prints them, rounded up: (leave one source out, with one multiplier a stack)
+# As docs/results/fidelity.md has them, rounded up: (leave one source out, with one multiplier a stack)
 SEEN = {
     "BLOOM": (0.06, 0.046),
     "LLaMA layouts": (0.062, 0.05),

@@ -361,7 +361,7 @@ def test_models_of_the_survey_have_their_bytes() -> None:
 
 @pytest.mark.skipif(not survey.REFERENCES.is_dir(), reason="needs the published measurements beside the repository")
 def test_the_survey() -> None:
-    """What docs/cost_models.md says of it; ByteScheduler on all-to-all is known to be off without a profile."""
+    """What docs/results/fidelity.md says of it; ByteScheduler on all-to-all is known to be off without a profile."""
     constants, table = survey.predictions(survey.REFERENCES)
     assert survey.misses(table) == []
     errors, unprofiled = survey.mean_errors(table), survey.mean_errors(table, "predicted")
