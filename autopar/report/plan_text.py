@@ -130,7 +130,8 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
         if estimate.hidden:
             step += f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}"
         bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
-        proved = f", in the space searched none takes less than {bound} (gap {gap})" if estimate.bound else ""
+        then = " then" if estimate.hidden else ""  # the bound is one on what everything takes in turn
+        proved = f", in the space searched none{then} takes less than {bound} (gap {gap})" if estimate.bound else ""
         alone = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
         alone = alone if buckets else ""
         step += alone + proved if estimate.bounded_alone else proved + alone  # the bound is said of what stands before
