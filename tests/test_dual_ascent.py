@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact import brute_force, dual_ascent, relaxation
+from autopar.search.exact import dual_ascent, relaxation
 from autopar.search.exact.completion import Completed, complete
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.priced_memory import priced
@@ -17,6 +17,7 @@ from autopar.search.exact.reduction import reduce
 from autopar.search.exact.relaxation import relax
 from autopar.search.exact.steiner import metric
 from autopar.search.graph.strategy_graph import Consumer, Group, Node, StrategyGraph, evaluate
+from tests import brute_force
 from tests.llama_like import llama_like
 from tests.strategy_graphs import random_graph
 

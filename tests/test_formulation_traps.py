@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError
 from autopar.lower.program import Program, make_program
 from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
-from autopar.search.exact import brute_force, ilp
+from autopar.search.exact import ilp
 from autopar.search.graph.build import build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
@@ -43,6 +43,7 @@ from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.mesh import make_mesh
 from autopar.values.train_config import TrainConfig
+from tests import brute_force
 from tests.search_cases import machine, pricer_of, program_of
 from tests.strategy_graphs import random_graph
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact import brute_force, ilp, memory_prices
+from autopar.search.exact import ilp, memory_prices
 from autopar.search.exact.completion import complete, lean
 from autopar.search.exact.highs_log import Progress
 from autopar.search.exact.steiner import cheapest_arcs, metric
@@ -26,6 +26,7 @@ from autopar.search.graph.strategy_graph import (
     evaluate,
     usage,
 )
+from tests import brute_force
 from tests.llama_like import llama_like
 from tests.strategy_graphs import random_graph
 

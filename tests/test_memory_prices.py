@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact import brute_force
 from autopar.search.exact.completion import complete
 from autopar.search.exact.formulation import formulate
 from autopar.search.exact.limited_bound import least_within
@@ -18,6 +17,7 @@ from autopar.search.exact.priced_memory import original_arcs, priced
 from autopar.search.exact.reduction import reduce
 from autopar.search.exact.steiner import Metric, metric
 from autopar.search.graph.strategy_graph import Floats, Ints, StrategyGraph, evaluate, usage
+from tests import brute_force
 from tests.strategy_graphs import random_graph
 
 BLOCK = 20
