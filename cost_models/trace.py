@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.cost_models.timeline import Tasks, Timeline
 from autopar.errors import ArgumentError
+from autopar.values.whole_file import write_whole
 
 
 def chrome_trace(
@@ -51,7 +52,7 @@ def chrome_trace(
 def write_trace(trace: Mapping[str, Any], path: str | Path) -> None:
     """Raises ArgumentError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+        write_whole(path, json.dumps(trace))
     except OSError as error:
         raise ArgumentError(
             f"the trace {path} cannot be written: {error.strerror}; name a file in a folder that exists"

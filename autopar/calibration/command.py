@@ -20,6 +20,7 @@ from autopar.report.units import nbytes_text, seconds_text
 from autopar.runtime.launch import init
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.link import Line
+from autopar.values.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ def _measured(request: CalibrationRequest, cluster: Cluster | None, console: Con
 def _write(request: CalibrationRequest, measured: Measurements, console: Console) -> dict[str, Any]:
     assert request.out is not None
     cluster = fit_cluster(measured, request.name or request.out.stem)
-    request.out.write_text(calibration_toml(cluster, measured), encoding="utf-8")
+    write_whole(request.out, calibration_toml(cluster, measured))
     rows = compared(cluster, measured)
     medians = median_errors(rows)
     console.print(str(measured.origin), highlight=False, markup=False)

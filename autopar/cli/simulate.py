@@ -23,6 +23,7 @@ from autopar.cost_models.timeline import simulate as run_timeline
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.errors import ArgumentError, AutoparError
 from autopar.report.exchange_table import exchange_table
+from autopar.values.whole_file import whole_file
 
 RESULTS = ("step_seconds", "mfu", "tokens_per_second", "bubble_seconds", "exposed_data_seconds", "allocated_gb", "fits")
 
@@ -153,7 +154,7 @@ def _simulate_csv(path: Path, out: Path | None, as_json: bool) -> None:
     rows = read_csv(path)
     answers = [simulate_row(row, f"{path}, line {number}") for number, row in enumerate(rows, start=2)]
     if out is not None:
-        with out.open("w", newline="", encoding="utf-8") as stream:
+        with whole_file(out) as part, part.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [*rows[0], *(f"predicted_{name}" for name in RESULTS)])
             writer.writeheader()
             for row, answer in zip(rows, answers, strict=True):

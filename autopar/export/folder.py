@@ -18,6 +18,7 @@ from autopar.runtime.groups import flattened_axes
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
+from autopar.values.whole_file import whole_file, write_whole
 
 
 def export_folder(
@@ -74,10 +75,11 @@ def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text)
+            write_whole(folder / name, text)
         (folder / STATE).unlink(missing_ok=True)
         if state:
-            torch.save(state, folder / STATE)
+            with whole_file(folder / STATE) as part:
+                torch.save(state, part)
     except OSError as error:
         raise ArgumentError(
             f"cannot export to {folder}: {error.strerror}; choose a folder that can be written"

@@ -19,6 +19,7 @@ from autopar.search.graph.strategy_graph import StrategyGraph
 from autopar.search.pairwise import contest
 from autopar.search.pairwise.convert import flatten
 from autopar.search.pairwise.problem import Pairwise
+from autopar.values.whole_file import write_whole
 
 VERSION = 1
 
@@ -30,7 +31,7 @@ def dump(graph: StrategyGraph, path: str | Path, *, name: str = "strategy graph"
         return
     value = {"strategy_graph": {"version": VERSION, "name": name, **_plain(graph)}}
     data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+    write_whole(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 def load(path: str | Path) -> StrategyGraph | Pairwise:

@@ -24,6 +24,7 @@ from autopar.values.schedules import check_microbatches, stage_ranks
 from autopar.values.stage_plan import StagePlan, check_model
 from autopar.values.train_config import TrainConfig
 from autopar.values.version import TORCH_RANGE
+from autopar.values.whole_file import write_whole
 
 VERSION = 4
 """Schema of a saved plan."""
@@ -133,7 +134,7 @@ class Plan:
         return json.dumps(body, indent=1)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        write_whole(path, self.to_json())
 
 
 def one_stage(stage: StagePlan) -> Plan:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import ContestFileError
 from autopar.search.pairwise.problem import Floats, Ints, Pairwise
+from autopar.values.whole_file import write_whole
 
 NOT_ALLOWED = 10**17
 WRITTEN_FOR_INF = 10**18
@@ -169,7 +170,7 @@ def dump(problem: Pairwise, path: str | Path, *, name: str = "autopar") -> None:
     if np.isfinite(problem.limit):
         value["usage_limit"] = _numbers(np.array([problem.limit]))[0]
     data = json.dumps({"problem": value}, allow_nan=False, separators=(",", ":")).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+    write_whole(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 def _numbers(values: Floats) -> list[int | float]:
