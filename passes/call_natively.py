@@ -20,8 +20,8 @@ def call_natively(graph: fx.Graph) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
         if node.op == "call_function" and "self" not in node.kwargs:
-            bound = native(node.target)
-            if bound is not node.target and not _leaves_out_a_tensor(node):
+            is_torch = isinstance(node.target, torch._ops.OpOverload)
+            if is_torch and (bound := native(node.target)) is not node.target and not _leaves_out_a_tensor(node):
                 node.args, node.kwargs = with_reduction(node)
                 node.target = bound
     return copy

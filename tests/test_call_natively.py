@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ops.own_gradient import Applied, ArgumentSlot
 from autopar.passes.call_natively import call_natively, native
 from tests.op_sample import Sample, as_results
 from tests.op_samples import SAMPLES
@@ -71,3 +72,18 @@ def test_a_keyword_that_bindings_call_otherwise_keeps_the_op() -> None:
     graph.output(graph.call_function(aten.neg.default, (), {"self": x}))
     (call,) = (node for node in call_natively(graph).nodes if node.op == "call_function")
     assert call.target is aten.neg.default
+
+
+def test_calls_of_the_user_s_own_that_are_equal_stay_each_itself() -> None:
+    """What is equal is found in a cache, but is another object."""
+
+    class Double(torch.autograd.Function):
+        pass
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(2):
+        x = graph.call_function(Applied(Double, (ArgumentSlot(0),), ()), (x,))
+    graph.output(x)
+    calls = [node.target for node in call_natively(graph).nodes if node.op == "call_function"]
+    assert all(isinstance(target, Applied) for target in calls) and len(calls) == 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.values.calls import Call, call_from_json, call_of
 from autopar.values.cluster import Cluster, load_cluster
 from autopar.values.graph import CapturedModel
@@ -140,8 +140,13 @@ class ModelPlan(Plan):
         prints as tables.
 
         Raises:
+            ArgumentError: if the other is no such plan.
             PlanMismatchError: if they are for different models, or one is not bound to its model.
         """
+        if not isinstance(other, ModelPlan):
+            raise ArgumentError(
+                f"a plan is compared with {type(other).__name__}; give another plan, from autopar.plan or load_plan"
+            )
         from autopar.api.printed import PrintedDifference, fields_of
         from autopar.search.explanation.compare import compare
 

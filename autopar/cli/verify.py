@@ -211,7 +211,7 @@ def _plans(
         except InfeasibleError as error:
             if len(request.baselines) == 1 and not request.num_random:
                 raise
-            console.print(f"{name} does not apply: {error}", highlight=False, markup=False)
+            console.print(f"left out: {error}", highlight=False, markup=False)
     if request.num_random:
         for number in range(request.num_random):
             seed = request.seed + number

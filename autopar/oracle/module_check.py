@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError, FidelityError
-from autopar.oracle.compare import StepDifference, Tolerance, compare_steps, first_beyond
+from autopar.oracle.compare import StepDifference, Tolerance, compare_steps, first_beyond, floor_of
 from autopar.oracle.first_difference import first_difference
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.oracle.steps import Again, Arguments, TrainedStep, graph_steps, module_steps, other_samples
@@ -112,7 +112,8 @@ def check_module(
             f"the captured graph of {type(subject.model).__name__} fails where the module itself runs: "
             f"{type(error).__name__}: {error}; {REMEDY}"
         ) from error
-    differences = compare_steps(graph, module)
+    floor = floor_of(p.dtype for p in subject.captured.parameters)
+    differences = compare_steps(graph, module, floor)
     found = first_beyond(differences, tolerance or subject.tolerance)
     if found is None:
         return Checked(steps=module, differences=tuple(differences))

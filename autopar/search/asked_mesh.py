@@ -58,9 +58,9 @@ def mesh_for(machine: Cluster, mesh: str | tuple[int, ...] | Mesh | None, pipeli
     n = part.num_devices
     if own.size != n:
         shapes = [str(n), *(f"{a}x{n // a}" for a in range(2, n) if n % a == 0)][:4]
-        stages = f", {n // own.size} pipeline ranks of it," if pipeline == 1 and n % own.size == 0 else ""
+        stages = f", {n // own.size} pipeline ranks of it" if pipeline == 1 and n % own.size == 0 else ""
         raise MeshError(
             f"mesh {own} has {own.size} ranks, not {devices_text(machine, pipeline)}; use a mesh of {n}, "
-            f"such as {' or '.join(shapes)},{stages} or another cluster"
+            f"such as {' or '.join(shapes)}{stages}, or another cluster"
         )
     return own

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import AutoparError, PlanMismatchError
 from autopar.values.estimate import estimate_from
 from autopar.values.mesh import Mesh
 from autopar.values.placement import parse_layout
@@ -53,6 +53,16 @@ def plan_from_json(text: str) -> Plan:
         body |= {"pipeline": 1, "schedule": "1f1b", "cuts": [], "stages": [dict(body)]}
     elif schema not in ("stages-2", VERSION):
         raise PlanMismatchError(f"the plan has schema version {schema}, this autopar reads {VERSION}; plan again")
+    try:
+        return _plan(body)
+    except AutoparError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanMismatchError(f"this is not a plan as autopar saves it: {what}; plan again") from error
+
+
+def _plan(body: Mapping[str, Any]) -> Plan:
     low, high = body["torch"]
     if not in_range(low, high):
         raise PlanMismatchError(f"the plan is for torch >= {low}, < {high}; install such a torch or plan again")
@@ -93,10 +103,16 @@ def _stage(body: Mapping[str, Any], shared: Mapping[str, Any]) -> StagePlan:
         recompute=frozenset(body["recompute"]),
         remade={name: tuple(parse_layout(table[i]) for i in layouts) for name, layouts in body["remade"].items()},
         buckets=tuple(tuple(names) for names in body.get("buckets", ())),
-        prefetch=bool(body.get("prefetch", False)),
+        prefetch=_flag(body.get("prefetch", False)),
         ways={
             name: Way(path=tuple(parse_layout(table[i]) for i in way["path"]), inside=tuple(way["inside"]))
             for name, way in body.get("ways", {}).items()
         },
         **shared,
     )
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"prefetch is {value!r}, no true or false")
+    return value

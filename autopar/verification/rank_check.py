@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.lower.messages import Sent, sent_by_rank
 from autopar.oracle import TrainedStep
-from autopar.oracle.compare import FLOOR, relative_error
+from autopar.oracle.compare import floor_of, relative_error
 from autopar.passes.split_stages import split_stages
 from autopar.runtime import count_messages, distributed_module
 from autopar.runtime.data import local_samples
@@ -51,7 +51,7 @@ def check_rank(
             first, counted, peak = float(loss.detach()), dict(sent), memory.peak
         found = {
             "loss": (relative_error(loss.detach().cpu(), step.loss), ""),
-            "gradient": _gradient_error(module, step.gradients),
+            "gradient": _gradient_error(module, step.gradients, floor_of(p.dtype for p in captured.parameters)),
             "state": _state_error(module, step.state),
         }
         errors = {kind: _worse(errors[kind], found[kind]) for kind in errors}
@@ -121,8 +121,9 @@ def _prepared(captured: CapturedModel, plan: Plan, tensors: Mapping[str, Any]) -
     return module, sent, peaks[place]
 
 
-def _gradient_error(module: Any, gradients: Mapping[str, Tensor]) -> Error:
-    floor = FLOOR * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+def _gradient_error(module: Any, gradients: Mapping[str, Tensor], part: float) -> Error:
+    """part: of the largest entry of any gradient, below which differences are of that."""
+    floor = part * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     worst: Error = (0.0, "")
     for state in module.states:
         for parameter in state.specs.values():

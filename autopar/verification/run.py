@@ -4,7 +4,7 @@ The processes are started here, live for many plans, and receive the captured mo
 loopback) or this machine's GPUs', by NCCL where every rank has a GPU of its own, else by Gloo, ranks sharing GPUs. They
 run several steps on different inputs. What is right is told by who calls (the module itself, run eagerly: `oracle`), or
 is the captured graph on one process, on the global batch, which rank 0 runs on the same device. Relative error of a
-gradient: largest difference over the largest entry, with a floor of `oracle.compare.FLOOR` times the model's largest
+gradient: largest difference over the largest entry, with a floor of `oracle.compare.floor_of` times the model's largest
 gradient entry for gradients that are zero in truth (key biases under softmax).
 """
 
