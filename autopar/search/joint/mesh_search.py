@@ -9,7 +9,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -115,8 +115,8 @@ def search_meshes(
             found = list(dict.fromkeys(replace(k, arrangement=replace(k.arrangement, mesh=mesh)) for k in found))
         if not found:
             raise InfeasibleError(
-                f"schedule {space.schedule} on {pipelines} pipeline ranks does not run {counts} micro-batches; choose "
-                "another number of them, gpipe or auto"
+                f"no schedule ({space.schedule}) runs {_listed(counts)} micro-batches on {_listed(pipelines)} pipeline "
+                "ranks; choose another number of micro-batches, or schedule gpipe"
             )
         return found
 
@@ -257,3 +257,7 @@ def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: st
     least = None if key.schedule else failure.least_nbytes
     whole = f"; the batch is not split into micro-batches, for {why}" if why is not None else ""
     return InfeasibleError(f"{said}; on {key}: {failure}{whole}", least_nbytes=least)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
