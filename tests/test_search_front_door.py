@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.search.exact import brute_force
 from autopar.search.exact.highs_log import Progress
 from autopar.search.graph.strategy_graph import Memory
 from autopar.search.graph.strategy_graph import usage as graph_usage
@@ -16,7 +15,7 @@ from autopar.search.pairwise.bound import DualBound
 from autopar.search.pairwise.guide import Guide
 from autopar.search.pairwise.problem import Pairwise, evaluate, fits, usage
 from autopar.search.solve import solve
-from tests import pairwise_graphs, strategy_graphs
+from tests import brute_force, pairwise_graphs, strategy_graphs
 from tests.pairwise_graphs import random_pairwise
 
 

@@ -17,7 +17,6 @@ from autopar.lower.program import Program, make_program
 from autopar.search.costs.folding import fold_program
 from autopar.search.costs.paid import stages_of
 from autopar.search.costs.pricing import Pricer, make_pricer
-from autopar.search.exact import brute_force
 from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.relaxation import least_seconds
 from autopar.search.find_exactly import Exact
@@ -38,6 +37,7 @@ from autopar.search.staged.stages import even_cuts, even_starts, priced, simulat
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.train_config import TrainConfig
+from tests import brute_force
 from tests.search_cases import machine, small_llama
 from tests.strategy_graphs import random_graph
 
