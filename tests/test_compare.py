@@ -10,6 +10,7 @@ from autopar.report.diff_text import diff_text
 from autopar.search.explanation.compare import compare
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.search.timeline.buckets import with_buckets
 from autopar.values.difference import PlanChange, PlanDifference
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout, Shard
@@ -93,3 +94,10 @@ def test_other_numbers_of_micro_batches_compare_and_other_models_do_not() -> Non
         compare(left, other, graphs[0], captured_of("gpt2"))
     with pytest.raises(PlanMismatchError, match="the graph at hand is that of one of 2"):
         compare(left, right, graphs[0], graphs[0])
+
+
+def test_gathers_that_begin_early_are_said() -> None:
+    captured, own = captured_of("llama"), machine(2)
+    plan = with_buckets(make_baseline("fsdp", captured, own, make_mesh((2,)), TrainConfig()), captured, own)
+    facts = difference(replace(plan, prefetch=True), replace(plan, prefetch=False)).facts
+    assert facts["buckets"] == (f"{len(plan.buckets)}, gathers begin early", f"{len(plan.buckets)}")

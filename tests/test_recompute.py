@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.api.model_plan import ModelPlan
 from autopar.lower.emit import emit
 from autopar.lower.live import Live
 from autopar.lower.lowered_step import lower
@@ -21,6 +22,7 @@ from autopar.ops.regather import regathering
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.passes.recompute import again_graph
 from autopar.search.known.random_plan import random_plan, random_recompute
+from autopar.values.cluster import load_cluster
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.placement import INVARIANT, REPLICATE, Layout
@@ -28,7 +30,7 @@ from autopar.values.plan import one_stage
 from autopar.values.plan_file import plan_from_json
 from autopar.values.stage_plan import StagePlan
 from tests.plans_in_threads import errors_of, one_process
-from tests.search_cases import exact_of, pricer_of
+from tests.search_cases import captured_of, exact_of, pricer_of
 from tests.zoo import FAMILIES, zoo
 
 MESHES = ((2,), (2, 2))
@@ -110,3 +112,16 @@ def measured_nbytes(captured: CapturedModel, plan: StagePlan, model: nn.Module, 
     loss.backward()
     model.zero_grad()
     return nbytes
+
+
+def test_what_runs_again_is_what_the_plan_s_own_device_would_ask_for() -> None:
+    """Attention with a learned bias has a kernel on a GPU alone; on a host backward waits for other values."""
+    captured, rng = captured_of("t5"), random.Random(0)
+    stage = random_recompute(random_plan(captured, make_mesh((2,)), rng), captured, rng, share=0.6)
+    marked = {}
+    for name in ("2xcpu", "2xh100"):
+        graph = ModelPlan(**vars(one_stage(stage)), machine=load_cluster(name), captured=captured).locals[0].graph
+        own = emit(captured, stage, on_host=name == "2xcpu").graph
+        marked[name], wanted = ([n.name for n in g.nodes if n.meta.get("again")] for g in (graph, own))
+        assert marked[name] == wanted
+    assert marked["2xcpu"] != marked["2xh100"]

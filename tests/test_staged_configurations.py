@@ -222,6 +222,8 @@ def test_plan_takes_the_mesh_of_a_stage() -> None:
     other = api.plan(model, kwargs, cluster=machine(), mesh="1x2", pipeline=2, schedule="gpipe", relative_gap=0.02)
     assert other.num_stages > 1 and other.mesh.shape == (1, 2) and other.schedule == "gpipe"
     assert other.estimate.search.space is not None and "mesh 1x2" in other.estimate.search.space.space
+    with pytest.raises(BatchError, match="3 micro-batches were asked, but the global batch has"):
+        api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=3)
     with pytest.raises(InfeasibleError, match="runs 1 micro-batches on 2 pipeline ranks"):
         api.plan(model, kwargs, cluster=machine(), mesh="2", pipeline=2, microbatches=1)
 

@@ -77,9 +77,12 @@ class ModelPlan(Plan):
         Raises:
             PlanMismatchError: if the plan was loaded and is not bound to a model.
         """
+        from autopar.cost_models.compute import HOST
         from autopar.lower.emit import emit_stage
 
-        return tuple(emit_stage(self.parts, self.stages, number) for number in range(self.num_stages))
+        on_host = None if self.machine is None else self.machine.device.name == HOST
+        numbers = range(self.num_stages)
+        return tuple(emit_stage(self.parts, self.stages, number, on_host=on_host) for number in numbers)
 
     def bind(self, model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, inputs: Any = None) -> "ModelPlan":
         """The same plan with the graph of `model`, captured at the shapes that it was planned for.

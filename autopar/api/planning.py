@@ -197,6 +197,8 @@ def plan(
         from autopar.search.joint.candidates import CandidateSpace
         from autopar.search.joint.mesh_search import search_meshes
 
+        if microbatches != "auto" and call.batch() is not None:
+            call.microbatch(microbatches)  # says which numbers divide the batch
         space = CandidateSpace(
             microbatches=None if microbatches == "auto" else microbatches,
             pipelines=None if pipeline is None or pipeline == "auto" else (pipeline,),

@@ -226,7 +226,7 @@ class DistributedModule(Trainable):
     def run(self, inputs: Mapping[str, Tensor], *, is_local: bool = False) -> Tensor:
         """The planned step's loss for inputs by placeholder."""
         accumulation = self.running.captured.accumulation
-        graph = self._graph
+        graph = self._graph()
         self.check_initialized()
         self.refuse_autocast()
         if accumulation is None:
@@ -316,7 +316,6 @@ class DistributedModule(Trainable):
         """The graph that is run in the mode the module is in, each collective alone."""
         return weave_graph(self._written(), self.local.captured) if self.plan.copies > 1 else self._written()
 
-    @property
     def _graph(self) -> fx.GraphModule:
         """The graph of a call, collectives fused as the plan says; what compiles by block keeps each alone."""
         key = self.training, self._kind

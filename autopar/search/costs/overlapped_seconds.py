@@ -39,8 +39,7 @@ def overlapped_seconds(step: LoweredStep, pricer: Pricer) -> float:
     before = np.cumsum([0.0, *(price.forward for price in prices)])
     after = np.cumsum([0.0, *(price.backward for price in reversed(prices))])[::-1]
     ahead, back = _gathers(step, pricer, before, after)
-    forward = _Link()
-    hidden = forward.run(ahead)
+    hidden = _Link().run(ahead)
     if step.plan.microbatches > 1:
         return (hidden + _Link().run(back)) * step.plan.microbatches
     reductions, spared = _reductions(step, pricer, after)

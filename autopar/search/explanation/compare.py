@@ -148,13 +148,14 @@ def _facts(left: Plan, right: Plan) -> dict[str, tuple[str, str]]:
         "optimizer": (left.config.optimizer, right.config.optimizer),
         "precision": (left.config.dtypes, right.config.dtypes),
         "memory limit": (limit(left), limit(right)),
-        "buckets": (str(_num_buckets(left)), str(_num_buckets(right))),
+        "buckets": (_buckets(left), _buckets(right)),
         "shapes": (left.fingerprint, right.fingerprint) if left.microbatches == right.microbatches else ("", ""),
     }
 
 
-def _num_buckets(plan: Plan) -> int:
-    return sum(len(stage.buckets) for stage in plan.stages)
+def _buckets(plan: Plan) -> str:
+    count = sum(len(stage.buckets) for stage in plan.stages)
+    return f"{count}{', gathers begin early' if any(stage.prefetch for stage in plan.stages) else ''}"
 
 
 def _pairs(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, tuple[float, float]]:

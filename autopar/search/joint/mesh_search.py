@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from autopar.capture.rebatch import Batches
-from autopar.errors import ArgumentError, BatchError, InfeasibleError, MeshError
+from autopar.errors import ArgumentError, InfeasibleError, MeshError
 from autopar.lower.program import Program
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.costs.pricing import Pricer
@@ -85,11 +85,6 @@ def search_meshes(
     batches = Batches(capture=capture, batch=batch or 1, shared=shared)
     counts = (1,) if batch is None else divisors(batch)
     if space.microbatches is not None:
-        if space.microbatches not in counts and batch is not None:
-            raise BatchError(
-                f"{space.microbatches} micro-batches were asked, but the global batch has {batch} samples; choose one "
-                f"of {', '.join(map(str, counts[:8]))} micro-batches"
-            )
         counts = (space.microbatches,)
 
     def graph(count: int) -> CapturedModel:
