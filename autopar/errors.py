@@ -77,6 +77,10 @@ class PlanMismatchError(AutoparError):
     """A plan made for another model, mesh or library version."""
 
 
+class PlanFileError(PlanMismatchError):
+    """A file that is no plan as autopar saves it; says where in the file, what was found and what was expected."""
+
+
 class OptimizerError(AutoparError):
     """An optimizer that cannot serve DTensor parameters."""
 

@@ -101,7 +101,8 @@ def test_a_plan_prints_saves_loads_and_binds(tmp_path: Path) -> None:
     ("body", "message"),
     [
         (None, "cannot be read"),
-        ("{", "not a plan that autopar saved"),
+        ("{", "no JSON"),
+        ("[]", "not a plan that autopar saved"),
         ('{"schema": 99}', "schema version 99"),
     ],
 )

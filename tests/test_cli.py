@@ -136,7 +136,7 @@ BAD = {
     "no such option": (["plan", "{model}", *PLAN, "--clutter"], "No such option: --clutter"),
     "no cluster": (["export", "{model}", "--out", "out"], "needs --cluster"),
     "no mesh": (["verify", "{model}"], "verify needs --mesh"),
-    "no plan file": (["export", "nowhere.json", "--out", "out"], "plan nowhere.json cannot be read"),
+    "no plan file": (["export", "nowhere.json", "--out", "out"], "nowhere.json cannot be read"),
 }
 
 
@@ -173,10 +173,37 @@ def test_export_of_a_saved_plan_needs_nothing_else(
     capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path
 ) -> None:
     assert run(capsys, "plan", net, *PLAN, "--set", "width=32", "--out", tmp_path / "a", "--json")[0] == 0
-    code, out, _ = run(capsys, "export", tmp_path / "a" / "plan.json", "--out", tmp_path / "b", "--json")
+    code, out, _ = run(capsys, "export", tmp_path / "a" / "plan.json", "--out", tmp_path / "b", "--trust", "--json")
     assert code == 0 and set(json.loads(out)["files"]) >= {"plan.json", "model.py", "specs.json", "train.py"}
     for name in ("plan.json", "model.py", "train.py"):
-        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text(), name
+        texts = [(tmp_path / folder / name).read_text() for folder in ("a", "b")]
+        one, other = map(json.loads, texts) if name.endswith(".json") else texts
+        assert one == other, name
+
+
+def test_what_a_plans_file_names_is_not_run_unless_a_person_says_so(
+    capsys: pytest.CaptureFixture[str], net: str, tmp_path: Path
+) -> None:
+    """Its model, what the model's function is given, and its cluster's file."""
+    saved, touched = tmp_path / "plan.json", tmp_path / "touched"
+    assert run(capsys, "plan", net, *PLAN, "--set", "width=32", "--out", saved, "--json")[0] == 0
+    body = json.loads(saved.read_text())
+    source = {**body["source"], "spec": "subprocess:getoutput", "overrides": {"cmd": f"touch {touched}"}}
+    saved.write_text(json.dumps({**body, "source": {**source, "batch": None}, "cluster": str(tmp_path / "c.toml")}))
+    commands = (("explain", saved), ("diff", saved, saved), ("export", saved, "--out", tmp_path / "a"))
+    for command in commands:
+        code, out, _ = run(capsys, *command, "--json")
+        assert code == 2 and "give --trust to run it" in json.loads(out)["error"] and not touched.exists()
+        code, out, _ = run(capsys, *command, "--model", net, "--set", "width=32", "--json")
+        assert not touched.exists() and (code == 0) == (command[0] != "explain"), out
+    assert (
+        "which is no preset"
+        in json.loads(run(capsys, *commands[0], "--model", net, "--set", "width=32", "--json")[1])["error"]
+    )
+    code, out, _ = run(capsys, "verify", net, "--plan", saved, "--json")
+    assert code == 2 and "--set cmd=touch" in json.loads(out)["error"] and not touched.exists()
+    run(capsys, *commands[0], "--trust", "--json")
+    assert touched.exists(), "the file is believed when a person says so"
 
 
 def test_a_plan_of_a_model_that_changed_is_refused(
@@ -184,7 +211,7 @@ def test_a_plan_of_a_model_that_changed_is_refused(
 ) -> None:
     assert run(capsys, "plan", net, *PLAN, "--out", tmp_path / "a", "--json")[0] == 0
     code, out, _ = run(
-        capsys, "export", tmp_path / "a/plan.json", "--out", tmp_path / "b", "--set", "width=32", "--json"
+        capsys, "export", tmp_path / "a/plan.json", "--out", tmp_path / "b", "--trust", "--set", "width=32", "--json"
     )
     assert code == 2 and json.loads(out)["kind"] == "PlanMismatchError"
     assert "plan again for this model" in json.loads(out)["error"]
@@ -241,12 +268,12 @@ def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net
         out = tmp_path / f"{name[:3]}.json"
         assert run(capsys, "plan", net, "--cluster", "2xcpu", "--baseline", name, "--out", out)[0] == 0
     one, other = tmp_path / "fsd.json", tmp_path / "ddp.json"
-    code, out, err = run(capsys, "diff", one, other, "--json")
+    code, out, err = run(capsys, "diff", one, other, "--trust", "--json")
     changes = json.loads(out)["changes"]
     assert code == 0 and err == "" and {"parameter"} <= {change["kind"] for change in changes}
-    code, out, _ = run(capsys, "diff", one, one)
+    code, out, _ = run(capsys, "diff", one, one, "--model", net)
     assert code == 0 and "decide and cost the same" in out
-    code, out, _ = run(capsys, "explain", one)
+    code, out, _ = run(capsys, "explain", one, "--trust")
     assert code == 0 and "memory does not bind" in out and "1 GB more a device" in out
     assert "nothing changed" in out, "fsdp is not the best plan"
     assert f"autopar plan {net} " in out and "what named baselines cost" in out
@@ -255,7 +282,7 @@ def test_explain_and_diff_of_saved_plans(capsys: pytest.CaptureFixture[str], net
     code, _, err = run(capsys, "explain", other)
     assert code == 2 and "does not say where its model is" in err
     one.write_text(json.dumps({**body, "cluster": "my cluster"}))
-    code, _, err = run(capsys, "explain", one)
+    code, _, err = run(capsys, "explain", one, "--model", net)
     assert code == 2 and "which is no preset; give --cluster for" in err
 
 
@@ -271,14 +298,14 @@ def test_verify_a_saved_plan_with_stages(capsys: pytest.CaptureFixture[str], net
     assert code == 0 and body["passed"] and body["loss_error"] < 1e-10 and body["gradient_error"] < 1e-8
     assert body["plans"][0]["sent"] == body["plans"][0]["predicted"]
     assert body["plans"][0]["sent"]["send pipeline"]["calls"] == 2
-    code, out, _ = run(capsys, "export", tmp_path / "plan.json", "--out", tmp_path / "a")
+    code, out, _ = run(capsys, "export", tmp_path / "plan.json", "--out", tmp_path / "a", "--trust")
     assert code == 0 and "stage_0.py, stage_1.py" in out and "torchrun --nproc-per-node 4 train.py" in out
     saved = tmp_path / "plan.json"
-    code, out, _ = run(capsys, "explain", saved, "--cluster", "4xcpu", "--seconds", 2)
+    code, out, _ = run(capsys, "explain", saved, "--model", net, "--cluster", "4xcpu", "--seconds", 2)
     assert code == 0 and "the same stages, gpipe" in out and "fill and drain of the schedule" in out
-    code, out, _ = run(capsys, "explain", saved, "--cluster", "4xcpu", "--seconds", 0.5, "--json")
+    code, out, _ = run(capsys, "explain", saved, "--trust", "--cluster", "4xcpu", "--seconds", 0.5, "--json")
     assert code == 0 and len(json.loads(out)["stages"]) == 2 and json.loads(out)["unanswered"]
-    code, out, _ = run(capsys, "diff", saved, saved)
+    code, out, _ = run(capsys, "diff", saved, saved, "--trust")
     assert code == 0 and "decide and cost the same" in out
 
 

@@ -252,7 +252,7 @@ def test_an_unknown_text_is_answered_with_the_presets_and_the_form(text: str) ->
         ("0x8xh100", "infiniband-ndr joins 1 to .* not 0"),
         ("2x4xcpu", "no link between nodes of cpu is known; write 8xcpu .* name a network \\(2x4xcpu@10gbe\\)"),
         ("8xh100@10gbe", "10gbe joins nodes, and there is but one; .* as in 2x8xh100@10gbe"),
-        ("missing.toml", "missing.toml cannot be read: No such file"),
+        ("missing.toml", "missing.toml cannot be read .*No such file"),
     ],
 )
 def test_a_preset_that_cannot_be_says_what_can(text: str, message: str) -> None:
@@ -267,40 +267,58 @@ LEVEL = '[[levels]]\nname = "l"\nsize = 2\nalpha = 1e-6\nbandwidth = 1e9\n'
     ("document", "message"),
     [
         ("name = [", "is not TOML"),
-        ('name = "c"\ndevice = "h100"\n', "missing keys levels; unknown keys none"),
+        ('name = "c"\ndevice = "h100"\n', "levels: missing"),
         ('name = "c"\ndevice = "h101"\n' + LEVEL, "device 'h101' is not one of a100"),
-        ('name = "c"\ndevice = 3\n' + LEVEL, r"\[device\] must be a table, not 3"),
-        ('name = 3\ndevice = "h100"\n' + LEVEL, "name 3 must be text"),
-        ('name = "c"\ndevice = "h100"\nlevels = 3\n', r"levels must be \[\[levels\]\] tables"),
+        ('name = "c"\ndevice = 3\n' + LEVEL, "device: expected .* or an object, found 3"),
+        ('name = 3\ndevice = "h100"\n' + LEVEL, "name: expected a valid string, found 3"),
+        ('name = "c"\ndevice = "h100"\nlevels = 3\n', "levels: expected a valid array, found 3"),
         ('name = "c"\ndevice = "h100"\nlevels = []\n', "cluster c has no link level"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL + "speed = 3\n", "unknown keys speed"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 2.5"), "size 2.5 must be a whole number"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 0"), "size 0 must be at least 1"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL + "speed = 3\n", r"levels\[0\].speed: unknown key"),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 2.5"),
+            r"levels\[0\].size: expected a valid integer, found 2.5",
+        ),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL.replace("= 2", "= 0"),
+            r"levels\[0\].size: expected greater than or equal to 1, found 0",
+        ),
         ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e-6", "-1e-6"), "alpha -1e-06 must be finite and not neg"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "nan"), "bandwidth nan must be positive"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", '"fast"'), "bandwidth 'fast' must be a number"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "{ value = 1e9 }"), "bandwidth: missing keys source"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("bandwidth = 1e9\n", ""), "missing keys bandwidth"),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "nan"),
+            "bandwidth: expected a finite number .*found nan",
+        ),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", '"fast"'),
+            "bandwidth: expected a valid number .*found 'fast'",
+        ),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "{ value = 1e9 }"), "bandwidth.source: missing"),
+        ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("bandwidth = 1e9\n", ""), r"levels\[0\].bandwidth: missing"),
         ('name = "c"\ndevice = "h100"\n' + LEVEL.replace("1e9", "-1e9"), "bandwidth -1000000000.0 must be positive"),
         ('name = "c"\ndevice = "h100"\nlibrary = "ncl"\n' + LEVEL, "library 'ncl' is none of nccl, gloo, mpi, any"),
-        ('name = "c"\ndevice = "h100"\nlibrary = 3\n' + LEVEL, "library 3 must be text"),
+        ('name = "c"\ndevice = "h100"\nlibrary = 3\n' + LEVEL, "library: expected a valid string, found 3"),
         (
             'name = "c"\ndevice = "h100"\n[[levels]]\nlink = "nvlink9"\nsize = 2\n',
             "link 'nvlink9' is unknown; .* nvlink4",
         ),
         ('name = "c"\ndevice = "h100"\n' + LEVEL + 'scope = "rack"\n', "scope 'rack' is none of node, network"),
         ('name = "c"\ndevice = "h100"\n' + LEVEL + "line_rate = 1e8\n", "is above its line rate 1e\\+08"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL + "lines = 3\n", r"lines must be \[\[levels.lines\]\] tables"),
-        ('name = "c"\ndevice = "h100"\n' + LEVEL + "[[levels.lines]]\nalpha = 1e-6\n", "lines: missing keys bandwidth"),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL + "lines = 3\n",
+            r"levels\[0\].lines: expected a valid array, found 3",
+        ),
+        (
+            'name = "c"\ndevice = "h100"\n' + LEVEL + "[[levels.lines]]\nalpha = 1e-6\n",
+            r"lines\[0\].bandwidth: missing",
+        ),
         (
             'name = "c"\ndevice = "h100"\n'
             + LEVEL
             + '[[levels.lines]]\nkind = "all_gather"\nalpha = -1\nbandwidth = 1\n',
-            "line all_gather: alpha -1 must be finite and not negative",
+            r"levels\[0\]: line all_gather: alpha -1.0 must be finite and not negative",
         ),
         (
             'name = "c"\ndevice = "h100"\n' + LEVEL + "[levels.in_network]\nalpha = 1e-6\n",
-            "in_network: missing keys band",
+            "in_network.bandwidth: missing",
         ),
     ],
 )
@@ -309,8 +327,7 @@ def test_a_faulty_file_is_answered_with_the_fault(document: str, message: str, t
     path.write_text(document)
     with pytest.raises(ClusterError, match=message) as caught:
         load_cluster(path)
-    if not any(words in message for words in ("has no link", "must be", "library 'ncl'", "scope", "line rate")):
-        assert "faulty.toml" in str(caught.value)
+    assert "faulty.toml" in str(caught.value)
 
 
 def test_efficiency_is_a_part_of_the_peak() -> None:

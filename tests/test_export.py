@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.api.model_plan import model_plan
+from autopar.capture import capture
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.export.folder import export_folder
 from autopar.export.source import generate
-from autopar.export.training import index_limits
+from autopar.export.training import index_limits, training_script
 from autopar.lower.emit import emit
 from autopar.lower.regions import sections
 from autopar.ops.groups import Groups, use_groups
@@ -115,6 +116,64 @@ def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) ->
     assert all(torch.equal(a, b) for a, b in zip(results, exported, strict=True))
     for a, b in zip(gradients, exported_gradients, strict=True):
         assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+ODD = (
+    ("class", "import", "def"), ("a b", "a-b", "a - b"), ("é", "ü ñ", "名前"), ('a"b', "a'b", "a\\b"), ("a\nb", "a\rb"),
+    ('x"]; exec("raise SystemExit"); w["x',), ('"""', "\\"), ("{i}", "{0}"), ("0", "1", "2"), ("[", "(,", "),"),
+    ("forward_", "w", "torch", "F", "aten"), ("\u2028", "\x00", " "), ("#c",), ("a" * 300,),
+)  # fmt: skip
+
+
+class Named(nn.Module):
+    """Modules and parameters of these names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.first = names[0]
+        self.add_module(self.first, nn.ModuleDict({name: nn.Linear(4, 4) for name in names}))
+        self.scales = nn.ParameterDict({name: nn.Parameter(torch.full((4,), 1.5)) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, part in getattr(self, self.first).items():
+            x = torch.tanh(part(x)) * self.scales[name]
+        return x.mean()
+
+
+def renamed(captured: CapturedModel, names: dict[str, str]) -> CapturedModel:
+    """The graph with other words for parts of the names of modules and parameters; torch itself traces not all."""
+
+    def other(path: str) -> str:
+        return ".".join(names.get(part, part) for part in path.split("."))
+
+    for node in captured.graph.nodes:
+        node.meta["module"] = other(node.meta.get("module", ""))
+    parameters = tuple(replace(spec, names=tuple(map(other, spec.names))) for spec in captured.parameters)
+    return replace(captured, parameters=parameters, name=next(iter(names.values())))
+
+
+@pytest.mark.parametrize("names", ODD, ids=lambda names: ascii(names)[:20])
+def test_names_are_data_in_exported_code(names: tuple[str, ...]) -> None:
+    """Code whose model's, modules' and parameters' names are anything at all is that of plain names."""
+    torch.manual_seed(0)
+    plain = {f"n{i}": name for i, name in enumerate(names)}
+    model, kwargs = Named([*plain]), {"x": torch.randn(8, 4)}
+    mesh, captured = make_mesh((1, 1)), capture(model, (), kwargs)
+    plan = replace(random_plan(captured, make_mesh((2, 2)), random.Random(0)), mesh=mesh)
+    calls = called_names(generate(emit(captured, plan)))
+    results, gradients = outputs_and_gradients(emit(captured, plan), model, kwargs, None)
+    odd = renamed(captured, plain)
+    local = emit(odd, replace(plan, model=odd.name, fingerprint=odd.fingerprint))
+    source = generate(local)
+    torch.manual_seed(0)
+    exported, exported_gradients = outputs_and_gradients(local, Named([*names]), kwargs, source)
+    assert torch.equal(results[0], exported[0]) and len(gradients) == 3 * len(names)
+    assert all(
+        torch.equal(a, b) for a, b in zip(gradients, exported_gradients, strict=True) if a is not None and b is not None
+    )
+    ours = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in called_names(source) if name not in ours} <= {*calls, "block", "range", "enumerate"}
+    ast.parse(training_script(odd, replace(one_stage(plan), model=odd.name), ("model",)))
 
 
 def called_names(source: str) -> list[str]:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from autopar.capture import capture
+from autopar.errors import PlanMismatchError
+from autopar.lower import emit as emitting
 from autopar.search.known.random_plan import random_plan
 from autopar.values.mesh import make_mesh
 from tests.plans_in_threads import errors_of, one_process
@@ -37,7 +39,7 @@ def test_random_plans_equal_one_process(family: str, dropout: float) -> None:
         assert gradient_error <= 1e-8, f"plan {number} on {plan.mesh}: gradient of {parameter} off by {gradient_error}"
 
 
-def test_a_wrong_layout_is_noticed() -> None:
+def test_a_wrong_layout_is_refused_and_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: stored Replicate instead of Invariant, gradients are summands and the check says so."""
     from dataclasses import replace
 
@@ -54,7 +56,11 @@ def test_a_wrong_layout_is_noticed() -> None:
     }
     plan = random_plan(captured, mesh, random.Random(0))
     whole = {name: Layout((REPLICATE,)) for name in plan.layouts}
-    _, gradient_error, _ = errors_of(reference, replace(plan, choices=choices, layouts=whole))
+    wrong = replace(plan, choices=choices, layouts=whole)
+    with pytest.raises(PlanMismatchError, match="the gradient of a Replicate parameter is never summed"):
+        errors_of(reference, wrong)
+    monkeypatch.setattr(emitting, "check_legal", lambda program, plan: None)
+    _, gradient_error, _ = errors_of(reference, wrong)
     assert gradient_error > 1e-3
 
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.lower.legality import check_storage
 from autopar.runtime import private_torch
 from autopar.runtime.groups import build_groups
 from autopar.runtime.parameters import (
     check_names,
-    check_storage,
     local_part,
     padded_part,
     register_under,

@@ -3,7 +3,8 @@
 import json
 from dataclasses import asdict, fields
 
-from autopar.values.estimate import Estimate, estimate_from
+from autopar.errors import PlanFileError
+from autopar.values.schema import checked
 from autopar.values.search_report import (
     LeastInTurn,
     RankedPlan,
@@ -13,7 +14,6 @@ from autopar.values.search_report import (
     SpaceSearched,
     StageCost,
     TimelineRanking,
-    report_from,
 )
 
 
@@ -54,12 +54,4 @@ def test_a_report_is_read_as_it_was_saved() -> None:
     )
     assert all(getattr(report, one.name) != getattr(SearchReport(), one.name) for one in fields(report))
     for given in (report, SearchReport()):
-        assert report_from(json.loads(json.dumps(asdict(given)))) == given
-
-
-def test_files_of_former_schemas_say_whether_a_plan_is_in_buckets() -> None:
-    body = asdict(Estimate(seconds={"forward": 1.0}, bound=0.5))
-    del body["search"]
-    for former, said in (({"status": "optimal", "in_buckets": {}}, True), ({}, False)):
-        estimate = estimate_from({**body, "solver": former})
-        assert (estimate.bound, estimate.search) == (0.5, SearchReport(is_in_buckets=said))
+        assert checked(SearchReport, json.loads(json.dumps(asdict(given))), "", PlanFileError, "") == given

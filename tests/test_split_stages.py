@@ -1,7 +1,6 @@
 """Stages run one after the other are the whole model, wherever it is cut; what each stage has, sends and refuses."""
 
 import itertools
-import json
 import random
 from collections.abc import Callable
 from functools import cache, partial
@@ -23,7 +22,7 @@ from autopar.runtime.schedules import CLASSES
 from autopar.search.known.random_plan import random_cuts, random_plan, random_staged_plan
 from autopar.values.graph import CapturedModel, requires_grad
 from autopar.values.mesh import make_mesh
-from autopar.values.plan import VERSION, Plan, one_stage
+from autopar.values.plan import VERSION, Plan
 from autopar.values.plan_file import plan_from_json
 from autopar.values.schedules import SCHEDULES, check_microbatches, stage_ranks
 from autopar.values.serialize import dump, load
@@ -227,20 +226,6 @@ def test_numbers_of_micro_batches_are_refused_as_torch_refuses_them(schedule: st
         assert is_refused(theirs) == is_refused(ours), (pipeline, microbatches)
 
 
-def test_files_of_the_former_schemas_are_read() -> None:
-    """Of a whole model, whose file was that of a stage with what is now said of all, and of several stages."""
-    captured, *_ = captured_of("gpt2")
-    whole = one_stage(random_plan(captured, make_mesh((2,)), random.Random(0)))
-    now = json.loads(whole.to_json())
-    stages = now.pop("stages")
-    left_out = ("pipeline", "schedule", "cuts")
-    former = {**stages[0], **{name: said for name, said in now.items() if name not in left_out}, "schema": 3}
-    assert plan_from_json(json.dumps(former)) == whole
-    several = staged("gpipe", 2, 2)
-    former = json.loads(several.to_json()) | {"schema": "stages-2"}
-    assert plan_from_json(json.dumps(former)) == several
-
-
 def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
     plan = staged("gpipe", 2, 2)
     assert plan_from_json(plan.to_json()) == plan
@@ -248,9 +233,9 @@ def test_a_staged_plan_travels_as_json_and_checks_its_model() -> None:
     plan.check(captured)
     with pytest.raises(PlanMismatchError, match="this plan was made for"):
         plan.check(captured_of("bert")[0])
-    with pytest.raises(PlanMismatchError, match="not a plan that autopar saved"):
+    with pytest.raises(PlanMismatchError, match="no JSON"):
         plan_from_json("stages")
-    with pytest.raises(PlanMismatchError, match="schema version stages-0"):
+    with pytest.raises(PlanMismatchError, match="schema version 'stages-0'"):
         plan_from_json(plan.to_json().replace(f'"schema": {VERSION}', '"schema": "stages-0"'))
     with pytest.raises(ArgumentError, match="2 stages need 1 cuts, got 0"):
         staged("gpipe", 2, 2, cuts=())

@@ -20,7 +20,7 @@ from autopar.lower.emit import emit, emit_stage
 from autopar.runtime.parts import Described, described
 from autopar.values.binding import as_planned
 from autopar.values.calls import Call
-from autopar.values.cluster import Cluster, load_cluster, resized
+from autopar.values.cluster import Cluster, load_preset, resized
 from autopar.values.graph import BufferSpec, CapturedModel, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import Returned
@@ -146,9 +146,9 @@ class Again:
         plan, machine = self.plans[0], self.machine
         if machine is None:
             with suppress(ClusterError):
-                machine = load_cluster(plan.cluster)
+                machine = load_preset(plan.cluster)
         if machine is None or machine.num_devices != plan.mesh.size:
-            machine = resized(load_cluster("2xcpu"), 1, plan.mesh.size)
+            machine = resized(load_preset("2xcpu"), 1, plan.mesh.size)
         return machine
 
 

@@ -6,7 +6,7 @@ it is the same plan without the captured graph, which `bind` (or `distribute`) c
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.values.calls import Call, call_from_json, call_of
-from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.calls import Call, call_of
+from autopar.values.cluster import Cluster, load_preset
 from autopar.values.graph import CapturedModel
 from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
-from autopar.values.plan_file import plan_from_json, plan_text
+from autopar.values.plan_file import SavedPlan, load_saved, saved_from
 
 if TYPE_CHECKING:
     from autopar.api.printed import PrintedDifference, PrintedExplanation
@@ -198,7 +198,7 @@ class ModelPlan(Plan):
         return tuple(model_plan(plan, **own) for plan in found)
 
     def _machine(self, cluster: Cluster | None) -> Cluster:
-        return cluster or self.machine or load_cluster(self.cluster)
+        return cluster or self.machine or load_preset(self.cluster)
 
     def to_json(self) -> str:
         body = json.loads(super().to_json())
@@ -223,18 +223,20 @@ def model_plan(plan: Plan, **more: Any) -> ModelPlan:
 
 
 def load_plan(path: str | Path) -> ModelPlan:
-    """A saved plan.
+    """A saved plan. Nothing that the file names is imported or called; `bind` takes the model that you give.
 
     Raises:
-        PlanMismatchError: if the file is missing or is not a plan for this library.
+        PlanFileError: if the file is missing or is no plan.
+        PlanMismatchError: if it is one for another version of autopar or torch.
     """
-    return plan_from_text(plan_text(path))
+    return _of_saved(load_saved(path))
 
 
 def plan_from_text(text: str) -> ModelPlan:
-    """The inverse of `ModelPlan.to_json` (its graph left out)."""
-    plan = plan_from_json(text)
-    body = json.loads(text)
-    call = body.get("call")
-    known = {"source": body.get("source"), "checked": body.get("checked", "")}
-    return model_plan(plan, call=call_from_json(call) if call else None, **known)
+    """The inverse of `ModelPlan.to_json` (its graph left out). Raises as `load_plan` does."""
+    return _of_saved(saved_from(text))
+
+
+def _of_saved(saved: SavedPlan) -> ModelPlan:
+    source = None if saved.source is None else asdict(saved.source)
+    return model_plan(saved.plan, call=saved.call, source=source, checked=saved.checked)

@@ -1,40 +1,72 @@
 """`autopar explain` and `autopar diff`: why is a plan as it is, and what do two plans decide differently?
 
-The models that the plans name are captured again, without memory for their parameters.
+The model is captured again, without memory for its parameters. A plan's file may name it; what it names is run where a
+person says `--trust`.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import ClusterError, PlanMismatchError
-from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.cluster import Cluster, load_cluster, load_preset
 
 if TYPE_CHECKING:  # the command line is there before torch is
     from autopar.api.model_plan import ModelPlan
     from autopar.api.printed import PrintedDifference, PrintedExplanation
 
 
-def reloaded(path: Path, overrides: dict[str, str], device: str) -> "ModelPlan":
-    """A saved plan with the graph of the model that it says it is for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a person says of the model of a saved plan.
+
+    spec: the model, as for `autopar plan`; None for the one that the file names, which is code that the file chooses
+        and is run with `trust` alone.
+    overrides: as `--set`.
+    """
+
+    spec: str | None = None
+    trust: bool = False
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+def source_of(saved: "ModelPlan", path: Path, given: Given) -> dict[str, Any]:
+    """What `load_model` takes: sizes and precision as the file says, code and its arguments as the person does.
 
     Raises:
-        PlanMismatchError: if the plan does not say, or the model is another now.
+        PlanMismatchError: if neither names a model, or the file does and is not trusted.
+    """
+    said = dict(saved.source or {"batch": None, "seq": None, "overrides": {}, "precision": saved.config.precision})
+    if given.trust and saved.source is not None:
+        named = said["overrides"] if given.spec in (None, said["spec"]) else {}
+        return {**said, "spec": given.spec or said["spec"], "overrides": {**named, **given.overrides}}
+    if given.spec is not None:
+        return {**said, "spec": given.spec, "overrides": dict(given.overrides)}
+    if saved.source is None:
+        raise PlanMismatchError(
+            f"{path} does not say where its model is (it was not made by the command line); name it with --model "
+            "file.py:function, or in Python use autopar.load_plan(path).bind(model)"
+        )
+    sets = "".join(f" --set {key}={value}" for key, value in said["overrides"].items())
+    raise PlanMismatchError(
+        f"{path} says that its model is {said['spec']!r}{sets}. That is code which a file names, and it is not run "
+        "unless you say so: give --trust to run it, or name the model yourself with --model (and --set)"
+    )
+
+
+def reloaded(path: Path, given: Given, device: str) -> "ModelPlan":
+    """A saved plan with the graph of its model, which a person names or trusts the file to name.
+
+    Raises:
+        PlanMismatchError: if nobody does, or the model is another now.
     """
     from autopar.api.model_plan import load_plan
     from autopar.models import load_model
     from autopar.values.calls import Call
 
     saved = load_plan(path)
-    if saved.source is None:
-        raise PlanMismatchError(
-            f"{path} does not say where its model is (it was not made by the command line); in Python, "
-            "autopar.load_plan(path).bind(model) has .export(folder), .explain() and .diff(other)"
-        )
-    source = dict(saved.source)
-    source["overrides"] = {**source["overrides"], **overrides}
-    loaded = load_model(**source, device=device)
+    loaded = load_model(**source_of(saved, path, given), device=device)
     return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
 
 
@@ -42,7 +74,7 @@ def explained(
     path: Path,
     cluster: str | None,
     seconds: float,
-    overrides: dict[str, str],
+    given: Given,
     tell: Callable[[str], None],
     trace: Path | None = None,
 ) -> "PrintedExplanation":
@@ -53,36 +85,37 @@ def explained(
         ClusterError: if the plan's cluster is not known by its name, and no `cluster` is given.
     """
     tell("capturing the model")
-    plan = reloaded(path, overrides, "meta")
+    plan = reloaded(path, given, "meta")
     machine = machine_of(plan, cluster, f"give --cluster for {path}")
     if trace is not None:
         plan.timeline(cluster=machine).save(trace)
     return plan.explain(cluster=machine, seconds=seconds, progress=tell)
 
 
-def compared(first: Path, second: Path, tell: Callable[[str], None]) -> "PrintedDifference":
+def compared(first: Path, second: Path, given: Given, tell: Callable[[str], None]) -> "PrintedDifference":
     """The difference of two saved plans; plans of one graph capture it once.
 
     Raises:
-        PlanMismatchError: if they are for different models, or one does not say for which.
+        PlanMismatchError: if they are for different models, or nobody says for which.
     """
     from autopar.api.model_plan import load_plan
 
     tell(f"capturing the model of {first}")
-    left = reloaded(first, {}, "meta")
+    left = reloaded(first, given, "meta")
     right = load_plan(second)
     if (right.fingerprint, right.microbatches) == (left.fingerprint, left.microbatches):
+        right.check(left.graph)
         right = replace(right, captured=left.captured)
     else:
         tell(f"capturing the model of {second}")
-        right = reloaded(second, {}, "meta")
+        right = reloaded(second, given, "meta")
     return left.diff(right)
 
 
 def machine_of(plan: "ModelPlan", cluster: str | None, remedy: str) -> Cluster:
-    """The cluster that a plan names, or that is given."""
+    """The preset that a plan names, or the cluster that is given: a plan's file names no other file."""
     try:
-        return load_cluster(cluster or plan.cluster)
+        return load_cluster(cluster) if cluster is not None else load_preset(plan.cluster)
     except ClusterError as error:
         if cluster is not None:
             raise

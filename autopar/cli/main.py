@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from autopar.cli.calibrate import calibrate
-from autopar.cli.explain import compared, explained, reloaded
+from autopar.cli.explain import Given, compared, explained, reloaded
 from autopar.cli.simulate import simulate
 from autopar.errors import ArgumentError, AutoparError
 
@@ -51,6 +51,10 @@ Baseline = Annotated[str | None, typer.Option(help="ddp, fsdp, megatron or ulyss
 Solver = Annotated[str, typer.Option(help="auto, ilp (with a proof) or double-recursive (at once)")]
 Trace = Annotated[Path | None, typer.Option(help="write the step's timeline for ui.perfetto.dev here")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="do not compare the graph with the module on a few samples")]
+ModelOf = Annotated[
+    str | None, typer.Option("--model", help="the plan's model, as for autopar plan; with --set as then")
+]
+Trust = Annotated[bool, typer.Option("--trust", help="run the model that the plan's file names: its code, its --set")]
 Cluster = Annotated[str, typer.Option(help="8xh100, 64x8xh100 (nodes x GPUs), 4xcpu, or a TOML file")]
 
 app.command()(simulate)
@@ -162,6 +166,8 @@ def export(
     memory_gb: Memory = None,
     baseline: Baseline = None,
     no_check: NoCheck = False,
+    model_of: ModelOf = None,
+    trust: Trust = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -171,7 +177,7 @@ def export(
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
         if model.endswith(".json") and not model.startswith("hf:"):
-            made = reloaded(Path(model), overrides(set_), "cpu")
+            made = reloaded(Path(model), Given(spec=model_of, trust=trust, overrides=overrides(set_)), "cpu")
         else:
             if cluster is None:
                 raise ArgumentError("exporting a model needs --cluster (8xh100, 4xcpu, ...); a plan.json does not")
@@ -228,6 +234,7 @@ def verify(
     seq: Seq = None,
     precision: Annotated[str, typer.Option(help="fp64, fp32, fp32-mixed (fp64 weights), bf16 or bf16-mixed")] = "fp64",
     device: Annotated[str, typer.Option(help="cpu, or cuda: this machine's GPUs, shared if there are too few")] = "cpu",
+    trust: Annotated[bool, typer.Option("--trust", help="take --set from the plan's file too")] = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
@@ -249,6 +256,7 @@ def verify(
         seq=seq,
         precision=precision,
         device=device,
+        trust=trust,
         overrides=overrides(set_),
     )
     with _one_answer(as_json) as answer:
@@ -264,13 +272,16 @@ def explain(
     cluster: Annotated[str | None, typer.Option(help="the plan's cluster file, if it is no preset")] = None,
     seconds: Annotated[float, typer.Option(help="ask no more after these seconds of solving")] = 60.0,
     trace: Trace = None,
+    model: ModelOf = None,
+    trust: Trust = False,
     set_: Set = None,
     as_json: Json = False,
 ) -> None:
     """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
-        explanation = explained(plan, cluster, seconds, overrides(set_), lambda text: status.update(text), trace)
+        given = Given(spec=model, trust=trust, overrides=overrides(set_))
+        explanation = explained(plan, cluster, seconds, given, lambda text: status.update(text), trace)
         answer.update(explanation.to_json())
     if not as_json:
         console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
@@ -280,12 +291,16 @@ def explain(
 def diff(
     first: Annotated[Path, typer.Argument(help="a plan.json")],
     second: Annotated[Path, typer.Argument(help="another of the same model")],
+    model: ModelOf = None,
+    trust: Trust = False,
+    set_: Set = None,
     as_json: Json = False,
 ) -> None:
     """Say what two plans of one model decide differently, and how seconds and bytes differ by kind."""
     console = _console(as_json)
     with _one_answer(as_json) as answer, console.status("") as status:
-        difference = compared(first, second, lambda text: status.update(text))
+        given = Given(spec=model, trust=trust, overrides=overrides(set_))
+        difference = compared(first, second, given, lambda text: status.update(text))
         answer.update(difference.to_json())
     if not as_json:
         console.print(str(difference), highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from autopar.api.captures import captured_model, values_of
 from autopar.api.checked import run_before
 from autopar.api.model_plan import ModelPlan, load_plan
 from autopar.api.planning import check_choice
-from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError
+from autopar.errors import ArgumentError, FidelityError, InfeasibleError, MeshError, PlanMismatchError
 from autopar.models import load_model
 from autopar.oracle import Subject, Tolerance, TrainedStep, check_module
 from autopar.passes.promote_casts import promote_casts, promoted_eager
@@ -56,6 +56,7 @@ class VerifyRequest:
     seq: int | None = None
     precision: str = "fp64"
     device: str = "cpu"
+    trust: bool = False
     overrides: dict[str, str] | None = None
 
 
@@ -147,8 +148,15 @@ def _captured(request: VerifyRequest, model: nn.Module, call: Call, microbatches
 
 
 def _as_planned(request: VerifyRequest, saved: ModelPlan) -> VerifyRequest:
-    """The batch, sequence length and overrides that a saved plan was made for, where the command line is silent."""
+    """The batch and sequence length that a saved plan was made for, where the command line is silent; and its
+    overrides, which become arguments of the model's code, where the file is trusted."""
     source = saved.source or {}
+    own = source.get("overrides", {}) if request.trust else {}
+    if missing := source.get("overrides", {}).keys() - own.keys() - (request.overrides or {}).keys():
+        sets = " ".join(f"--set {key}={source['overrides'][key]}" for key in sorted(missing))
+        raise PlanMismatchError(
+            f"{request.plan} was made with {sets!r}, which a file does not say for you; give it too, or --trust"
+        )
     batch = saved.call.batch() if saved.call is not None else None
     if request.microbatches not in (None, saved.microbatches):
         raise ArgumentError(
@@ -160,7 +168,7 @@ def _as_planned(request: VerifyRequest, saved: ModelPlan) -> VerifyRequest:
         microbatches=saved.microbatches,
         batch=request.batch or source.get("batch") or batch,
         seq=request.seq or source.get("seq"),
-        overrides={**source.get("overrides", {}), **(request.overrides or {})},
+        overrides={**own, **(request.overrides or {})},
     )
 
 

@@ -5,6 +5,7 @@ where it is used, so that it is freed after use.
 """
 
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from autopar.export.expressions import Label, Text, call_text, is_light, literal, short_name
-from autopar.export.naming import PREFIX, SourceNames, last_component
+from autopar.export.naming import PREFIX, SourceNames, in_words, last_component
 from autopar.rules.registry import rule_of
 from autopar.values.blocks import relative
 from autopar.values.graph import operands
@@ -161,7 +162,7 @@ class Body:
     def _heading(self, node: fx.Node) -> None:
         module = relative(node.meta.get("module", ""), self.block)
         if module != self.module and module:
-            self.lines.append(f"# {module}")
+            self.lines.append(f"# {in_words(module)}")
         self.module = module
 
     def _unpack(self, node: fx.Node, made: Text) -> None:
@@ -204,11 +205,12 @@ def returned(results: str) -> list[str]:
 
 def wrapped(target: str, source: str) -> list[str]:
     """A long call with its arguments on lines of their own."""
-    if not source.endswith(")") or "(" not in source:
+    plain = without_strings(source)
+    if not source.endswith(")") or "(" not in plain:
         return [f"{target} = (", *(f"    {row}" for row in broken(source)), ")"]
     depth, start = 0, 0
-    for start in range(len(source) - 1, -1, -1):
-        depth += (source[start] in ")]") - (source[start] in "([")
+    for start in range(len(plain) - 1, -1, -1):
+        depth += (plain[start] in ")]") - (plain[start] in "([")
         if depth == 0:
             break
     arguments = split_arguments(source[start + 1 : -1])
@@ -229,19 +231,24 @@ def broken(source: str) -> list[str]:
     """A long sum or product, one operand a line."""
     if len(source) <= WIDTH - 12:
         return [source]
-    depth, rows, start = 0, [], 0
-    for position, character in enumerate(source):
+    plain, depth, rows, start = without_strings(source), 0, [], 0
+    for position, character in enumerate(plain):
         depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and source[position : position + 3] in (" + ", " - ", " * ", " / "):
+        if depth == 0 and plain[position : position + 3] in (" + ", " - ", " * ", " / "):
             rows.append(source[start:position])
             start = position + 1
     return [*rows, source[start:]]
 
 
+def without_strings(source: str) -> str:
+    """The source, as long as it is, with what stands in quotes blotted out: brackets and commas there are none."""
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: "_" * len(found[0]), source)
+
+
 def split_arguments(text: str) -> list[str]:
     """`f(x, 1), y` at its outer commas."""
     out, depth, start = [], 0, 0
-    for position, character in enumerate(text):
+    for position, character in enumerate(without_strings(text)):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
             out.append(text[start:position].strip())

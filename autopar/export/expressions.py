@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopar.export.naming import quoted
 from autopar.values.graph import LABELS, operands
 
 
@@ -122,7 +123,7 @@ def literal(value: Any) -> Text:
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
         return Text(repr(value), 14)
     if isinstance(value, str):
-        return Text(f'"{value}"') if '"' not in value and "\\" not in value else Text(repr(value))
+        return Text(quoted(value))
     return Text(repr(value))
 
 

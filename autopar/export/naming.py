@@ -15,6 +15,22 @@ def identifier(text: str) -> str:
     return f"_{name}" if name[0].isdigit() else name
 
 
+def quoted(text: str) -> str:
+    """`text` as a Python literal in double quotes, whatever it holds."""
+    return '"' + in_words(text) + '"'
+
+
+def in_words(text: str) -> str:
+    """`text` as it may stand in a docstring, a comment or between double quotes: on one line, nothing ends it."""
+    return "".join(
+        character if character.isprintable() and character not in '"\\' else _escaped(character) for character in text
+    )
+
+
+def _escaped(character: str) -> str:
+    return '\\"' if character == '"' else character.encode("unicode_escape").decode("ascii")
+
+
 class SourceNames:
     """Names of one scope, each given once; a taken one gets a number."""
 

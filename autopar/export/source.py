@@ -15,7 +15,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
-from autopar.export.naming import SourceNames, identifier, parameter_names
+from autopar.export.naming import SourceNames, identifier, in_words, parameter_names, quoted
 from autopar.lower.regions import Region, Sections, sections, state_names
 from autopar.ops.own_gradient import is_own
 from autopar.values.blocks import title
@@ -64,7 +64,7 @@ def _header(local: LocalModel, code: Sequence[str]) -> list[str]:
     imports = ["import torch"] if "torch." in text or uses_aten else []
     imports += ["from torch.nn import functional as F"] if "F." in text else []
     return [
-        f'"""{plan.model} on mesh {plan.mesh}: what every rank runs.',
+        f'"""{in_words(plan.model)} on mesh {in_words(str(plan.mesh))}: what every rank runs.',
         "",
         "Written by autopar export; edit as you like. Shapes are those of one rank. `w` maps names of",
         "parameters, buffers and constants to this rank's tensors.",
@@ -124,12 +124,12 @@ def _function(group: Sequence[Region], names: SourceNames, imported: set[str]) -
     count = f"{len(group)} calls" if len(group) > 1 else "1 call"
     lines = [
         *_signature(f"def {name}", arguments),
-        f'{INDENT}"""{heading}, {count}."""',
+        f'{INDENT}"""{in_words(heading)}, {count}."""',
         *(INDENT + line for line in body.lines),
         *(INDENT + line for line in returned(results)),
     ]
     if parameters:
-        rows = [f'{INDENT}"{argument}": "{path}",' for path, argument in parameters.items()]
+        rows = [f'{INDENT}"{argument}": {quoted(path)},' for path, argument in parameters.items()]
         lines = [f"{table} = {{", *rows, "}", "", "", *lines]
     return Function(name=name, table=table if parameters else "", lines=tuple(lines), num_labels=len(region.labels))
 
@@ -178,9 +178,9 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
     )
     known = {placeholders[name]: Text(name) for name in inputs}
     for placeholder, known_as in state_names(local).items():
-        known[placeholders[placeholder]] = Text(f'w["{known_as[0]}"]')
+        known[placeholders[placeholder]] = Text(f"w[{quoted(known_as[0])}]")
     for name in captured.constants:
-        known[placeholders[name]] = Text(f'w["{name}"]')
+        known[placeholders[name]] = Text(f"w[{quoted(name)}]")
     output = next(node for node in local.graph.nodes if node.op == "output")
     crossing = [n for item in found.order if isinstance(item, Region) for n in item.inputs if n.op != "placeholder"]
     state = frozenset(n for n in placeholders if n not in inputs)
@@ -252,10 +252,11 @@ def _call_lines(chain: Sequence[Region], function: Function, arguments: list[str
     target = ", ".join(outputs)
     if len(chain) == 1:
         sites = [f"sites={_tuple(chain[0].labels.values())}"] if function.num_labels else []
-        own = [f'**block(w, "{chain[0].block}", {function.table})'] if function.table else []
+        own = [f"**block(w, {quoted(chain[0].block)}, {function.table})"] if function.table else []
         return assigned(target, f"{function.name}({', '.join([*arguments, *sites, *own])})")
     prefix, _, start = chain[0].block.rpartition(".")
-    own = [f'**block(w, f"{prefix}.{{i}}", {function.table})'] if function.table else []
+    numbered = "f" + quoted(prefix.replace("{", "{{").replace("}", "}}") + ".\0").replace("\\x00", "{i}")
+    own = [f"**block(w, {numbered}, {function.table})"] if function.table else []
     low, high = int(start), int(start) + len(chain)
     head = f"for i in range({low}, {high}):" if low else f"for i in range({high}):"
     sites = []

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.memory import FUSED
+from autopar.export.naming import in_words, quoted
 from autopar.values.graph import CapturedModel, operands
 from autopar.values.plan import Plan
 
@@ -83,8 +84,8 @@ def training_script(captured: CapturedModel, plan: Plan, names: Sequence[str]) -
     is_whole = plan.num_stages == 1
     batch, call = _step(captured, always_in_parts=not is_whole)
     return TEMPLATE.format(
-        model=plan.model,
-        mesh=plan.arrangement + ("" if is_whole else f", schedule {plan.schedule}"),
+        model=in_words(plan.model),
+        mesh=in_words(plan.arrangement) + ("" if is_whole else f", schedule {plan.schedule}"),
         size=plan.world,
         files=f"{names[0]}.py" if is_whole else f"{names[0]}.py to {names[-1]}.py",
         imports="\n".join(f"import {name}" for name in names),
@@ -115,7 +116,7 @@ def _step(captured: CapturedModel, *, always_in_parts: bool) -> tuple[str, str]:
     else:
         plain = all(path.isidentifier() for path in paths)
         keys = paths if plain else [spec.placeholder for spec in captured.inputs]
-        rows = [f'{space}"{key}": {value},' for key, value in zip(keys, values, strict=True)]
+        rows = [f"{space}{quoted(key)}: {value}," for key, value in zip(keys, values, strict=True)]
         # Nested or mixed arguments are given by the names that forward in model.py has for them.
         batch, call = "{" + "".join(rows) + "\n        }", "module(**batch).loss" if plain else "module.run(batch)"
     if captured.microbatches > 1 or always_in_parts:  # each runs backward before the next begins

@@ -17,8 +17,9 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.calls import LoweredCall
+from autopar.lower.legality import check_legal
 from autopar.lower.lowered_step import LoweredStep, lower
-from autopar.lower.program import Program, make_program
+from autopar.lower.program import make_program
 from autopar.lower.redistributions import wanted_by_output
 from autopar.lower.target import Target
 from autopar.ops.collectives import pad_dim
@@ -27,7 +28,6 @@ from autopar.passes.recompute import check_recompute, is_pure_view
 from autopar.passes.verify import verify_local
 from autopar.passes.weave_copies import check_copies
 from autopar.rules.registry import rule_of
-from autopar.rules.rule import is_splittable
 from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, is_even, local_shape
@@ -58,7 +58,7 @@ def emit(
     check_recompute(captured, plan)
     check_copies(plan.copies, captured)
     program = make_program(captured)
-    _check_choices(program, plan)
+    check_legal(program, plan)
     host = not torch.cuda.is_available() if on_host is None else on_host
     target = Target(mesh=plan.mesh, config=plan.config, on_host=host, exact_random=exact_random)
     step = lower(replace(plan, copies=1), program, target, sent, gathers=gathers)
@@ -90,19 +90,6 @@ def emit_stage(
         )
     sent = {name: wanted[name] for name in stage.sends}
     return emit(stage, plans[number], sent, gathers=gathers, on_host=on_host, exact_random=exact_random)
-
-
-def _check_choices(program: Program, plan: StagePlan) -> None:
-    """Raises PlanMismatchError if the plan chooses what rules do not offer, or what sizes do not allow."""
-    for op in program.ops:
-        names = plan.choices.get(op.name)
-        if names is None or len(names) != plan.mesh.num_axes or not set(names) <= set(op.choices):
-            raise PlanMismatchError(
-                f"the plan chooses {names} for {op.name} on mesh {plan.mesh}, its rule offers {sorted(op.choices)}; "
-                "plan again"
-            )
-        if not is_splittable(op.rule, tuple(op.choices[name] for name in names), plan.mesh):
-            raise PlanMismatchError(f"the plan splits {op.name} by {names}, which its sizes do not allow; plan again")
 
 
 class _Emission:

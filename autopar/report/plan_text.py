@@ -25,7 +25,7 @@ from autopar.report.search_text import one_microbatch_text, space_text, timeline
 from autopar.report.stages_table import stages_table
 from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
 from autopar.report.words import choice_words
-from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.cluster import Cluster, load_preset
 from autopar.values.estimate import Estimate
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
@@ -80,7 +80,7 @@ def _operations(plan: StagePlan, local: LocalModel, machine: Cluster | None) -> 
 
 def _known(cluster: str) -> Cluster | None:
     try:
-        return load_cluster(cluster)
+        return load_preset(cluster)
     except ClusterError:
         return None
 

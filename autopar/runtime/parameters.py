@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.errors import ArgumentError
 from autopar.runtime.private_torch import strided_shard
 from autopar.values.mesh import Mesh
-from autopar.values.placement import PARTIAL, REPLICATE, Layout, Shard, divides, local_ranges, local_shape
+from autopar.values.placement import Layout, Shard, local_ranges, local_shape
 
 MARK = "autopar_name"
 """Attribute that tells our parameters from others."""
@@ -38,23 +38,6 @@ def torch_placements(layout: Layout, mesh: Mesh) -> tuple[TorchPlacement, ...]:
         factor = math.prod(mesh.shape[a] for a in outer if a > axis)
         out.append(strided_shard(placement.dim, factor) if factor > 1 else TorchShard(placement.dim))
     return tuple(out)
-
-
-def check_storage(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, trainable: bool) -> None:
-    """Raises PlanMismatchError for storage that no DTensor can have."""
-    if trainable and REPLICATE in layout.axes:
-        raise PlanMismatchError(
-            f"the plan stores {name} as {layout}: the gradient of a Replicate parameter is never summed over ranks; "
-            "store it Invariant (I) or split, and use it as Replicate"
-        )
-    if PARTIAL in layout.axes:
-        raise PlanMismatchError(f"the plan stores {name} as {layout}: a stored parameter is whole or split; plan again")
-    nested = [dim for dim in layout.sharded_dims() if len(layout.axes_of(dim)) > 1]
-    if not all(divides(shape, layout, mesh, dim) for dim in nested):
-        raise PlanMismatchError(
-            f"the plan stores {name} {shape} as {layout} on mesh {mesh}: a dim split by several axes must divide; "
-            "plan again"
-        )
 
 
 def local_part(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import ArgumentError
+from autopar.lower.legality import check_storage
 from autopar.runtime.parameters import (
     MARK,
-    check_storage,
     has_name,
     local_part,
     padded_part,

@@ -3,6 +3,7 @@
 Tensors count by shape and dtype only; other values (`use_cache=False`) are constants of the captured graph.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import ArgumentError, BatchError
+from autopar.errors import ArgumentError, BatchError, PlanFileError
 from autopar.values.inputs import flatten_inputs
 from autopar.values.precision import in_dtype
 
@@ -86,8 +87,17 @@ class Call:
 
 
 def call_from_json(body: Any) -> Call:
-    """The inverse of `Call.to_json`, with meta tensors."""
-    return Call(args=tuple(_decode(body["args"])), kwargs=_decode(body["kwargs"]), bare=body["bare"])
+    """The inverse of `Call.to_json`, with meta tensors.
+
+    Raises:
+        PlanFileError: if it is none, with its path in the plan's file.
+    """
+    if not isinstance(body, dict) or body.keys() != {"args", "kwargs", "bare"} or not isinstance(body["bare"], bool):
+        raise PlanFileError("call: expected null, or args, kwargs and bare")
+    args, kwargs = _decode(body["args"], "call.args"), _decode(body["kwargs"], "call.kwargs")
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise PlanFileError("call: expected a tuple of args and a dict of kwargs")
+    return Call(args=args, kwargs=kwargs, bare=body["bare"])
 
 
 def call_of(inputs: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
@@ -127,15 +137,32 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, path: str = "call") -> Any:
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if "tensor" in value:
-        return torch.empty(value["tensor"], dtype=getattr(torch, value["dtype"]), device="meta")
-    if "torch" in value:
-        return getattr(torch, value["torch"])
-    if "tuple" in value:
-        return tuple(_decode(item) for item in value["tuple"])
-    return {key: _decode(item) for key, item in value["dict"].items()}
+    match value:
+        case {"tensor": list(shape), "dtype": str(name), **rest} if not rest:
+            return _tensor(shape, name, path)
+        case {"torch": str(name), **rest} if not rest:
+            return _dtype(name, path)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(_decode(item, f"{path}[{i}]") for i, item in enumerate(items))
+        case {"dict": dict(items), **rest} if not rest:
+            return {key: _decode(item, f"{path}.{key}") for key, item in items.items()}
+    raise PlanFileError(f"{path}: expected a tensor, a dtype, a tuple or a dict, found keys {', '.join(value)[:60]}")
+
+
+def _dtype(name: str, path: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanFileError(f"{path}: expected a dtype of torch, found {name[:60]!r}")
+    return dtype
+
+
+def _tensor(shape: list[Any], name: str, path: str) -> Tensor:
+    sizes = [size if type(size) is int and 0 <= size < 1 << 40 else None for size in shape]
+    if None in sizes or math.prod(filter(None, sizes)) >= 1 << 55:
+        raise PlanFileError(f"{path}: expected the sizes of a tensor, found {str(shape)[:60]}")
+    return torch.empty(shape, dtype=_dtype(name, path), device="meta")

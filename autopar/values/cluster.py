@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ClusterError, MeshError
+from autopar.values.cluster_tables import ClusterTable, DeviceTable, figure_line, figures, quote, sourced
 from autopar.values.device import Device
 from autopar.values.link import LinkLevel
 from autopar.values.link_file import level_toml, preset_networks, read_level
-from autopar.values.toml_tables import check_keys, figure_line, figures, quote, text
+from autopar.values.schema import checked, file_text
 
 CALIBRATED = {
     "attention": 1.0, "attention_per_head": 0.0, "attention_per_key": 0.0, "launch_in_step": 1.0, "bytes_in_step": 1.0,
@@ -45,6 +46,8 @@ devices_per_link = 1       # devices that share the link (optional)
 link = "nvlink4"           # all figures of a file of cost_models/interconnects
 size = 8
 """
+
+_SHOULD = f"it should look like this:\n{TOML_FORM}"
 
 PRESET = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<per_node>\d+)x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?")
 
@@ -123,6 +126,15 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
     name = str(text_or_path)
     if isinstance(text_or_path, Path) or name.endswith(".toml") or Path(name).is_file():
         return _from_file(Path(text_or_path))
+    return load_preset(name)
+
+
+def load_preset(name: str) -> Cluster:
+    """The cluster named by a preset text; no file is read.
+
+    Raises:
+        ClusterError: if the text is no preset.
+    """
     match = PRESET.fullmatch(name.strip().lower())
     if match is None or match["device"] not in preset_devices() or match["network"] not in (None, *preset_networks()):
         raise ClusterError(
@@ -162,47 +174,38 @@ def _from_preset(name: str, match: re.Match[str]) -> Cluster:
                 f"not {size}; write the number of nodes in front, as in 2x{limit}x{match['device']}"
             )
         levels.append(read_level(table | {"size": size}, math.prod(sizes[depth + 1 :]), where, TOML_FORM))
-    library = text(hardware, "library", where) if "library" in hardware else "nccl"
-    return Cluster(name=name, device=_device(hardware["device"], where), levels=tuple(levels), library=library)
+    device = _device(_device_table(hardware, where))
+    return Cluster(name=name, device=device, levels=tuple(levels), library=hardware.get("library", "nccl"))
 
 
 def _from_file(path: Path) -> Cluster:
+    where = f"cluster file {path}"
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(
-            f"cluster file {path} cannot be read: {error.strerror}; presets are 8xh100, 64x8xh100, ..."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(
-            f"cluster file {path} is not TOML: {error}. It should look like this:\n{TOML_FORM}"
-        ) from error
-    where = str(path)
-    check_keys(document, {"name", "device", "levels"}, {"library"}, where, TOML_FORM)
-    device, library = document["device"], document.get("library")
+        document = tomllib.loads(file_text(path, ClusterError, "presets are 8xh100, 64x8xh100, ..."))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ClusterError(f"{where} is not TOML: {error}. It should look like this:\n{TOML_FORM}") from error
+    table = checked(ClusterTable, document, where, ClusterError, _SHOULD, partial=True)
+    device, library = table.device, table.library
     if isinstance(device, str):
         if device not in preset_devices():
             raise ClusterError(
                 f"{where}: device {device!r} is not one of {', '.join(preset_devices())}; give a [device] table"
             )
         hardware = _hardware(device)
-        device, library = hardware["device"], library or hardware.get("library")
-    if not isinstance(document["levels"], list):
-        raise ClusterError(f"{where}: levels must be [[levels]] tables, slowest first:\n{TOML_FORM}")
-    return Cluster(
-        name=text(document, "name", where),
-        device=_device(device, where),
-        levels=_levels(document["levels"], where),
-        library="nccl" if library is None else text({"library": library}, "library", where),
-    )
+        device, library = _device_table(hardware, where), library or hardware.get("library")
+    levels = _levels(document["levels"], where)
+    try:
+        return Cluster(name=table.name, device=_device(device), levels=levels, library=library or "nccl")
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
 
 
-def _levels(tables: list[Any], where: str) -> tuple[LinkLevel, ...]:
+def _levels(tables: list[dict[str, Any]], where: str) -> tuple[LinkLevel, ...]:
     """From the fastest level up, because a machine's one link is shared by all devices below it."""
     levels: list[LinkLevel] = []
-    for table in reversed(tables):
+    for number, table in reversed([*enumerate(tables)]):
         below = math.prod(level.size for level in levels)
-        levels.insert(0, read_level(table, below, where, TOML_FORM))
+        levels.insert(0, read_level(table, below, f"{where}: levels[{number}]", TOML_FORM))
     return tuple(levels)
 
 
@@ -212,18 +215,15 @@ def _hardware(name: str) -> dict[str, Any]:
     )
 
 
-def _device(table: Any, where: str) -> Device:
-    where = f"{where}: [device]"
-    scalars = ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency")
-    check_keys(table, {"name", "peak_flops", *scalars}, set(CALIBRATED), where, TOML_FORM)
-    if not isinstance(table["peak_flops"], Mapping) or not table["peak_flops"]:
-        raise ClusterError(
-            f"{where}: peak_flops must be a table of flop/s by dtype, as in {{ bf16 = 989e12, fp32 = 67e12 }}"
-        )
-    values, sources = figures(table, (*scalars, *CALIBRATED), where, TOML_FORM)
-    peaks, peak_sources = figures(table["peak_flops"], tuple(table["peak_flops"]), f"{where} peak_flops", TOML_FORM)
+def _device_table(hardware: Mapping[str, Any], where: str) -> DeviceTable:
+    return checked(DeviceTable, hardware["device"], where, ClusterError, _SHOULD, partial=True)
+
+
+def _device(table: DeviceTable) -> Device:
+    values, sources = figures(table, ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency", *CALIBRATED))
+    peaks, peak_sources = sourced(table.peak_flops, None)
     return Device(
-        name=text(table, "name", where),
+        name=table.name,
         peak_flops=tuple(peaks.items()),
         memory_bytes=int(values["memory_bytes"]),
         memory_bandwidth=values["memory_bandwidth"],

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from autopar.values.search_report import SearchReport, report_from
+from autopar.values.schema import of_file
+from autopar.values.search_report import SearchReport
 
 ROUNDING = 1e-9
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What the cost model says of a plan, and the proof of how good it is. Seconds a step, bytes a rank.
@@ -62,12 +63,3 @@ class Estimate:
         seconds = self.alone_seconds if self.bounded_alone else self.in_turn_seconds
         gap = (seconds - self.bound) / seconds if seconds else 0.0
         return gap if gap > ROUNDING else 0.0
-
-
-def estimate_from(body: Mapping[str, Any]) -> Estimate:
-    """The inverse of `dataclasses.asdict`. Of a file of a former schema, which said more freely how the plan was found,
-    whether it was priced in buckets is kept."""
-    fields = dict(body)
-    if (former := fields.pop("solver", None)) is not None:
-        return Estimate(**fields, search=SearchReport(is_in_buckets="in_buckets" in former))
-    return Estimate(**{**fields, "search": report_from(fields["search"])})

@@ -20,15 +20,15 @@ from importlib import resources
 from typing import Any
 
 from autopar.errors import ClusterError
+from autopar.values.cluster_tables import LevelTable, LineTable, Sources, figure_line, figures, figures_toml, quote
 from autopar.values.link import Line, LinkLevel
-from autopar.values.toml_tables import Sources, check_keys, figure_line, figures, figures_toml, quote, text
+from autopar.values.schema import checked
 
 _FIGURES = ("alpha", "bandwidth", "launch", "line_rate", "devices_per_link", "skew")
 _PLAIN = {"launch": 0.0, "devices_per_link": 1, "skew": 0.0}
 _LINE_FIGURES = ("alpha", "bandwidth", "launch")
 _LINE_RANGE = {"members": 0, "above": 0.0, "up_to": math.inf}
 _LINE_WORDS = ("protocol", "algorithm", "kind")
-_OPTIONAL = {*_FIGURES, "scope", "lines", "in_network", "shared_by_node", "source"} - {"alpha", "bandwidth"}
 
 
 def preset_links() -> tuple[str, ...]:
@@ -55,41 +55,46 @@ def link_table(name: str, where: str) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def read_level(table: Any, devices_below: int, where: str, form: str) -> LinkLevel:
+def read_level(table: Mapping[str, Any], devices_below: int, where: str, form: str) -> LinkLevel:
     """A level from its table, `devices_below` in each of the groups that it joins.
 
     Raises:
         ClusterError: if the table is not valid; `form` shows a valid one.
     """
-    where = f"{where}: [[levels]]"
-    if isinstance(table, Mapping) and "link" in table:
+    try:
+        return _level(table, devices_below, where, form)
+    except ClusterError as error:
+        raise error if str(error).startswith(where) else ClusterError(f"{where}: {error}") from error
+
+
+def _level(table: Mapping[str, Any], devices_below: int, where: str, form: str) -> LinkLevel:
+    if "link" in table:
         beside = {key: value for key, value in table.items() if key != "link"}
-        table = link_table(text(table, "link", where), where) | beside
-    check_keys(table, {"name", "size", "alpha", "bandwidth"}, _OPTIONAL, where, form)
-    values, sources = figures(table, _FIGURES, where, form)
-    shared = devices_below if table.get("shared_by_node", False) else 1
-    counts = {"size": table["size"], "devices_per_link": values.get("devices_per_link", shared)}
-    for key, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ClusterError(f"{where}: {key} {count!r} must be a whole number")
-    lines, line_sources = _lines(table.get("lines", []), where, form)
+        table = link_table(str(table["link"]), where) | beside
+    read = checked(LevelTable, table, where, ClusterError, f"it should look like this:\n{form}", partial=True)
+    values, sources = figures(read, _FIGURES)
+    shared = values.get("devices_per_link", devices_below if read.shared_by_node else 1)
+    if shared != int(shared):
+        raise ClusterError(f"{where}: devices_per_link {shared} must be a whole number")
+    lines = [_line(line) for line in read.lines]
+    sources += tuple((f"lines.{k}.{field}", said) for k, (_, own) in enumerate(lines) for field, said in own)
     in_network = None
-    if "in_network" in table:
-        in_network, own = _line(table["in_network"], f"{where} in_network", form)
-        line_sources += tuple((f"in_network.{field}", source) for field, source in own)
+    if read.in_network is not None:
+        in_network, own = _line(read.in_network)
+        sources += tuple((f"in_network.{field}", said) for field, said in own)
     return LinkLevel(
-        name=text(table, "name", where),
-        size=table["size"],
+        name=read.name,
+        size=read.size,
         alpha=values["alpha"],
         bandwidth=values["bandwidth"],
         launch=values.get("launch", 0.0),
-        devices_per_link=int(counts["devices_per_link"]),
-        scope=text(table, "scope", where) if "scope" in table else "network",
+        devices_per_link=int(shared),
+        scope=read.scope,
         line_rate=values.get("line_rate"),
-        lines=lines,
+        lines=tuple(line for line, _ in lines),
         in_network=in_network,
         skew=values.get("skew", 0.0),
-        sources=sources + line_sources,
+        sources=sources,
     )
 
 
@@ -107,31 +112,18 @@ def level_toml(level: LinkLevel) -> list[str]:
     return out
 
 
-def _lines(tables: Any, where: str, form: str) -> tuple[tuple[Line, ...], Sources]:
-    if not isinstance(tables, list):
-        raise ClusterError(f"{where}: lines must be [[levels.lines]] tables:\n{form}")
-    found = [_line(table, f"{where} lines", form) for table in tables]
-    sources = tuple((f"lines.{k}.{field}", source) for k, (_, own) in enumerate(found) for field, source in own)
-    return tuple(line for line, _ in found), sources
-
-
-def _line(table: Any, where: str, form: str) -> tuple[Line, Sources]:
-    check_keys(table, {"alpha", "bandwidth"}, {"launch", "source", *_LINE_WORDS, *_LINE_RANGE}, where, form)
-    values, sources = figures(table, _LINE_FIGURES, where, form)
-    between, _ = figures(table, tuple(_LINE_RANGE), where, form)
-    if not isinstance(between.get("members", 0), int):
-        raise ClusterError(f"{where}: members {between['members']!r} must be a whole number")
-    words = {key: text(table, key, where) for key in _LINE_WORDS if key in table}
+def _line(table: LineTable) -> tuple[Line, Sources]:
+    values, sources = figures(table, _LINE_FIGURES)
     line = Line(
         alpha=values["alpha"],
         bandwidth=values["bandwidth"],
         launch=values.get("launch", 0.0),
-        protocol=words.get("protocol", ""),
-        algorithm=words.get("algorithm", ""),
-        kind=words.get("kind", ""),
-        members=int(between.get("members", 0)),
-        above=between.get("above", 0.0),
-        up_to=between.get("up_to", math.inf),
+        protocol=table.protocol,
+        algorithm=table.algorithm,
+        kind=table.kind,
+        members=table.members,
+        above=table.above,
+        up_to=math.inf if table.up_to is None else table.up_to,
     )
     return line, sources
 

@@ -130,6 +130,9 @@ class Plan:
             "origin": self.origin,
             "estimate": asdict(self.estimate),
             "stages": [stage.to_body() for stage in self.stages],
+            "call": None,
+            "source": None,
+            "checked": "",
         }
         return json.dumps(body, indent=1)
 

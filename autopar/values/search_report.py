@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from autopar.values.schema import of_file
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedGraph:
     """The strategy graph of which the plan is a choice.
@@ -29,6 +31,7 @@ class SolvedGraph:
         return self.build_seconds + self.solve_seconds + self.price_seconds
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
     """What recompute takes in seconds, and saves in bytes at the peak, beside the same plan that keeps everything."""
@@ -37,6 +40,7 @@ class Recomputed:
     nbytes: float
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastInTurn:
     """The plan that takes least if nothing runs beside compute, where another takes less as it runs."""
@@ -46,6 +50,7 @@ class LeastInTurn:
     step_seconds: float
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceSearched:
     """Meshes, numbers of micro-batches, stages and schedules that were searched, each of them a problem.
@@ -68,6 +73,7 @@ class SpaceSearched:
     in_turn: LeastInTurn | None = None
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """Of one stage: seconds of a micro-batch, forward and back, and once a step; bytes at the peak of its rank."""
@@ -77,6 +83,7 @@ class StageCost:
     nbytes: float
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
     """A plan that the timeline ranked: seconds of a step by the additive cost, and overlapped."""
@@ -86,6 +93,7 @@ class RankedPlan:
     timeline_seconds: float
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineRanking:
     """The plans that the timeline ranked, the first by the sum first, and which was chosen.
@@ -100,6 +108,7 @@ class TimelineRanking:
     left_out: Mapping[str, str]
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport:
     """What is known of a plan's search; what was not done is None or empty.
@@ -134,19 +143,3 @@ class SearchReport:
     timeline: TimelineRanking | None = None
     stages: tuple[StageCost, ...] = ()
     instead: str = ""
-
-
-def report_from(body: Mapping[str, Any]) -> SearchReport:
-    """The inverse of `dataclasses.asdict`."""
-    fields = dict(body)
-    for name, kind in (("solved", SolvedGraph), ("recompute", Recomputed)):
-        if fields[name] is not None:
-            fields[name] = kind(**fields[name])
-    if (space := fields["space"]) is not None:
-        in_turn = None if space["in_turn"] is None else LeastInTurn(**space["in_turn"])
-        fields["space"] = SpaceSearched(**{**space, "in_turn": in_turn})
-    if (timeline := fields["timeline"]) is not None:
-        plans = tuple(RankedPlan(**plan) for plan in timeline["plans"])
-        fields["timeline"] = TimelineRanking(**{**timeline, "plans": plans})
-    fields["stages"] = tuple(StageCost(**stage) for stage in fields["stages"])
-    return SearchReport(**fields)

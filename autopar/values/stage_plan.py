@@ -89,7 +89,7 @@ class StagePlan:
         if way is not None and (way.path[0], way.path[-1]) == (source, wanted):
             return way.steps(self.mesh)
         for path in self.routes.get(name, ()):
-            if path[-1] == wanted:
+            if (path[0], path[-1]) == (source, wanted):
                 return tuple(step_between(a, b) for a, b in itertools.pairwise(path))
         return route(source, wanted, shape, element_size, self.mesh, grad)
 

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from autopar.errors import ArgumentError
+from autopar.values.schema import of_file
 
 REDUCE_SIZES = {"fp32": 4, "fp64": 8}
 """Dtypes in which gradients may be summed, wider than they are computed in, and bytes of an element."""
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """How the model is trained: what planning needs to know beside the model and the cluster."""

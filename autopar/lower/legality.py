@@ -1,0 +1,127 @@
+"""Is a plan one of this model? What its parts name is there, and every rank can have each tensor as the plan says.
+
+A plan that the search made is; one that was read from a file is what somebody wrote. A layout that is none of its
+tensor's leaves the loss right and gradients wrong, so nothing runs before this is asked.
+"""
+
+import itertools
+from collections.abc import Collection, Iterable
+
+from autopar.errors import PlanMismatchError
+from autopar.lower.program import Program, Tensor
+from autopar.rules.rule import is_splittable
+from autopar.values.mesh import Mesh
+from autopar.values.placement import PARTIAL, REPLICATE, Layout, divides, is_even
+from autopar.values.redistribution import is_possible, step_between
+from autopar.values.stage_plan import LIFETIMES, StagePlan
+
+AGAIN = "plan again"
+
+
+def check_legal(program: Program, plan: StagePlan) -> None:
+    """Raises PlanMismatchError if the plan is for another model, chooses what rules do not offer, or lays a tensor out
+    as no rank can have it."""
+    held = {name: tensor for name, tensor in program.tensors.items() if tensor.producer is None}
+    parameters = {name for name, tensor in held.items() if tensor.kind == "parameter"}
+    _check_names("choices", plan.choices, {op.name for op in program.ops})
+    _check_names("layouts", plan.layouts, held)
+    _check_names("lifetimes", plan.lifetimes, parameters)
+    _check_choices(program, plan)
+    for name, tensor in held.items():
+        layout, mesh = plan.layouts[name], plan.mesh
+        _check_layout(tensor, layout, mesh)
+        if tensor.kind == "parameter":
+            check_storage(name, tensor.shape, layout, mesh, tensor.requires_grad)
+        elif PARTIAL in layout.axes or not is_even(tensor.shape, layout, mesh):
+            raise PlanMismatchError(
+                f"the plan holds {tensor.kind} {name} {tensor.shape} as {layout} on mesh {mesh}: each rank has the "
+                f"whole of it, or an equal slice; {AGAIN}"
+            )
+    for name, lifetime in plan.lifetimes.items():
+        if lifetime not in LIFETIMES:
+            raise PlanMismatchError(f"the plan keeps {name} for {lifetime!r}, none of {', '.join(LIFETIMES)}; {AGAIN}")
+    _check_buckets(plan, parameters)
+    _check_paths(program, plan, parameters)
+
+
+def check_storage(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, trainable: bool) -> None:
+    """Raises PlanMismatchError for storage that no DTensor can have."""
+    if trainable and REPLICATE in layout.axes:
+        raise PlanMismatchError(
+            f"the plan stores {name} as {layout}: the gradient of a Replicate parameter is never summed over ranks; "
+            "store it Invariant (I) or split, and use it as Replicate"
+        )
+    if PARTIAL in layout.axes:
+        raise PlanMismatchError(f"the plan stores {name} as {layout}: a stored parameter is whole or split; {AGAIN}")
+    nested = [dim for dim in layout.sharded_dims() if len(layout.axes_of(dim)) > 1]
+    if not all(divides(shape, layout, mesh, dim) for dim in nested):
+        raise PlanMismatchError(
+            f"the plan stores {name} {shape} as {layout} on mesh {mesh}: a dim split by several axes must divide; "
+            f"{AGAIN}"
+        )
+
+
+def _check_names(what: str, given: Collection[str], known: Collection[str]) -> None:
+    missing, unknown = [n for n in known if n not in given], [n for n in given if n not in known]
+    if missing or unknown:
+        said = f"has no {what} of {_few(missing)}" if missing else f"has {what} of {_few(unknown)}, which are not here"
+        raise PlanMismatchError(f"the plan {said}; {AGAIN}")
+
+
+def _few(names: Iterable[str]) -> str:
+    return ", ".join([*names][:3])
+
+
+def _check_choices(program: Program, plan: StagePlan) -> None:
+    for op in program.ops:
+        names = plan.choices[op.name]
+        if len(names) != plan.mesh.num_axes or not set(names) <= set(op.choices):
+            raise PlanMismatchError(
+                f"the plan chooses {names} for {op.name} on mesh {plan.mesh}, its rule offers {sorted(op.choices)}; "
+                f"{AGAIN}"
+            )
+        if not is_splittable(op.rule, tuple(op.choices[name] for name in names), plan.mesh):
+            raise PlanMismatchError(f"the plan splits {op.name} by {names}, which its sizes do not allow; {AGAIN}")
+
+
+def _check_layout(tensor: Tensor, layout: Layout, mesh: Mesh) -> None:
+    if len(layout.axes) != mesh.num_axes or any(dim >= len(tensor.shape) for dim in layout.sharded_dims()):
+        raise PlanMismatchError(
+            f"the plan lays {tensor.name} {tensor.shape} out as {layout} on mesh {mesh}: it has no such dim or axis; "
+            f"{AGAIN}"
+        )
+
+
+def _check_buckets(plan: StagePlan, parameters: Collection[str]) -> None:
+    bucketed = [name for names in plan.buckets for name in names]
+    if unknown := [name for name in bucketed if name not in parameters]:
+        raise PlanMismatchError(f"the plan has {_few(unknown)} in its buckets, which are no parameters here; {AGAIN}")
+    if len(set(bucketed)) < len(bucketed):
+        twice = [name for name in dict.fromkeys(bucketed) if bucketed.count(name) > 1]
+        raise PlanMismatchError(f"the plan has {_few(twice)} in two buckets; {AGAIN}")
+
+
+def _check_paths(program: Program, plan: StagePlan, parameters: Collection[str]) -> None:
+    """Of routes, ways and what is remade: steps that there are, of tensors that have these dims."""
+    paths = [(name, path) for name, several in plan.routes.items() for path in several]
+    paths += [(name, way.path) for name, way in plan.ways.items()]
+    for name, path in [*paths, *((name, (layout,)) for name, layouts in plan.remade.items() for layout in layouts)]:
+        tensor = program.tensors.get(name)
+        if tensor is None:
+            raise PlanMismatchError(
+                f"the plan redistributes {name}, which {program.captured.name} does not have; {AGAIN}"
+            )
+        for layout in path:
+            _check_layout(tensor, layout, plan.mesh)
+        for before, after in itertools.pairwise(path):
+            if not is_possible(step_between(before, after), tensor.shape, plan.mesh):
+                raise PlanMismatchError(
+                    f"the plan sends {name} {tensor.shape} from {before} to {after}, whose parts are not equal; {AGAIN}"
+                )
+    for name, way in plan.ways.items():
+        if name not in parameters:
+            raise PlanMismatchError(f"the plan has a way of {name}, which is no parameter here; {AGAIN}")
+        try:
+            way.steps(plan.mesh)
+        except ValueError as error:
+            raise PlanMismatchError(f"the plan's way of {name}: {error}; {AGAIN}") from error

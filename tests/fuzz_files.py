@@ -1,0 +1,161 @@
+"""What do files do that somebody else wrote? Mutants of a file are read, and what is read must be right.
+
+    python -m tests.fuzz_files plan --mutants 5000 --seed 0        plan, staged, cluster or specs
+
+A mutant is a valid file in which one to three things are changed by `mutant`: a value of another type, number or size,
+a word of another place of the file, something doubled, taken out or moved, bytes cut off or overwritten. Each is
+answered by a typed error within `LIMIT` seconds, or is a file of the same kind whose result is right: a plan trains as
+one process does, a cluster is written and read again as the same value. Nothing that a file names runs.
+"""
+
+import argparse
+import copy
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+
+LIMIT = 10.0
+"""Seconds that the answer to a file may take."""
+
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 1 << 31, 1 << 63, -(1 << 63), 10**40, 0.5, -0.0, 1e300, float("nan"),
+    float("inf"), "", "x", "S0", "S9", "R", "P", "I", "S0,R", "P,P", "S0,S0:10", "S0:1", "replicate", "always", "use",
+    "\x00", "é", "../../x", "__import__('os')", "a" * 5000, [], {}, [[]], [None], {"": None}, {"a": {"b": []}},
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of mutants."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+
+def places(body: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) below `body`."""
+    found: list[tuple[Any, Any]] = []
+    stack = [body]
+    while stack:
+        one = stack.pop()
+        keys: Any = one.keys() if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
+        found += [(one, key) for key in keys]
+        stack += [one[key] for key in keys]
+    return found
+
+
+def mutated(body: Any, rng: random.Random) -> Any:
+    """A copy with one thing changed."""
+    body = copy.deepcopy(body)
+    found = places(body)
+    container, key = rng.choice(found)
+    other, place = rng.choice(found)
+    match rng.randrange(9):
+        case 0:
+            container[key] = copy.deepcopy(rng.choice(ODD))
+        case 1:
+            container[key] = copy.deepcopy(other[place])
+        case 2:
+            del container[key]
+        case 3 if isinstance(container, dict):
+            container[rng.choice(["x", "", f"{key}_", "schema"])] = copy.deepcopy(container[key])
+        case 4 if isinstance(container, list):
+            container.insert(rng.randrange(len(container) + 1), copy.deepcopy(container[key]))
+        case 5 if isinstance(container, dict) and isinstance(other, dict):
+            container[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(container[key])
+        case 6 if isinstance(value := container[key], int | float) and not isinstance(value, bool):
+            container[key] = rng.choice([value + 1, value - 1, 2 * value, -value, value / 2, 0])
+        case 7 if isinstance(value := container[key], str) and value:
+            at = rng.randrange(len(value))
+            container[key] = value[:at] + rng.choice(["", "x", "0", "1", "S", ",", '"', "\n", value]) + value[at + 1 :]
+        case 8 if isinstance(container, dict) and (alike := [o for o in found if type(o[0]) is dict and o[1] in container]):
+            of, name = rng.choice(alike)  # the value that the same name has elsewhere
+            container[name] = copy.deepcopy(of[name])
+        case _:
+            container[key] = copy.deepcopy(other[place])
+    return body
+
+
+def mutant(body: Any, write: Callable[[Any], str], rng: random.Random) -> bytes:
+    """The bytes of a file like `body`, changed in one to three places, or in bytes."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        if rng.random() < 0.9:
+            body = mutated(body, rng) or body
+    text = write(body).encode("utf-8", "surrogatepass")
+    if rng.random() < 0.08:
+        at, many = rng.randrange(len(text) + 1), rng.choice((1, 1, 8, 100))
+        text = text[:at] + rng.choice((b"", rng.randbytes(many), text[at : at + many] * 2)) + text[at + many :]
+    if rng.random() < 0.02:
+        text = text[: rng.randrange(len(text) + 1)]
+    if rng.random() < 0.01:
+        text = b"[" * rng.choice((10, 100_000)) + text
+    return text
+
+
+def fuzz(
+    body: Any, write: Callable[[Any], str], answer: Callable[[Path], str], mutants: int, seed: int
+) -> Iterator[Tally]:
+    """Tallies as mutants are answered; `answer` says what a file is, or raises AssertionError if it is wrong."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mutant"
+        for number in range(mutants):
+            rng = random.Random(f"{seed}/{number}")
+            path.write_bytes(mutant(body, write, rng))
+            began = time.perf_counter()
+            try:
+                said = answer(path)
+            except AutoparError as error:
+                said = type(error).__name__
+            except BaseException as error:  # whatever it is, it is a fault
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                said = f"fault: {type(error).__name__}"
+                tally.faults.append(f"mutant {number}: {type(error).__name__}: {str(error)[:300]}")
+            seconds = time.perf_counter() - began
+            if seconds > LIMIT:
+                tally.faults.append(f"mutant {number}: took {seconds:.1f} s")
+            tally.slowest = max(tally.slowest, seconds)
+            tally.answers[said] += 1
+            yield tally
+
+
+def report(what: str, tally: Tally) -> None:
+    """One line a kind of answer, then the faults."""
+    print(f"{what}: {sum(tally.answers.values())} mutants, the slowest {tally.slowest:.2f} s")
+    for said, count in tally.answers.most_common():
+        print(f"    {count:6} {said}")
+    for fault in tally.faults[:20]:
+        print(f"    {fault}")
+
+
+def main() -> None:
+    from tests.fuzzed_formats import FORMATS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("format", choices=(*FORMATS, "all"))
+    parser.add_argument("--mutants", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    faults = 0
+    for name in FORMATS if asked.format == "all" else (asked.format,):
+        tally = Tally()
+        for tally in fuzz(*FORMATS[name](), asked.mutants, asked.seed):
+            pass
+        report(f"{name}, seed {asked.seed}", tally)
+        faults += len(tally.faults)
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
