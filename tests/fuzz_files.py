@@ -10,7 +10,6 @@ one process does, a cluster is written and read again as the same value. Nothing
 
 import argparse
 import copy
-import json
 import random
 import sys
 import tempfile
@@ -42,47 +41,70 @@ class Tally:
     slowest: float = 0.0
 
 
-def places(body: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) below `body`."""
-    found: list[tuple[Any, Any]] = []
-    stack = [body]
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value's place: `container[key]`; group: of places that hold values of one kind."""
+
+    container: Any
+    key: Any
+    group: tuple[Any, ...]
+
+    @property
+    def value(self) -> Any:
+        return self.container[self.key]
+
+
+def places(body: Any) -> list[Place]:
+    """Every place below `body`."""
+    found: list[Place] = []
+    stack: list[tuple[Any, tuple[Any, ...]]] = [(body, ())]
     while stack:
-        one = stack.pop()
+        one, path = stack.pop()
         keys: Any = one.keys() if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
-        found += [(one, key) for key in keys]
-        stack += [one[key] for key in keys]
+        for key in keys:
+            below = (*path, key) if isinstance(key, str) and len(path) < 2 else path
+            found.append(Place(one, key, (*path[:2], type(one[key]), isinstance(one, dict))))
+            stack.append((one[key], below))
     return found
 
 
 def mutated(body: Any, rng: random.Random) -> Any:
-    """A copy with one thing changed."""
+    """A copy with one thing changed; half of the changes put a value where another of its kind stands."""
     body = copy.deepcopy(body)
     found = places(body)
-    container, key = rng.choice(found)
-    other, place = rng.choice(found)
-    match rng.randrange(9):
+    at, other = rng.choice(found), rng.choice(found)
+    container, key, value = at.container, at.key, at.value
+    alike = rng.choice([place for place in found if place.group == at.group])
+    match rng.randrange(14):
         case 0:
             container[key] = copy.deepcopy(rng.choice(ODD))
         case 1:
-            container[key] = copy.deepcopy(other[place])
+            container[key] = copy.deepcopy(other.value)
         case 2:
             del container[key]
         case 3 if isinstance(container, dict):
-            container[rng.choice(["x", "", f"{key}_", "schema"])] = copy.deepcopy(container[key])
+            container[rng.choice(["x", "", f"{key}_", "schema"])] = copy.deepcopy(value)
         case 4 if isinstance(container, list):
-            container.insert(rng.randrange(len(container) + 1), copy.deepcopy(container[key]))
-        case 5 if isinstance(container, dict) and isinstance(other, dict):
-            container[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(container[key])
-        case 6 if isinstance(value := container[key], int | float) and not isinstance(value, bool):
+            container.insert(rng.randrange(len(container) + 1), copy.deepcopy(value))
+        case 5:
+            container[key], other.container[other.key] = copy.deepcopy(other.value), copy.deepcopy(value)
+        case 6 if isinstance(value, int | float) and not isinstance(value, bool):
             container[key] = rng.choice([value + 1, value - 1, 2 * value, -value, value / 2, 0])
-        case 7 if isinstance(value := container[key], str) and value:
-            at = rng.randrange(len(value))
-            container[key] = value[:at] + rng.choice(["", "x", "0", "1", "S", ",", '"', "\n", value]) + value[at + 1 :]
-        case 8 if isinstance(container, dict) and (alike := [o for o in found if type(o[0]) is dict and o[1] in container]):
-            of, name = rng.choice(alike)  # the value that the same name has elsewhere
-            container[name] = copy.deepcopy(of[name])
+        case 7 if isinstance(value, str) and value:
+            place = rng.randrange(len(value))
+            inside = rng.choice(["", "x", "0", "1", "S", ",", '"', "\n", value])
+            container[key] = value[:place] + inside + value[place + 1 :]
+        case 8 if isinstance(container, dict) and isinstance(alike.container, dict):  # under the name of another
+            container[alike.key] = container.pop(key)
+        case 9 if isinstance(value, int) and not isinstance(value, bool):
+            container[key] = rng.randrange(20)
+        case 10 if isinstance(value, bool):
+            container[key] = not value
         case _:
-            container[key] = copy.deepcopy(other[place])
+            container[key], alike.container[alike.key] = (
+                copy.deepcopy(alike.value),
+                copy.deepcopy(rng.choice((value, alike.value))),
+            )
     return body
 
 
@@ -149,9 +171,7 @@ def main() -> None:
     asked = parser.parse_args()
     faults = 0
     for name in FORMATS if asked.format == "all" else (asked.format,):
-        tally = Tally()
-        for tally in fuzz(*FORMATS[name](), asked.mutants, asked.seed):
-            pass
+        *_, tally = fuzz(*FORMATS[name](), asked.mutants, asked.seed)
         report(f"{name}, seed {asked.seed}", tally)
         faults += len(tally.faults)
     sys.exit(1 if faults else 0)

@@ -10,6 +10,7 @@ from torch.distributed import pipelining
 import autopar
 import tests.runtime_cases as cases
 from autopar.errors import ArgumentError, BatchError, MeshError, PlanMismatchError, RankError
+from autopar.lower.legality import check_shared
 from autopar.passes.split_stages import owners, split_stages
 from autopar.values.placement import INVARIANT, Layout
 from autopar.values.plan_file import plan_from_json
@@ -69,8 +70,6 @@ def test_errors_of_a_pass_are_raised_as_they_are_and_lost_ranks_are_named() -> N
 
 
 def test_a_shared_weight_stored_in_two_ways_is_refused() -> None:
-    from autopar.runtime.pipeline import check_shared
-
     plan = plan_of("1f1b")
     captured = cases.captured(0.0, MICROBATCHES)
     tied = next(name for name, stages in owners(split_stages(captured, plan.cuts)).items() if len(stages) > 1)
@@ -80,4 +79,4 @@ def test_a_shared_weight_stored_in_two_ways_is_refused() -> None:
     with pytest.raises(
         PlanMismatchError, match=r"stages share embedding\.weight, which the plan stores as .* in stage 0"
     ):
-        check_shared(captured, bad, owners(split_stages(captured, plan.cuts)))
+        check_shared(split_stages(captured, plan.cuts), bad.stages)

@@ -1,7 +1,6 @@
 """An exported plan as a folder that stands alone: plan.json, specs.json, state.pt (if needed), train.py, and the code:
 model.py of one stage, stage_0.py, ... of several."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from autopar.runtime.groups import flattened_axes
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad
 from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
+from autopar.values.specs_file import model_table, specs_text
 from autopar.values.whole_file import whole_file, write_whole
 
 
@@ -38,11 +38,12 @@ def export_folder(
     Raises:
         ArgumentError: if the folder cannot be written.
     """
-    body: dict[str, Any] = specs_of(captured)
-    body["constants"] = []
-    body["loss_dtype"] = str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch.")
-    body["stages"] = [{**specs(local), **_boundary(local.captured)} for local in locals_]
-    files = {"plan.json": plan.to_json(), SPECS: json.dumps(body, indent=1)}
+    body = {
+        "whole": model_table({**specs_of(captured), "constants": []}),
+        "loss_dtype": str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch."),
+        "stages": [model_table({**specs(local), **_boundary(local.captured)}) for local in locals_],
+    }
+    files = {"plan.json": plan.to_json(), SPECS: specs_text(body)}
     names = file_names(plan)
     files |= {f"{name}.py": generate(local) for name, local in zip(names, locals_, strict=True)}
     files["train.py"] = training_script(captured, plan, names)
@@ -94,9 +95,8 @@ def specs(local: LocalModel) -> dict[str, Any]:
 
 def specs_of(captured: CapturedModel) -> dict[str, Any]:
     """What each tensor of a model is."""
-    guards = {"guards": [asdict(guard) for guard in captured.guards]} if captured.guards else {}
     return {
-        **guards,
+        "guards": [asdict(guard) for guard in captured.guards],
         "model": captured.name,
         "loss": captured.loss,
         "parameters": [_plain(asdict(spec)) for spec in captured.parameters],

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.calls import LoweredCall
-from autopar.lower.legality import check_legal
+from autopar.lower.legality import check_legal, check_shared
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import make_program
 from autopar.lower.redistributions import wanted_by_output
@@ -82,6 +82,7 @@ def emit_stage(
     Raises:
         PlanMismatchError: if a stage's plan is not for it or does not say how it takes what it receives.
     """
+    check_shared(stages, plans)
     stage = stages[number]
     wanted = plans[number + 1].layouts if number + 1 < len(stages) else {}
     if missing := [name for name in stage.sends if name not in wanted]:

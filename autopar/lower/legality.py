@@ -5,11 +5,13 @@ tensor's leaves the loss right and gradients wrong, so nothing runs before this 
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.program import Program, Tensor
+from autopar.lower.program import Program
 from autopar.rules.rule import is_splittable
+from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import PARTIAL, REPLICATE, Layout, divides, is_even
 from autopar.values.redistribution import is_possible, step_between
@@ -18,30 +20,61 @@ from autopar.values.stage_plan import LIFETIMES, StagePlan
 AGAIN = "plan again"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A tensor that ranks hold when a step begins. kind: parameter, buffer, constant or input."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+
 def check_legal(program: Program, plan: StagePlan) -> None:
     """Raises PlanMismatchError if the plan is for another model, chooses what rules do not offer, or lays a tensor out
     as no rank can have it."""
-    held = {name: tensor for name, tensor in program.tensors.items() if tensor.producer is None}
-    parameters = {name for name, tensor in held.items() if tensor.kind == "parameter"}
+    own = [tensor for tensor in program.tensors.values() if tensor.producer is None]
+    check_held([Held(name=t.name, kind=t.kind, shape=t.shape, requires_grad=t.requires_grad) for t in own], plan)
     _check_names("choices", plan.choices, {op.name for op in program.ops})
-    _check_names("layouts", plan.layouts, held)
-    _check_names("lifetimes", plan.lifetimes, parameters)
     _check_choices(program, plan)
-    for name, tensor in held.items():
-        layout, mesh = plan.layouts[name], plan.mesh
-        _check_layout(tensor, layout, mesh)
+    _check_paths(program, plan)
+
+
+def check_held(held: Sequence[Held], plan: StagePlan) -> None:
+    """Raises PlanMismatchError if ranks cannot hold these tensors as the plan says."""
+    parameters = {tensor.name for tensor in held if tensor.kind == "parameter"}
+    _check_names("layouts", plan.layouts, {tensor.name for tensor in held})
+    _check_names("lifetimes", plan.lifetimes, parameters)
+    for tensor in held:
+        layout, mesh, shape = plan.layouts[tensor.name], plan.mesh, tensor.shape
+        _check_layout(tensor.name, shape, layout, mesh)
         if tensor.kind == "parameter":
-            check_storage(name, tensor.shape, layout, mesh, tensor.requires_grad)
-        elif PARTIAL in layout.axes or not is_even(tensor.shape, layout, mesh):
+            check_storage(tensor.name, shape, layout, mesh, tensor.requires_grad)
+        elif PARTIAL in layout.axes or not is_even(shape, layout, mesh):
             raise PlanMismatchError(
-                f"the plan holds {tensor.kind} {name} {tensor.shape} as {layout} on mesh {mesh}: each rank has the "
+                f"the plan holds {tensor.kind} {tensor.name} {shape} as {layout} on mesh {mesh}: each rank has the "
                 f"whole of it, or an equal slice; {AGAIN}"
             )
     for name, lifetime in plan.lifetimes.items():
         if lifetime not in LIFETIMES:
             raise PlanMismatchError(f"the plan keeps {name} for {lifetime!r}, none of {', '.join(LIFETIMES)}; {AGAIN}")
     _check_buckets(plan, parameters)
-    _check_paths(program, plan, parameters)
+
+
+def check_shared(stages: Sequence[CapturedModel], plans: Sequence[StagePlan]) -> None:
+    """Raises PlanMismatchError if stages that share a weight store it differently: ranks could not sum gradients."""
+    stored: dict[str, dict[str, int]] = {}
+    for number, (stage, plan) in enumerate(zip(stages, plans, strict=True)):
+        for spec in stage.parameters:
+            if spec.placeholder in plan.layouts:
+                stored.setdefault(spec.names[0], {}).setdefault(str(plan.layouts[spec.placeholder]), number)
+    for name, layouts in stored.items():
+        if len(layouts) > 1:
+            said = ", ".join(f"{layout} in stage {number}" for layout, number in layouts.items())
+            raise PlanMismatchError(
+                f"stages share {name}, which the plan stores as {said}; a shared weight is stored alike everywhere; "
+                f"{AGAIN}"
+            )
 
 
 def check_storage(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, trainable: bool) -> None:
@@ -84,11 +117,10 @@ def _check_choices(program: Program, plan: StagePlan) -> None:
             raise PlanMismatchError(f"the plan splits {op.name} by {names}, which its sizes do not allow; {AGAIN}")
 
 
-def _check_layout(tensor: Tensor, layout: Layout, mesh: Mesh) -> None:
-    if len(layout.axes) != mesh.num_axes or any(dim >= len(tensor.shape) for dim in layout.sharded_dims()):
+def _check_layout(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
+    if len(layout.axes) != mesh.num_axes or any(dim >= len(shape) for dim in layout.sharded_dims()):
         raise PlanMismatchError(
-            f"the plan lays {tensor.name} {tensor.shape} out as {layout} on mesh {mesh}: it has no such dim or axis; "
-            f"{AGAIN}"
+            f"the plan lays {name} {shape} out as {layout} on mesh {mesh}: it has no such dim or axis; {AGAIN}"
         )
 
 
@@ -101,7 +133,7 @@ def _check_buckets(plan: StagePlan, parameters: Collection[str]) -> None:
         raise PlanMismatchError(f"the plan has {_few(twice)} in two buckets; {AGAIN}")
 
 
-def _check_paths(program: Program, plan: StagePlan, parameters: Collection[str]) -> None:
+def _check_paths(program: Program, plan: StagePlan) -> None:
     """Of routes, ways and what is remade: steps that there are, of tensors that have these dims."""
     paths = [(name, path) for name, several in plan.routes.items() for path in several]
     paths += [(name, way.path) for name, way in plan.ways.items()]
@@ -112,14 +144,14 @@ def _check_paths(program: Program, plan: StagePlan, parameters: Collection[str])
                 f"the plan redistributes {name}, which {program.captured.name} does not have; {AGAIN}"
             )
         for layout in path:
-            _check_layout(tensor, layout, plan.mesh)
+            _check_layout(name, tensor.shape, layout, plan.mesh)
         for before, after in itertools.pairwise(path):
             if not is_possible(step_between(before, after), tensor.shape, plan.mesh):
                 raise PlanMismatchError(
                     f"the plan sends {name} {tensor.shape} from {before} to {after}, whose parts are not equal; {AGAIN}"
                 )
     for name, way in plan.ways.items():
-        if name not in parameters:
+        if program.tensors[name].kind != "parameter":
             raise PlanMismatchError(f"the plan has a way of {name}, which is no parameter here; {AGAIN}")
         try:
             way.steps(plan.mesh)

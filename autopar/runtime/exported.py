@@ -7,7 +7,6 @@ stage) and values that no one can make up (state.pt: constants, and buffers that
 
 import hashlib
 import inspect
-import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.errors import ArgumentError, PlanFileError, PlanMismatchError
+from autopar.lower.legality import Held, check_held
 from autopar.passes.recompute import wrapped
 from autopar.runtime.evaluation import evaluation_graph
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.pipeline import PipelinedModule, StagedModel
 from autopar.runtime.trainable import Trainable
-from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
-from autopar.values.guards import BufferGuard
+from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, local_shape
 from autopar.values.plan_file import load_plan
+from autopar.values.specs_file import Specs, load_specs
 from autopar.values.stage_plan import StagePlan
 
 SPECS, STATE = "specs.json", "state.pt"
@@ -55,30 +55,32 @@ def load_exported(
         MeshError, RankError: as `DistributedModule`.
     """
     root = Path(folder)
-    plan, specs = load_plan(root / "plan.json"), read_specs(root)
-    parts = specs.get("stages", ())
+    plan, specs = load_plan(root / "plan.json"), load_specs(root / SPECS)
+    parts = specs.stages
     if not len(parts) == len(forwards) == plan.num_stages:
         raise PlanMismatchError(
             f"{root} has a plan of {plan.num_stages} stages and specs of {len(parts)}, {len(forwards)} forwards were "
             "given; give one of each file of code, or export the model again"
         )
-    held = torch.load(root / STATE, weights_only=True) if (root / STATE).exists() else {}
+    held = _held(root)
     stages = [
-        captured_from(part, {name: held[name] for name in part["constants"]}, forward)
+        captured_from(part, _constants(part, held, root), source_hash(forward))
         for part, forward in zip(parts, forwards, strict=True)
     ]
+    for stage, own in zip(stages, plan.stages, strict=True):
+        check_held([*_tensors(stage)], own)
 
     def local(number: int) -> LocalModel:
-        axes = tuple(tuple(names) for names in parts[number]["axes"])
-        graph = call_graph(stages[number], plan.stages[number], forwards[number], axes)
+        graph = call_graph(stages[number], plan.stages[number], forwards[number], parts[number].table.axes)
         return LocalModel(captured=stages[number], plan=plan.stages[number], graph=graph)
 
     if plan.num_stages == 1:
         return ExportedModule(local(0), Values(stages[0], held, initial), seed=seed)
     codes = hashlib.sha256("".join(map(source_hash, forwards)).encode()).hexdigest()[:16]
-    captured = captured_from(specs, {}, codes)
-    dtype = getattr(torch, specs["loss_dtype"])
-    model = StagedModel(captured=captured, stages=stages, plan=plan, local=local, written=_written, loss_dtype=dtype)
+    captured = captured_from(specs.whole, {}, codes)
+    model = StagedModel(
+        captured=captured, stages=stages, plan=plan, local=local, written=_written, loss_dtype=specs.loss_dtype
+    )
     return PipelinedModule(model, Values(captured, held, initial), seed=seed)
 
 
@@ -87,19 +89,35 @@ def _written(local: LocalModel, training: bool) -> fx.Graph:
     return traced if training else evaluation_graph(traced)
 
 
-def read_specs(folder: Path) -> dict[str, Any]:
-    """What specs.json says."""
+def _held(root: Path) -> dict[str, Tensor]:
+    """The values of state.pt, which holds tensors by name and nothing else."""
+    path = root / STATE
+    if not path.exists():
+        return {}
     try:
-        specs: dict[str, Any] = json.loads((folder / SPECS).read_text())
-    except (OSError, ValueError) as error:
-        raise PlanMismatchError(f"{folder / SPECS} cannot be read ({error}); export the model again") from error
-    return specs
+        held = torch.load(path, weights_only=True)
+    except Exception as error:  # torch says what it found in several types
+        raise PlanFileError(f"{path} cannot be read ({error}); export the model again") from error
+    if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+        raise PlanFileError(f"{path} holds something else than tensors by name; export the model again")
+    return held
 
 
-def example_inputs(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Path, global shape and dtype of each input of a call."""
-    inputs = read_specs(Path(folder))["inputs"]
-    return {spec["path"]: (tuple(spec["shape"]), getattr(torch, spec["dtype"])) for spec in inputs}
+def _constants(part: Specs, held: Mapping[str, Tensor], root: Path) -> dict[str, Tensor]:
+    if missing := [name for name in part.table.constants if name not in held]:
+        raise PlanFileError(f"{root / STATE} lacks {', '.join(missing[:3])}; export the model again")
+    return {name: held[name] for name in part.table.constants}
+
+
+def _tensors(captured: CapturedModel) -> Iterator[Held]:
+    trained = {spec.placeholder for spec in captured.parameters if spec.trainable}
+    kinds = {spec.placeholder: "parameter" for spec in captured.parameters}
+    kinds |= {spec.placeholder: "buffer" for spec in captured.buffers}
+    kinds |= {spec.placeholder: "input" for spec in captured.inputs}
+    for name, node in captured.nodes.items():
+        if node.op == "placeholder":
+            shape, kind = tuple(node.meta["val"].shape), kinds.get(name, "constant")
+            yield Held(name=name, kind=kind, shape=shape, requires_grad=name in trained)
 
 
 class ExportedModule(DistributedModule):
@@ -164,32 +182,27 @@ def source_hash(forward: Callable[..., Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def captured_from(
-    specs: Mapping[str, Any], constants: Mapping[str, Tensor], code: Callable[..., Any] | str
-) -> CapturedModel:
-    """The specs as a captured model whose graph has only placeholders; its output names the code (or is its hash)."""
-    parameters = tuple(ParameterSpec(**_typed(s)) for s in specs["parameters"])
-    buffers = tuple(BufferSpec(**_typed(s)) for s in specs["buffers"])
-    inputs = tuple(InputSpec(**_typed(s)) for s in specs["inputs"])
-    graph = fx.Graph()
-    differentiable = set(specs.get("differentiable", ()))
-    for name, shape, dtype in _placeholders(parameters, buffers, constants, inputs):
+def captured_from(specs: Specs, constants: Mapping[str, Tensor], code: str) -> CapturedModel:
+    """The specs as a captured model whose graph has only placeholders; its output is the hash of the code."""
+    graph, table = fx.Graph(), specs.table
+    differentiable = set(table.differentiable)
+    for name, shape, dtype in _placeholders(specs.parameters, specs.buffers, constants, specs.inputs):
         node = graph.placeholder(name)
         value = torch.empty(shape, dtype=dtype, device="meta")
         node.meta.update(val=value, module="", requires_grad=name in differentiable)
-    graph.output((code if isinstance(code, str) else source_hash(code),))
+    graph.output((code,))
     return CapturedModel(
-        name=specs["model"],
+        name=table.model,
         graph=graph,
-        parameters=parameters,
-        buffers=buffers,
-        inputs=inputs,
-        loss=specs["loss"],
+        parameters=specs.parameters,
+        buffers=specs.buffers,
+        inputs=specs.inputs,
+        loss=table.loss,
         constants=constants,
-        accumulation=Accumulation(**held) if (held := specs.get("accumulation")) is not None else None,
-        received=tuple(specs.get("received", ())),
-        sends=tuple(specs.get("sends", ())),
-        guards=tuple(BufferGuard(**guard) for guard in specs.get("guards", ())),
+        accumulation=table.accumulation,
+        received=table.received,
+        sends=table.sends,
+        guards=table.guards,
     )
 
 
@@ -260,9 +273,3 @@ def _placeholders(
         yield name, tuple(value.shape), value.dtype
     for spec in inputs:
         yield spec.placeholder, spec.shape, spec.dtype
-
-
-def _typed(body: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
-    dtypes = {key: getattr(torch, body[key]) for key in ("dtype", "stored") if body.get(key) is not None}
-    return {**fields, **dtypes}

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ArgumentError, BatchError, PlanMismatchError
+from autopar.errors import ArgumentError, BatchError
 from autopar.lower.emit import emit_stage
+from autopar.lower.legality import check_shared
 from autopar.passes.split_stages import owners, split_stages
 from autopar.runtime.accumulate import gradient_scale, total_loss
 from autopar.runtime.agreement import agree, failing_together, shared_number
@@ -116,7 +117,7 @@ class PipelinedModule(Trainable):
         with failing_together():
             schedule_class(plan.schedule)
             self._owners = owners(model.stages)
-            check_shared(captured, plan, self._owners)
+            check_shared(model.stages, plan.stages)
             locals_ = {s: model.local(s) for s in plan.stages_of(self.pipeline_rank)}
             check_names((name for spec in _specs(captured) for name in spec.names), dir(self))
         empty = [spec for spec in _specs(captured) if values[spec.placeholder].is_meta]
@@ -327,19 +328,6 @@ class PipelinedModule(Trainable):
                 whole = first_ranks_value(value.detach().to(dtype), self.device)
                 for state in self.states:
                     state.fill(self, spec.names[0], whole)
-
-
-def check_shared(captured: CapturedModel, plan: Plan, owners_of: Mapping[str, Sequence[int]]) -> None:
-    """Raises PlanMismatchError if stages that share a weight store it differently: ranks could not sum gradients."""
-    for placeholder, stages in owners_of.items():
-        layouts = {str(plan.stages[s].layouts[placeholder]): s for s in reversed(stages)}
-        if len(layouts) > 1:
-            name = next(p.names[0] for p in captured.parameters if p.placeholder == placeholder)
-            stored = ", ".join(f"{layout} in stage {s}" for layout, s in sorted(layouts.items(), key=lambda x: x[1]))
-            raise PlanMismatchError(
-                f"stages share {name}, which the plan stores as {stored}; a shared weight is stored alike everywhere; "
-                "plan again"
-            )
 
 
 def _is_away(plan: Plan, number: int, other: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.errors import ArgumentError, BatchError, PlanFileError
 from autopar.values.inputs import flatten_inputs
-from autopar.values.precision import in_dtype
+from autopar.values.precision import dtype_named, in_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def _decode(value: Any, path: str = "call") -> Any:
         case {"tensor": list(shape), "dtype": str(name), **rest} if not rest:
             return _tensor(shape, name, path)
         case {"torch": str(name), **rest} if not rest:
-            return _dtype(name, path)
+            return dtype_named(name, path)
         case {"tuple": list(items), **rest} if not rest:
             return tuple(_decode(item, f"{path}[{i}]") for i, item in enumerate(items))
         case {"dict": dict(items), **rest} if not rest:
@@ -154,15 +154,8 @@ def _decode(value: Any, path: str = "call") -> Any:
     raise PlanFileError(f"{path}: expected a tensor, a dtype, a tuple or a dict, found keys {', '.join(value)[:60]}")
 
 
-def _dtype(name: str, path: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanFileError(f"{path}: expected a dtype of torch, found {name[:60]!r}")
-    return dtype
-
-
 def _tensor(shape: list[Any], name: str, path: str) -> Tensor:
     sizes = [size if type(size) is int and 0 <= size < 1 << 40 else None for size in shape]
     if None in sizes or math.prod(filter(None, sizes)) >= 1 << 55:
         raise PlanFileError(f"{path}: expected the sizes of a tensor, found {str(shape)[:60]}")
-    return torch.empty(shape, dtype=_dtype(name, path), device="meta")
+    return torch.empty(shape, dtype=dtype_named(name, path), device="meta")

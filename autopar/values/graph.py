@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autopar.values.guards import BufferGuard
+from autopar.values.schema import of_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class InputSpec:
     dtype: torch.dtype
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation:
     """How the micro-batches of a step make its loss and gradients: `scale · sum over micro-batches of weight · loss`.

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PlanMismatchError
+from autopar.values.schema import of_file
 
 
+@of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferGuard:
     """The buffer `name` had the value of this hash when the model was captured."""

@@ -103,7 +103,11 @@ def level_toml(level: LinkLevel) -> list[str]:
     sources = dict(level.sources)
     out = ["[[levels]]", f"name = {quote(level.name)}", f"size = {level.size}", f"scope = {quote(level.scope)}"]
     values = {field: getattr(level, field) for field in _FIGURES}
-    written = {field: value for field, value in values.items() if value not in (None, _PLAIN.get(field))}
+    written = {
+        field: value
+        for field, value in values.items()
+        if value is not None and (value != _PLAIN.get(field) or field in sources)
+    }
     out += figures_toml(written, {field: sources[field] for field in written if field in sources})
     for number, line in enumerate(level.lines):
         out += ["", "[[levels.lines]]", *_line_toml(line, f"lines.{number}", sources)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, PlanFileError
 from autopar.values.graph import CapturedModel
 
 
@@ -140,3 +140,15 @@ def with_storage(captured: CapturedModel, precision: Precision) -> CapturedModel
         for p in captured.parameters
     )
     return replace(captured, parameters=parameters)
+
+
+def dtype_named(name: str, where: str) -> torch.dtype:
+    """The dtype of a name; where: its path in a file.
+
+    Raises:
+        PlanFileError: if torch has none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanFileError(f"{where}: expected a dtype of torch, found {name[:60]!r}")
+    return dtype

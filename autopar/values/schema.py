@@ -154,7 +154,7 @@ def _path(places: tuple[int | str, ...], whole: Any, *, is_key: bool) -> str:
     path = ""
     for number, place in enumerate(places):
         if isinstance(whole, list) and isinstance(place, int):
-            path, whole = f"{path}[{place}]", whole[place]
+            path, whole = f"{path}[{place}]", whole[place] if place < len(whole) else None
         elif isinstance(whole, dict) and (place in whole or (is_key and number == len(places) - 1)):
             path, whole = f"{path}.{place}" if path else str(place), whole.get(place)
     return path
