@@ -87,7 +87,7 @@ def checked(
         AutoparError: of the type given.
     """
     try:
-        found = _adapter(kind).validate_json(json.dumps(value))
+        found: Value = _adapter(kind).validate_json(json.dumps(value))
     except ValidationError as wrong:
         raise error(f"{where}: {_said(wrong, value)}; {remedy}") from wrong
     except (RecursionError, TypeError, ValueError) as wrong:  # of TOML, whose dates no table has
@@ -121,7 +121,7 @@ def json_schema(kind: type[Any], *, partial: bool = False) -> dict[str, Any]:
 
 
 @cache
-def _adapter(kind: type[Value]) -> TypeAdapter[Value]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

@@ -163,7 +163,8 @@ def model_table(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _specs(table: ModelTable, where: str) -> Specs:
-    names = [one.placeholder for one in (*table.parameters, *table.buffers, *table.inputs)] + [*table.constants]
+    tables: list[ParameterTable | BufferTable | InputTable] = [*table.parameters, *table.buffers, *table.inputs]
+    names = [*(one.placeholder for one in tables), *table.constants]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanFileError(f"{where}: {twice!r} stands for two tensors")
