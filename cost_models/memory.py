@@ -27,10 +27,8 @@ import numpy as np
 
 from autopar.cost_models.compute import Rates
 from autopar.errors import ArgumentError
+from autopar.values.train_config import FUSED, NUM_STATES, STATES
 
-STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-FUSED = "-fused"
-NUM_STATES = STATES | {name + FUSED: count for name, count in STATES.items()}
 KERNELS: dict[str, tuple[int, ...]] = {
     "adamw": (2, 3, 2, 3, 2, 2, 2, 4),
     "adam": (3, 2, 3, 2, 2, 2, 4),

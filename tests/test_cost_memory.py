@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from autopar.cost_models.compute import Rates
 from autopar.cost_models.memory import (
     KERNELS,
-    NUM_STATES,
     Interval,
     Peak,
     fused_update_nbytes,
@@ -22,6 +21,7 @@ from autopar.cost_models.memory import (
 )
 from autopar.errors import ArgumentError
 from autopar.values.cluster import load_cluster
+from autopar.values.train_config import NUM_STATES
 
 
 def live_at(intervals: list[Interval], moment: int) -> int:

@@ -38,6 +38,7 @@ def test_the_file_itself_is_right(name: str, tmp_path: Path) -> None:
         ('{"schema": NaN}', "NaN is no number"),
         ('{"schema": 4, "schema": 4}', "'schema' stands twice"),
         ('{"schema": 4}', "torch: missing"),
+        ('{"schema": "\\u001b[2J"}', "control character"),
         ('{"schema": ' + "9" * 5000 + "}", "no JSON"),
     ],
     ids=lambda text: text[:12],

@@ -233,7 +233,7 @@ def test_the_command_line_writes_traces(tmp_path: Path, capsys: pytest.CaptureFi
     answer = ran("plan", model, "--cluster", "2xcpu", "--out", saved, "--trace", traces[0])
     seconds = sum(answer["estimate"]["seconds"].values())
     assert ends(traces[0]) == pytest.approx(seconds)
-    ran("explain", saved, "--seconds", "0.1", "--trace", traces[1])
+    ran("explain", saved, "--trust", "--seconds", "0.1", "--trace", traces[1])
     assert ends(traces[1]) == pytest.approx(seconds)
     staged = ran(
         "plan",

@@ -25,10 +25,10 @@ from autopar.api.again import captor_of
 from autopar.api.captures import values_of
 from autopar.api.model_plan import ModelPlan, plan_from_text
 from autopar.api.planning import check_choice, plan
-from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
 from autopar.values.calls import Call, call_of
 from autopar.values.cluster import Cluster, load_cluster, resized
+from autopar.values.train_config import NUM_STATES
 
 Model = TypeVar("Model")
 

@@ -12,7 +12,6 @@ from torch import nn
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
-from autopar.cost_models.memory import NUM_STATES
 from autopar.errors import ArgumentError, InfeasibleError
 from autopar.models.overrides import near
 from autopar.values.calls import call_of
@@ -22,7 +21,7 @@ from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, one_stage
 from autopar.values.precision import PRECISIONS, precision_of
 from autopar.values.stage_plan import StagePlan
-from autopar.values.train_config import TrainConfig
+from autopar.values.train_config import NUM_STATES, TrainConfig
 
 if TYPE_CHECKING:
     from autopar.lower.program import Program

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autopar.cost_models.memory import FUSED
 from autopar.export.naming import in_words, quoted
 from autopar.values.graph import CapturedModel, operands
 from autopar.values.plan import Plan
+from autopar.values.train_config import FUSED
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)",

@@ -21,7 +21,7 @@ from autopar.values.precision import PRECISIONS
 from autopar.values.redistribution import step_between
 from autopar.values.schema import Count, Index, Word, checked, file_text, json_value, of_file
 from autopar.values.stage_plan import StagePlan, Way
-from autopar.values.train_config import TrainConfig
+from autopar.values.train_config import NUM_STATES, TrainConfig
 from autopar.values.version import in_range
 
 MAX_RANKS = 1 << 20
@@ -162,8 +162,9 @@ def _plan(file: PlanFile) -> Plan:
     mesh = Mesh(shape=file.mesh.shape, names=file.mesh.names)
     if mesh.size * file.pipeline > MAX_RANKS:
         raise PlanFileError(f"mesh.shape: {mesh.size * file.pipeline} ranks are more than {MAX_RANKS}")
-    if file.config.precision not in PRECISIONS:
-        raise PlanFileError(f"config.precision: {file.config.precision!r} is none of {', '.join(PRECISIONS)}")
+    for name, known in (("optimizer", NUM_STATES), ("precision", PRECISIONS)):
+        if (said := getattr(file.config, name)) not in known:
+            raise PlanFileError(f"config.{name}: {said!r} is none of {', '.join(known)}")
     shared: dict[str, Any] = {
         "cluster": file.cluster,
         "config": file.config,

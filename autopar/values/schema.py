@@ -6,6 +6,7 @@ file names is imported or called. `json_schema` is the same types, for other pro
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -28,7 +29,11 @@ MAX_NBYTES = 1 << 28
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Index = Annotated[int, Field(ge=0, le=1 << 40)]
-Word = Annotated[str, Field(max_length=1 << 12)]
+Word = Annotated[str, Field(max_length=1 << 12, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""A short text on one line; what is printed of a file does not steer the terminal."""
+
+CONTROLS = re.compile(r"(?<!\\)\\u00(0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.IGNORECASE)
+"""Control characters as JSON writes them, but for ends of lines and tabs."""
 
 
 def file_text(path: str | Path, error: type[AutoparError], remedy: str) -> str:
@@ -51,8 +56,10 @@ def json_value(text: str, error: type[AutoparError], remedy: str) -> Any:
     """The value that a JSON text is.
 
     Raises:
-        AutoparError: of the type given, if it is none: also where it says NaN, or one key twice.
+        AutoparError: of the type given, if it is none: also where it says NaN, one key twice, or control characters.
     """
+    if (control := CONTROLS.search(text)) is not None:
+        raise error(f"this has a control character, {control[0]!r}, at position {control.start()}; {remedy}")
     try:
         return json.loads(text, parse_constant=_not_finite, object_pairs_hook=_once)
     except (ValueError, RecursionError) as found:

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from autopar.errors import ArgumentError
 from autopar.values.schema import of_file
 
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+"""Tensors that torch's optimizers keep of each parameter."""
+FUSED = "-fused"
+NUM_STATES = STATES | {name + FUSED: count for name, count in STATES.items()}
+
 REDUCE_SIZES = {"fp32": 4, "fp64": 8}
 """Dtypes in which gradients may be summed, wider than they are computed in, and bytes of an element."""
 
