@@ -23,6 +23,7 @@ from autopar.api.model_plan import ModelPlan, load_plan, model_plan
 from autopar.capture import capture
 from autopar.errors import PlanMismatchError
 from autopar.models import spec
+from autopar.models.hf import load_config
 from autopar.passes.promote_casts import promote_casts
 from autopar.passes.split_stages import split_stages
 from autopar.runtime.exported import SPECS
@@ -186,6 +187,23 @@ def specs() -> Format:
     return body, json.dumps, answer
 
 
+def config() -> Format:
+    """A transformers config.json, on the meta device; sizes stay small, for a config may ask for what it likes."""
+    body = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "torch_dtype": "float32",
+    }  # fmt: skip
+
+    def answer(path: Path) -> str:
+        with mock.patch.object(os, "system", side_effect=AssertionError("a config runs what it names")):
+            load_config(path, {})
+        return "right"
+
+    return body, json.dumps, answer
+
+
 def toml_of(value: Any) -> str:
     """A body as TOML, tables inline; what TOML has no word for as a word that it has none for."""
     if not isinstance(value, dict):
@@ -210,4 +228,10 @@ def inline(value: Any) -> str:
     return repr(value)
 
 
-FORMATS: dict[str, Callable[[], Format]] = {"plan": plan, "staged": staged, "cluster": cluster, "specs": specs}
+FORMATS: dict[str, Callable[[], Format]] = {
+    "plan": plan,
+    "staged": staged,
+    "cluster": cluster,
+    "specs": specs,
+    "config": config,
+}

@@ -144,7 +144,7 @@ def test_specs_that_name_nothing(spec: str, source: str) -> None:
 
 def test_configs_that_name_nothing(tmp_path: Path) -> None:
     file = config(tmp_path, "llama", architectures=["LlamaForCausalLm"])
-    with pytest.raises(ModelSpecError, match="no class 'LlamaForCausalLm'"):
+    with pytest.raises(ModelSpecError, match="no model 'LlamaForCausalLm'"):
         load_model(f"hf:{file}")
     file = config(tmp_path, "llama", architectures=["LlamaModel"])
     with pytest.raises(ModelSpecError, match="takes no labels"):
@@ -153,7 +153,7 @@ def test_configs_that_name_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelSpecError, match=r"did you mean .*llama"):
         load_model(f"hf:{file}")
     file.write_text("{")
-    with pytest.raises(ModelSpecError, match="not JSON"):
+    with pytest.raises(ModelSpecError, match="no JSON"):
         load_model(f"hf:{file}")
 
 

@@ -1,7 +1,6 @@
 """Which transformers model does a config.json describe, and what does one call of it look like?"""
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from autopar.errors import ArgumentError, ModelSpecError
 from autopar.models.overrides import apply_override, near
 from autopar.values.precision import model_in_dtype
+from autopar.values.schema import file_text, json_value
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQ = 512
@@ -49,6 +49,8 @@ def load_hf(
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(SEED)
             model: nn.Module = cls(config)
+    except Exception as error:
+        raise ModelSpecError(f"{path}: transformers cannot build {cls.__name__} from this config: {error}") from error
     finally:
         torch.set_default_dtype(default)
     if dtype is torch.float64:
@@ -65,10 +67,8 @@ def load_config(path: Path, overrides: Mapping[str, str]) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelSpecError(f"there is no {file}; give the path of a transformers config.json or of its folder")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelSpecError(f"{file} is not JSON: {error}") from error
+    remedy = "give the path of a transformers config.json"
+    raw = json_value(file_text(file, ModelSpecError, remedy), ModelSpecError, f"{file}: {remedy}")
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ModelSpecError(
@@ -76,11 +76,13 @@ def load_config(path: Path, overrides: Mapping[str, str]) -> Any:
             f"{near(str(kind), transformers.CONFIG_MAPPING)}"
         )
     cls = transformers.CONFIG_MAPPING[kind]
-    known = cls(**raw).to_dict()
-    for key, text in overrides.items():
-        apply_override(raw, known, key, text)
     try:
+        known = cls(**raw).to_dict()
+        for key, text in overrides.items():
+            apply_override(raw, known, key, text)
         return cls(**raw)
+    except ArgumentError:
+        raise
     except Exception as error:
         raise ModelSpecError(f"{file}: transformers refuses this config: {error}") from error
 
@@ -91,9 +93,10 @@ def model_class(config: Any, path: Path) -> Any:
     from transformers.models.auto import modeling_auto
 
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-        raise ModelSpecError(f"{path}: transformers {transformers.__version__} has no class {name!r} (architectures)")
+        named = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+        raise ModelSpecError(f"{path}: transformers {transformers.__version__} has no model {name!r} (architectures)")
     for task in TASKS:
         name = getattr(modeling_auto, task).get(config.model_type)
         if name is not None:
