@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.calls import LoweredCall
-from autopar.lower.legality import check_legal, check_shared
+from autopar.lower.legality import check_legal, check_sent, check_shared
 from autopar.lower.lowered_step import LoweredStep, lower
 from autopar.lower.program import make_program
 from autopar.lower.redistributions import wanted_by_output
@@ -90,6 +90,7 @@ def emit_stage(
             f"the plan of stage {number + 1} has no layout for {', '.join(missing[:3])}, which it receives; plan again"
         )
     sent = {name: wanted[name] for name in stage.sends}
+    check_sent(stage, sent, plans[number].mesh)
     return emit(stage, plans[number], sent, gathers=gathers, on_host=on_host, exact_random=exact_random)
 
 

@@ -5,7 +5,7 @@ tensor's leaves the loss right and gradients wrong, so nothing runs before this 
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
@@ -75,6 +75,12 @@ def check_shared(stages: Sequence[CapturedModel], plans: Sequence[StagePlan]) ->
                 f"stages share {name}, which the plan stores as {said}; a shared weight is stored alike everywhere; "
                 f"{AGAIN}"
             )
+
+
+def check_sent(stage: CapturedModel, sent: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Raises PlanMismatchError if the next stage cannot take what a stage sends as its plan says."""
+    for name, layout in sent.items():
+        _check_layout(name, tuple(stage.nodes[name].meta["val"].shape), layout, mesh)
 
 
 def check_storage(name: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, trainable: bool) -> None:

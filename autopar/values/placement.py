@@ -144,12 +144,16 @@ class Layout:
 
 
 def _nesting(axes: tuple[Placement, ...], order: tuple[int, ...]) -> dict[int, list[int]]:
+    """Raises ValueError unless the order names each axis that shards, once, and no other."""
+    if sorted(order) != [axis for axis, placement in enumerate(axes) if isinstance(placement, Shard)]:
+        raise ValueError(
+            f"the nesting order {order} of {', '.join(map(str, axes))} does not name each sharding axis once"
+        )
     nested: dict[int, list[int]] = {}
     for axis in order:
         placement = axes[axis]
-        assert isinstance(placement, Shard), f"axis {axis} of {axes} is in the nesting order but does not shard"
+        assert isinstance(placement, Shard)
         nested.setdefault(placement.dim, []).append(axis)
-    assert sum(map(len, nested.values())) == sum(isinstance(p, Shard) for p in axes), "nesting order misses an axis"
     return nested
 
 
