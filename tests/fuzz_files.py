@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar.errors import AutoparError
 
 LIMIT = 10.0
@@ -158,7 +160,32 @@ def report(what: str, tally: Tally) -> None:
     for said, count in tally.answers.most_common():
         print(f"    {count:6} {said}")
     for fault in tally.faults[:20]:
-        print(f"    {fault}")
+        print(f"    {fault}", flush=True)
+
+
+def page(tallies: dict[str, Tally], command: str) -> str:
+    """The results as a page of the manual."""
+    rows = []
+    for name, tally in tallies.items():
+        right = tally.answers["right"]
+        refused = sum(count for said, count in tally.answers.items() if said != "right" and "fault" not in said)
+        counts = (right + refused + len(tally.faults), refused, right, len(tally.faults), f"{tally.slowest:.1f}")
+        rows.append(f"| {name} | {' | '.join(map(str, counts))} |")
+    return "\n".join([
+        "# Files that somebody else wrote",
+        "",
+        f"Written by `{command}` with torch {torch.__version__}.",
+        "",
+        "A mutant is a valid file with one to three changes. It is refused by a typed error, or is right: a plan",
+        "trains as one process does (float64: loss to 1e-10, gradients to 1e-8, bytes as predicted), a cluster is written and",
+        "read again as the same value, specs and manifests say what they said, a config is built or refused. Anything",
+        "else is a fault: an untyped error, another result, something that a file names run, or more than 10 s.",
+        "",
+        "| file | mutants | refused | right | faults | slowest (s) |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ])  # fmt: skip
 
 
 def main() -> None:
@@ -168,13 +195,15 @@ def main() -> None:
     parser.add_argument("format", choices=(*FORMATS, "all"))
     parser.add_argument("--mutants", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", type=Path, help="a page of results, as docs/results/files.md")
     asked = parser.parse_args()
-    faults = 0
+    tallies: dict[str, Tally] = {}
     for name in FORMATS if asked.format == "all" else (asked.format,):
-        *_, tally = fuzz(*FORMATS[name](), asked.mutants, asked.seed)
-        report(f"{name}, seed {asked.seed}", tally)
-        faults += len(tally.faults)
-    sys.exit(1 if faults else 0)
+        *_, tallies[name] = fuzz(*FORMATS[name](), asked.mutants, asked.seed)
+        report(f"{name}, seed {asked.seed}", tallies[name])
+    if asked.write is not None:
+        asked.write.write_text(page(tallies, f"python -m tests.fuzz_files {' '.join(sys.argv[1:])}"))
+    sys.exit(1 if any(tally.faults for tally in tallies.values()) else 0)
 
 
 if __name__ == "__main__":
