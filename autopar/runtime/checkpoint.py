@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from autopar.errors import ArgumentError, RankError
 from autopar.runtime.agreement import compare
 from autopar.runtime.checkpoint_group import checkpoint_group, on_all
-from autopar.runtime.loading import Chosen, choose, restore_data, restore_random, restore_scheduler
+from autopar.runtime.loading import STREAM, Chosen, choose, restore_data, restore_random, restore_scheduler
 from autopar.runtime.manifest import MAX_NUMBER
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.private_torch import local_tensor, stored_like
 from autopar.runtime.run_state import (
     DATA,
     RANDOM,
+    RUN,
     Stateful,
     packed,
     plain,
@@ -43,9 +44,6 @@ from autopar.runtime.trainable import DECORATED, Trainable
 from autopar.values.plan import Plan, one_stage
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-STREAM = ("seed", "num_calls", "num_evaluated")
-"""What says which random numbers come next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,7 @@ def copy_state(
         holds.append("scheduler")
     plan = plan_of(module)
     if rank == 0:
-        files |= {"run.pt": _run(module, optimizer, scheduler), PLAN: plan.to_json().encode()}
+        files |= {RUN: _run(module, optimizer, scheduler), PLAN: plan.to_json().encode()}
     return RunCopy(
         root=root,
         step=step,

@@ -24,7 +24,10 @@ def checkpoint_group() -> Group:
     global _made
     default = dist.group.WORLD
     if _made is None or _made[0] is not default:
-        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+        try:
+            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+        except RuntimeError as error:
+            raise lost("meeting to save or load", error) from error
         _made = default, made
     return _made[1]
 

@@ -23,7 +23,7 @@ _CHUNK_NBYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class NamedFolder:
     """A folder that may be a checkpoint. problem: why it is none, empty if all its files are there with their sizes."""
 
     step: int
@@ -43,16 +43,16 @@ def steps_below(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(name[1]), path) for name, path in named if name), reverse=True)
 
 
-def candidates(root: Path, step: int | None = None) -> list[Candidate]:
+def candidates(root: Path, step: int | None = None) -> list[NamedFolder]:
     """What is named as a checkpoint, newest first; step: of this step alone."""
     found = []
     for number, folder in steps_below(root):
         if step in (None, number):
             try:
                 complete(folder)
-                found.append(Candidate(step=number, folder=folder))
+                found.append(NamedFolder(step=number, folder=folder))
             except CheckpointError as error:
-                found.append(Candidate(step=number, folder=folder, problem=str(error)))
+                found.append(NamedFolder(step=number, folder=folder, problem=str(error)))
     return found
 
 
@@ -151,9 +151,9 @@ def drop_old(root: Path, keep: int) -> list[str]:
     problems: list[str] = []
     for candidate in [c for c in candidates(root) if not c.problem][keep:]:
         try:
-            others = {path.name for path in candidate.folder.iterdir()} - {MANIFEST, *complete(candidate.folder).files}
+            others = _others(candidate.folder)
             if others:
-                problems.append(f"{candidate.folder} stays: {_some(sorted(others))} in it is of somebody else")
+                problems.append(f"{candidate.folder} stays: {_some(others)} is of somebody else")
                 continue
             # Under a hidden name first: a process that dies while deleting leaves no torn checkpoint.
             hidden = root / f".{candidate.folder.name}-{secrets.token_hex(6)}.partial"
@@ -167,6 +167,13 @@ def drop_old(root: Path, keep: int) -> list[str]:
             except OSError as error:
                 problems.append(f"{path} stays: {error}")
     return problems
+
+
+def _others(folder: Path) -> list[str]:
+    """What of a checkpoint's folder its save did not write."""
+    if folder.is_symlink():
+        return ["the link"]
+    return sorted({path.name for path in folder.iterdir()} - {MANIFEST, *complete(folder).files})
 
 
 def discard(partial: Path) -> None:

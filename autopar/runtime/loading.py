@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from autopar.errors import CheckpointError, PlanMismatchError
 from autopar.runtime.checkpoint_group import Group, on_all, on_first
-from autopar.runtime.checkpoint_root import Candidate, candidates, check_contents, complete, steps_below
+from autopar.runtime.checkpoint_root import NamedFolder, candidates, check_contents, complete, steps_below
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.run_state import (
     DATA,
     RANDOM,
+    RUN,
     alike,
     rank_files,
     restore_random_state,
@@ -28,7 +29,8 @@ from autopar.runtime.run_state import (
 )
 from autopar.runtime.trainable import Trainable
 
-OPTIONAL = ("scheduler", DATA)
+STREAM = ("seed", "num_calls", "num_evaluated")
+"""What of a module says which random numbers come next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def _none(root: Path, step: int | None, problems: list[str]) -> str:
     return f"no checkpoint is below {root}; ask autopar.runtime.latest(root) first where there may be none"
 
 
-def _changed(candidate: Candidate, group: Group) -> str:
+def _changed(candidate: NamedFolder, group: Group) -> str:
     """What of a checkpoint is not what was written; each rank reads some of its files."""
 
     def problem() -> str:
@@ -90,12 +92,16 @@ def _changed(candidate: Candidate, group: Group) -> str:
 
 def _chosen(folder: Path, asked: Mapping[str, Any]) -> Chosen:
     manifest = complete(folder)
-    run = unpacked(folder / "run.pt")
+    if RUN not in manifest.files:
+        raise CheckpointError(f"{folder} lists no {RUN}")
+    run = unpacked(folder / RUN)
+    if not all(type(run["stream"][name]) is int for name in STREAM):
+        raise CheckpointError(f"{folder / RUN} has no numbers of {', '.join(STREAM)}")
     missing = sorted(set(asked) - set(manifest.holds))
     if missing:
         raise CheckpointError(
-            f"{folder} holds {', '.join(('the module', *manifest.holds))}, and {', '.join(missing)} is asked for; leave "
-            "it out of load, or give it to save"
+            f"{folder} holds {', '.join(('the module', *manifest.holds))}, and {', '.join(missing)} is asked for; "
+            "leave it out of load, or give it to save"
         )
     for kind, name in run["kinds"].items():
         if kind in asked and type(asked[kind]).__name__ != name:

@@ -22,7 +22,7 @@ from autopar.runtime.manifest import Manifest
 from autopar.runtime.trainable import Trainable
 from autopar.values.placement import local_ranges
 
-RANDOM, DATA = "random", "data"
+RUN, RANDOM, DATA = "run.pt", "random", "data"
 
 
 class Stateful(Protocol):

@@ -30,7 +30,7 @@ from autopar.runtime.run_state import packed
 from autopar.runtime.tensor_index import INDEX, index_from, index_text
 
 
-class Writer(FileSystemWriter):
+class IndexedWriter(FileSystemWriter):
     """Writes the index that is no pickle, too."""
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Writer(FileSystemWriter):
         (self.folder / INDEX).write_text(index_text(metadata), encoding="utf-8")
 
 
-class Reader(FileSystemReader):
+class IndexedReader(FileSystemReader):
     """Reads pieces where an index says that they are."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
@@ -53,7 +53,7 @@ class Reader(FileSystemReader):
         return self.index
 
 
-class Planner(DefaultLoadPlanner):
+class PlainPlanner(DefaultLoadPlanner):
     """Takes values that are no tensors without executing what a file says."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -69,7 +69,7 @@ def write_tensors(state: Mapping[str, Any], folder: Path, group: Group) -> None:
         RankError: if a rank is lost.
     """
     try:
-        state_dict_saver.save(dict(state), storage_writer=Writer(folder), process_group=group)
+        state_dict_saver.save(dict(state), storage_writer=IndexedWriter(folder), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"writing tensors failed on {_reasons(error)}") from error
     except RuntimeError as error:
@@ -97,12 +97,14 @@ def read_tensors(state: dict[str, Any], folder: Path, index: Metadata, group: Gr
         RankError: if a rank is lost.
     """
     try:
-        state_dict_loader.load(state, storage_reader=Reader(folder, index), planner=Planner(), process_group=group)
+        state_dict_loader.load(
+            state, storage_reader=IndexedReader(folder, index), planner=PlainPlanner(), process_group=group
+        )
     except CheckpointException as error:
         if error.args[0] == "plan":
             raise PlanMismatchError(
-                f"{folder} does not hold a checkpoint of this model and optimizer: {_reasons(error)}; load into the "
-                "same model with the same kind of optimizer, or give the root of another run"
+                f"{folder} does not hold a checkpoint of this model and optimizer: {_reasons(error)}; load "
+                "into the same model with the same kind of optimizer, or give the root of another run"
             ) from error
         raise CheckpointError(f"reading {folder} failed on {_reasons(error)}") from error
     except RuntimeError as error:
