@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from autopar.errors import ArgumentError, RankError
 from autopar.runtime.agreement import compare
-from autopar.runtime.checkpoint_group import checkpoint_group, on_all
+from autopar.runtime.checkpoint_group import checkpoint_group, from_all, on_all
 from autopar.runtime.loading import STREAM, Chosen, choose, restore_data, restore_random, restore_scheduler
 from autopar.runtime.manifest import MAX_NUMBER
 from autopar.runtime.optimizers import check_optimizer
@@ -111,7 +111,7 @@ def _alike(what: str, prepare: Callable[[], RunCopy], **asked: Any) -> RunCopy:
         made.append(prepare())
         return {name: str(value) for name, value in asked.items()} | {"holds": str(made[0].holds)}
 
-    differing = compare(dict(enumerate(on_all(what, facts, checkpoint_group()))))
+    differing = compare(dict(enumerate(from_all(what, facts, checkpoint_group()))))
     if differing:
         raise RankError(f"{what}: {differing}")
     return made[0]
@@ -202,7 +202,7 @@ def load(
     chosen = choose(Path(root), step, {name: value for name, value in asked.items() if value is not None}, group)
     index = on_all("reading the index", lambda: read_index(chosen.folder, chosen.manifest.files), group)
     state = _tensors(own, optimizer)
-    read_tensors(state, chosen.folder, index[dist.get_rank()], group)
+    read_tensors(state, chosen.folder, index, group)
     on_all(f"restoring step {chosen.manifest.step}", lambda: _restore(own, optimizer, state, chosen), group)
     return Loaded(step=chosen.manifest.step, folder=chosen.folder)
 

@@ -32,7 +32,14 @@ def checkpoint_group() -> Group:
     return _made[1]
 
 
-def on_all(what: str, call: Callable[[], T], group: Group) -> list[T]:
+def on_all(what: str, call: Callable[[], T], group: Group) -> T:
+    """What `call` returns on this rank, once it has returned on all; raises as `from_all`."""
+    own: list[T] = []
+    from_all(what, lambda: own.append(call()), group)
+    return own[0]
+
+
+def from_all(what: str, call: Callable[[], T], group: Group) -> list[T]:
     """What `call` returns on each rank, by rank.
 
     Raises:
@@ -57,8 +64,8 @@ def on_all(what: str, call: Callable[[], T], group: Group) -> list[T]:
 
 
 def on_first(what: str, call: Callable[[], T], group: Group) -> T:
-    """What `call` returns on rank 0, on every rank; raises as `on_all`."""
-    answers = on_all(what, call if dist.get_rank() == 0 else lambda: None, group)
+    """What `call` returns on rank 0, on every rank; raises as `from_all`."""
+    answers = from_all(what, call if dist.get_rank() == 0 else lambda: None, group)
     first: Any = answers[0]
     return first  # type: ignore[no-any-return]
 

@@ -108,6 +108,15 @@ def check_contents(folder: Path, files: Iterable[tuple[str, StoredFile]]) -> Non
         raise CheckpointError(f"{folder} is not what was written: " + _some(changed))
 
 
+def _is_sound(folder: Path) -> bool:
+    """Whether a folder has the contents that its manifest lists."""
+    try:
+        check_contents(folder, complete(folder).files.items())
+    except CheckpointError:
+        return False
+    return True
+
+
 def stored_file(path: Path) -> StoredFile:
     """What a manifest says of a file."""
     digest, nbytes = hashlib.sha256(), 0
@@ -125,8 +134,8 @@ def begin(root: Path, step: int) -> Path:
         CheckpointError: if there is one of that step or of a later one: the newest is where a run goes on.
         OSError: if no folder can be made.
     """
-    newest = next((c.step for c in candidates(root) if not c.problem), None)
-    if newest is not None and newest >= step:
+    newest = next((c.step for c in candidates(root) if c.step >= step and not c.problem and _is_sound(c.folder)), None)
+    if newest is not None:
         raise CheckpointError(
             f"{root} holds step {newest} and step {step} is to be saved: loading takes the newest, so steps below a "
             "root only grow; save below another root, or move away what is no longer wanted"
@@ -146,10 +155,11 @@ def rename(partial: Path, step: int) -> Path:
     return folder
 
 
-def drop_old(root: Path, keep: int) -> list[str]:
-    """Delete all but the newest `keep` checkpoints, and what saves that never ended have left; what was in the way."""
+def drop_old(root: Path, step: int, keep: int) -> list[str]:
+    """Delete all but `keep` whole checkpoints up to `step`, and what saves that never ended have left; what was in the
+    way."""
     problems: list[str] = []
-    for candidate in [c for c in candidates(root) if not c.problem][keep:]:
+    for candidate in [c for c in candidates(root) if c.step <= step and not c.problem][keep:]:
         try:
             others = _others(candidate.folder)
             if others:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError, PlanMismatchError
-from autopar.runtime.checkpoint_group import Group, on_all, on_first
-from autopar.runtime.checkpoint_root import NamedFolder, candidates, check_contents, complete, steps_below
+from autopar.runtime.checkpoint_group import Group, from_all, on_all, on_first
+from autopar.runtime.checkpoint_root import candidates, check_contents, complete, steps_below
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.run_state import (
     DATA,
@@ -54,13 +54,19 @@ def choose(root: Path, step: int | None, asked: Mapping[str, Any], group: Group)
     Raises:
         CheckpointError: if there is none that is whole, or it lacks what is asked.
     """
+    folder = _whole(root, step, group)
+    return on_all("reading what is asked", lambda: _chosen(folder, asked), group)
+
+
+def _whole(root: Path, step: int | None, group: Group) -> Path:
+    """The newest checkpoint that is what was written."""
     passed_over: list[str] = []
-    for candidate in on_first(f"looking below {root}", lambda: candidates(root, step), group):
-        problem = candidate.problem or _changed(candidate, group)
+    for named in on_first(f"looking below {root}", lambda: candidates(root, step), group):
+        problem = named.problem or _changed(named.folder, group)
         if not problem:
             for text in passed_over:
-                warnings.warn(f"{text}; step {candidate.step} is loaded instead", stacklevel=3)
-            return on_all("reading what is asked", lambda: _chosen(candidate.folder, asked), group)[dist.get_rank()]  # noqa: B023
+                warnings.warn(f"{text}; step {named.step} is loaded instead", stacklevel=4)
+            return named.folder
         passed_over.append(problem)
     raise CheckpointError(_none(root, step, passed_over))
 
@@ -76,18 +82,18 @@ def _none(root: Path, step: int | None, problems: list[str]) -> str:
     return f"no checkpoint is below {root}; ask autopar.runtime.latest(root) first where there may be none"
 
 
-def _changed(candidate: NamedFolder, group: Group) -> str:
+def _changed(folder: Path, group: Group) -> str:
     """What of a checkpoint is not what was written; each rank reads some of its files."""
 
     def problem() -> str:
-        files = sorted(complete(candidate.folder).files.items())
+        files = sorted(complete(folder).files.items())
         try:
-            check_contents(candidate.folder, files[dist.get_rank() :: dist.get_world_size()])
+            check_contents(folder, files[dist.get_rank() :: dist.get_world_size()])
         except CheckpointError as error:
             return str(error)
         return ""
 
-    return "; ".join(filter(None, on_all(f"reading {candidate.folder}", problem, group)))
+    return "; ".join(filter(None, from_all(f"reading {folder}", problem, group)))
 
 
 def _chosen(folder: Path, asked: Mapping[str, Any]) -> Chosen:

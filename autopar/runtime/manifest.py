@@ -52,10 +52,11 @@ class Manifest:
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self), "files": {name: asdict(file) for name, file in self.files.items()}}
         body["holds"] = list(self.holds)
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**body, "checksum": checksum_of(body)}, indent=1, sort_keys=True) + "\n"
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def checksum_of(body: Mapping[str, Any]) -> str:
+    """Of a manifest's other entries."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -77,8 +78,8 @@ def manifest_from(text: str) -> Manifest:
         refuse("holds", holds, "a list of texts")
     texts = {name: text_of(entries[name], name) for name in ("model", "fingerprint", "torch", "autopar")}
     step, world = number_of(entries["step"], "step"), number_of(entries["world"], "world", 1)
-    if checksum != _checksum(entries):
-        refuse("checksum", checksum, f"{_checksum(entries)}, that of the other entries")
+    if checksum != checksum_of(entries):
+        refuse("checksum", checksum, f"{checksum_of(entries)}, that of the other entries")
     return Manifest(step=step, world=world, holds=tuple(holds), files=files, **texts)
 
 
@@ -99,7 +100,7 @@ def json_from(text: str, max_nbytes: int) -> Any:
         CheckpointError: if it is none.
     """
     if len(text) > max_nbytes:
-        refuse("the file", f"{len(text)} characters", f"at most {max_nbytes}")
+        fail("the file", f"{len(text)} characters", f"at most {max_nbytes}")
     try:
         return json.loads(
             text,
@@ -109,7 +110,7 @@ def json_from(text: str, max_nbytes: int) -> Any:
             parse_int=_int,
         )
     except RecursionError:
-        refuse("the file", "values inside values without end", "a manifest of autopar.runtime.save")
+        fail("the file", "values inside values without end", "a manifest of autopar.runtime.save")
     except json.JSONDecodeError as error:
         raise CheckpointError(f"found no JSON ({error}), expected what autopar.runtime.save wrote") from error
 
@@ -118,13 +119,13 @@ def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            refuse(name, "it twice", "each name once")
+            fail(name, "it twice", "each name once")
         found[name] = value
     return found
 
 
 def _no_fraction(text: str) -> NoReturn:
-    refuse("a number", text, "whole numbers")
+    fail("a number", text[:40], "whole numbers")
 
 
 def _int(text: str) -> int:
@@ -137,7 +138,7 @@ def entries_of(value: Any, path: str, names: set[str] | None = None) -> dict[str
         refuse(path, value, "an object")
     if names is not None and set(value) != names:
         missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
-        refuse(path, f"an object without {missing}, with unknown {unknown}", f"the keys {sorted(names)}")
+        fail(path, f"an object without {missing}, with unknown {unknown}", f"the keys {sorted(names)}")
     return dict(value)
 
 
@@ -163,6 +164,10 @@ def list_of(value: Any, path: str) -> list[Any]:
     return value
 
 
-def refuse(path: str, found: Any, expected: str) -> NoReturn:
-    shown = repr(found)
-    raise CheckpointError(f"{path}: found {shown if len(shown) < 200 else shown[:200] + '...'}, expected {expected}")
+def refuse(path: str, value: Any, expected: str) -> NoReturn:
+    shown = repr(value)
+    fail(path, shown if len(shown) < 200 else shown[:200] + "...", expected)
+
+
+def fail(path: str, found: str, expected: str) -> NoReturn:
+    raise CheckpointError(f"{path}: found {found}, expected {expected}")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from autopar.errors import CheckpointError
 from autopar.runtime import checkpoint_root
-from autopar.runtime.checkpoint_group import Group, on_all, on_first
+from autopar.runtime.checkpoint_group import Group, from_all, on_all, on_first
 from autopar.runtime.manifest import MANIFEST, Manifest, StoredFile
 from autopar.runtime.torch_checkpoint import write_tensors
 from autopar.values.whole_file import write_whole
@@ -86,7 +86,7 @@ def _write_own(run: RunCopy, partial: Path) -> None:
 def report_files(run: RunCopy, partial: Path, group: Group) -> dict[str, StoredFile]:
     """Have this rank's files on disk; sizes and checksums of those of all ranks, by name."""
     found: dict[str, StoredFile] = {}
-    for own in on_all(f"checking step {run.step}", lambda: _report_own(run, partial), group):
+    for own in from_all(f"checking step {run.step}", lambda: _report_own(run, partial), group):
         found |= own
     return found
 
@@ -138,7 +138,10 @@ def rename(run: RunCopy, partial: Path, group: Group) -> Path:
 
 def drop_old(run: RunCopy, group: Group) -> None:
     """On rank 0; what cannot be deleted is a warning, for the new checkpoint is there."""
-    for problem in on_first("deleting old checkpoints", lambda: checkpoint_root.drop_old(run.root, run.keep), group):
+    problems = on_first(
+        "deleting old checkpoints", lambda: checkpoint_root.drop_old(run.root, run.step, run.keep), group
+    )
+    for problem in problems:
         warnings.warn(problem, stacklevel=2)
 
 

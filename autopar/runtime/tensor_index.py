@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from autopar.runtime.manifest import (
     StoredFile,
     entries_of,
+    fail,
     json_from,
     list_of,
     number_of,
@@ -73,7 +74,7 @@ def index_from(text: str, files: Mapping[str, StoredFile]) -> Metadata:
         places[MetadataIndex(name)] = _place_from(entries_of(value, name, {"file", "start", "nbytes"}), name, files)
     for name, value in entries_of(entries["tensors"], "tensors").items():
         if name in stored:
-            refuse(name, "a tensor and a value", "one of them")
+            fail(name, "a tensor and a value", "one of them")
         stored[name] = _tensor(name, entries_of(value, name, {"dtype", "shape", "pieces"}), places, files)
     return Metadata(state_dict_metadata=stored, storage_data=places)
 
@@ -90,23 +91,23 @@ def _tensor(
         offsets, sizes = numbers_of(piece["offsets"], name), numbers_of(piece["shape"], name)
         ranks = {len(shape), len(offsets), len(sizes)}
         if len(ranks) > 1 or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
-            refuse(name, f"a piece {sizes} at {offsets}", f"one inside {shape}")
+            fail(name, f"a piece {sizes} at {offsets}", f"one inside {shape}")
         index = MetadataIndex(name, offsets)
         if index in places:
-            refuse(name, f"two pieces at {offsets}", "one")
+            fail(name, f"two pieces at {offsets}", "one")
         places[index] = _place_from(piece, name, files)
         chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
         count += prod(sizes)
     if count != prod(shape):
-        refuse(name, f"pieces of {count} elements", f"{prod(shape)}, for its shape is {shape}")
+        fail(name, f"pieces of {count} elements", f"{prod(shape)}, for its shape is {shape}")
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=chunks)
 
 
 def _place_from(entries: dict[str, Any], name: str, files: Mapping[str, StoredFile]) -> Any:
     file = text_of(entries["file"], name)
     if file not in files:
-        refuse(name, f"a piece in {file}", "one of the files of the manifest")
+        fail(name, f"a piece in {file}", "one of the files of the manifest")
     start, nbytes = number_of(entries["start"], name), number_of(entries["nbytes"], name)
     if start + nbytes > files[file].nbytes:
-        refuse(name, f"a piece that ends at {start + nbytes} of {file}", f"one within {files[file].nbytes} bytes")
+        fail(name, f"a piece that ends at {start + nbytes} of {file}", f"one within {files[file].nbytes} bytes")
     return stored_at(file, start, nbytes)
