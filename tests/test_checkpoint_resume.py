@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autopar
 import tests.runtime_cases as cases
 from autopar.errors import CheckpointError, PlanMismatchError
 from autopar.runtime import finish_saving, init, latest, load, save
@@ -130,3 +131,49 @@ def asked_wrongly(plan: StagePlan, root: str) -> None:
 
 def test_what_a_checkpoint_does_not_hold_is_said(tmp_path: Path) -> None:
     ranks(2).run(asked_wrongly, cases.data_parallel((2,)), str(tmp_path))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.2, self.training)
+        return x.square().mean()
+
+
+def decorated(options: dict[str, Any], root: str) -> None:
+    """A decorated model, in stages or whole, saved beside training: what is loaded goes on alike."""
+
+    def begin(seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = autopar.auto_parallel(Small(), cluster="2xcpu", global_batch=8, **options)
+        model.distribute(torch.ones(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def train(model: Any, optimizer: Any, scheduler: Any) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(float(model.train_step(torch.ones(8, 8))))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return losses
+
+    model, optimizer, scheduler = begin(1)
+    train(model, optimizer, scheduler)
+    save(model, optimizer, root, step=2, scheduler=scheduler, asynchronous=True)
+    wanted = train(model, optimizer, scheduler)
+    other, optimizer, scheduler = begin(2)
+    load(other, optimizer, root, scheduler=scheduler)
+    assert train(other, optimizer, scheduler) == wanted
+    for name, value in other.named_parameters():
+        assert torch.equal(cases.whole(value), cases.whole(model.get_parameter(name)))
+
+
+@pytest.mark.parametrize("baseline", ["fsdp", "ddp:pp=2,mbs=4"])
+def test_decorated_models_whole_or_in_stages(baseline: str, tmp_path: Path) -> None:
+    ranks(2).run(decorated, {"baseline": baseline}, str(tmp_path))

@@ -1,6 +1,8 @@
 """A checkpoint is there whole or not at all, whatever fails on whichever rank; then all ranks raise the same."""
 
+import io
 import json
+import pickle
 import resource
 import signal
 import threading
@@ -134,7 +136,7 @@ def kept(root: str) -> None:
         save(run.module, run.optimizer, root, step=5, keep=1)
     dist.barrier()
     assert {path.name for path in Path(root).iterdir()} == {*others, "step-00000003", "step-00000005"}
-    with pytest.raises(RankError, match="ranks differ in step: 6 on ranks.*, 7 on ranks"):
+    with pytest.raises(RankError, match=r"ranks differ in step: 6 on ranks.*, 7 on ranks"):
         save(run.module, run.optimizer, root, step=6 + dist.get_rank())
 
 
@@ -217,7 +219,7 @@ def refused(root: str, place: str) -> None:
     if place == ".metadata":
         load(run.module, run.optimizer, root, **run.kept)
     else:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match=r"(?i)weights.only"):
             load(run.module, run.optimizer, root, **run.kept)
 
 
@@ -227,28 +229,29 @@ def one(root: str) -> None:
     save(run.module, run.optimizer, root, step=1, **run.kept)
 
 
-def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
-    """By somebody who can also make the manifest right."""
-    for place in (".metadata", "run.pt", "random-00000.pt", "data-00000.pt", "value", "tensor"):
-        root = tmp_path / place
-        ranks(2).run(one, str(root))
-        folder, done = root / "step-00000001", tmp_path / "done"
-        if place in ("value", "tensor"):
-            index = json.loads((folder / "tensors.json").read_text())
-            values = {
-                **index["values"],
-                **{name: piece for name, t in index["tensors"].items() for piece in t["pieces"][:1]},
-            }
-            name = next(n for n in values if n.endswith(".lr") or (place == "tensor" and n.startswith("model.")))
-            file = folder / values[name]["file"]
-            data = file.read_bytes()
-            torch.save(Boom(done), folder / "x")
-            values[name] |= {"start": len(data), "nbytes": (folder / "x").stat().st_size}
-            file.write_bytes(data + (folder / "x").read_bytes())
-            (folder / "x").unlink()
-            (folder / "tensors.json").write_text(json.dumps(index))
-        else:
-            torch.save(Boom(done), folder / place)
-        reseal(folder)
-        ranks(2).run(refused, str(root), place)
-        assert not done.exists(), place
+def poison(folder: Path, place: str, boom: bytes) -> None:
+    """Put that pickle where a value or tensor of torch's files is, or in place of a file."""
+    if place not in ("value", "tensor"):
+        (folder / place).write_bytes(boom)
+        return
+    index = json.loads((folder / "tensors.json").read_text())
+    name = next(name for name in index["values"] if name.endswith(".lr"))
+    piece = index["values"][name] if place == "value" else index["tensors"]["model.frozen"]["pieces"][0]
+    data = (folder / piece["file"]).read_bytes()
+    piece |= {"start": len(data), "nbytes": len(boom)}
+    (folder / piece["file"]).write_bytes(data + boom)
+    (folder / "tensors.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("place", [".metadata", "run.pt", "random-00000.pt", "data-00000.pt", "value", "tensor"])
+def test_nothing_in_a_checkpoint_is_executed(place: str, tmp_path: Path) -> None:
+    """Written by somebody who makes the manifest right, too."""
+    root, done, written = tmp_path / "root", tmp_path / "done", io.BytesIO()
+    ranks(2).run(one, str(root))
+    torch.save(Boom(done), written)
+    poison(root / "step-00000001", place, pickle.dumps(Boom(done)) if place == ".metadata" else written.getvalue())
+    reseal(root / "step-00000001")
+    ranks(2).run(refused, str(root), place)
+    assert not done.exists()
+    torch.load(io.BytesIO(written.getvalue()), weights_only=False)
+    assert done.exists(), "what would have been executed"

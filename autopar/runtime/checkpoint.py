@@ -89,7 +89,7 @@ def save(
     def prepare() -> RunCopy:
         return copy_state(own, optimizer, Path(root), step, scheduler, data, keep, asynchronous)
 
-    run = _alike(f"copying step {step}", prepare, step=step, keep=keep, asynchronous=asynchronous)
+    run = _alike(f"copying step {step}", prepare)
     if asynchronous:
         write_beside(run, group)
     else:
@@ -103,13 +103,13 @@ def _check(step: int, keep: int) -> None:
         raise ArgumentError(f"keep={keep!r}: give how many checkpoints are to stay, at least 1")
 
 
-def _alike(what: str, prepare: Callable[[], RunCopy], **asked: Any) -> RunCopy:
+def _alike(what: str, prepare: Callable[[], RunCopy]) -> RunCopy:
     """This rank's copy, once all ranks have one and ask for the same."""
     made: list[RunCopy] = []
 
-    def facts() -> dict[str, str]:
+    def facts() -> Mapping[str, str]:
         made.append(prepare())
-        return {name: str(value) for name, value in asked.items()} | {"holds": str(made[0].holds)}
+        return made[0].alike
 
     differing = compare(dict(enumerate(from_all(what, facts, checkpoint_group()))))
     if differing:
@@ -137,9 +137,12 @@ def copy_state(
         files[rank_file(DATA, rank)] = packed(data.state_dict(), "data.state_dict()")
     if scheduler is not None:
         holds.append("scheduler")
+    rates = None if scheduler is None else plain(scheduler.state_dict(), "scheduler.state_dict()")
     plan = plan_of(module)
     if rank == 0:
-        files |= {RUN: _run(module, optimizer, scheduler), PLAN: plan.to_json().encode()}
+        kinds = {"optimizer": optimizer, "scheduler": scheduler}
+        files |= {RUN: _run(module, kinds, rates), PLAN: plan.to_json().encode()}
+    alike = {"step": step, "keep": keep, "asynchronous": asynchronous, "holds": holds, "scheduler": rates}
     return RunCopy(
         root=root,
         step=step,
@@ -147,18 +150,18 @@ def copy_state(
         model=plan.model,
         fingerprint=plan.fingerprint,
         holds=tuple(holds),
+        alike={name: str(value) for name, value in alike.items()},
         tensors=_copied(tensors, "state", apart=asynchronous),
         files=files,
     )
 
 
-def _run(module: Trainable, optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None) -> bytes:
-    kinds = {"optimizer": optimizer, "scheduler": scheduler}
+def _run(module: Trainable, kinds: Mapping[str, Any], rates: Any) -> bytes:
     run = {
         "stream": {name: getattr(module, name) for name in STREAM},
         "slices": slices_of_ranks(module),
         "kinds": {name: type(value).__name__ for name, value in kinds.items() if value is not None},
-        "scheduler": None if scheduler is None else plain(scheduler.state_dict(), "scheduler.state_dict()"),
+        "scheduler": rates,
     }
     return packed(run, "run")
 

@@ -121,7 +121,14 @@ def _chosen(folder: Path, asked: Mapping[str, Any]) -> Chosen:
 def restore_scheduler(chosen: Chosen) -> None:
     scheduler = chosen.asked.get("scheduler")
     if scheduler is not None:
-        scheduler.load_state_dict(chosen.run["scheduler"])
+        rates = chosen.run["scheduler"]
+        groups, before = len(chosen.asked["optimizer"].param_groups), len(rates.get("base_lrs", ()))
+        if "base_lrs" in rates and before != groups:
+            raise PlanMismatchError(
+                f"{chosen.folder} has learning rates of {before} groups of parameters, the optimizer has {groups}; "
+                "give every rank the same groups"
+            )
+        scheduler.load_state_dict(rates)
     _say_left("scheduler", chosen)
 
 

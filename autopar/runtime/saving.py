@@ -29,6 +29,7 @@ from autopar.runtime import checkpoint_root
 from autopar.runtime.checkpoint_group import Group, from_all, on_all, on_first
 from autopar.runtime.manifest import MANIFEST, Manifest, StoredFile
 from autopar.runtime.torch_checkpoint import write_tensors
+from autopar.values.group_lock import GROUP_LOCK
 from autopar.values.whole_file import write_whole
 
 PLAN = "plan.json"
@@ -39,12 +40,14 @@ class RunCopy:
     """What this rank writes of a run.
 
     tensors: nested state that torch writes. files: contents of the rank's own files, by name.
+    alike: what all ranks are to ask for alike.
     model, fingerprint: of the plan. holds: what can be loaded besides the module. keep: how many checkpoints stay.
     """
 
     root: Path
     step: int
     keep: int
+    alike: Mapping[str, str]
     model: str
     fingerprint: str
     holds: tuple[str, ...]
@@ -166,7 +169,8 @@ def write_beside(run: RunCopy, group: Group) -> None:
 
 def _write(run: RunCopy, group: Group) -> None:
     try:
-        write_checkpoint(run, group)
+        with GROUP_LOCK:
+            write_checkpoint(run, group)
     except BaseException as error:
         _beside.error = error
 
