@@ -237,9 +237,10 @@ def poison(folder: Path, place: str, boom: bytes) -> None:
     index = json.loads((folder / "tensors.json").read_text())
     name = next(name for name in index["values"] if name.endswith(".lr"))
     piece = index["values"][name] if place == "value" else index["tensors"]["model.frozen"]["pieces"][0]
-    data = (folder / piece["file"]).read_bytes()
-    piece |= {"start": len(data), "nbytes": len(boom)}
-    (folder / piece["file"]).write_bytes(data + boom)
+    at = piece.get("at", piece)
+    data = (folder / at["file"]).read_bytes()
+    at |= {"start": len(data), "nbytes": len(boom)}
+    (folder / at["file"]).write_bytes(data + boom)
     (folder / "tensors.json").write_text(json.dumps(index))
 
 

@@ -24,7 +24,7 @@ from autopar.errors import ArgumentError, RankError
 from autopar.runtime.agreement import compare
 from autopar.runtime.checkpoint_group import checkpoint_group, from_all, on_all
 from autopar.runtime.loading import STREAM, Chosen, choose, restore_data, restore_random, restore_scheduler
-from autopar.runtime.manifest import MAX_NUMBER
+from autopar.runtime.manifest import MAX_STEP
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.private_torch import local_tensor, stored_like
 from autopar.runtime.run_state import (
@@ -97,7 +97,7 @@ def save(
 
 
 def _check(step: int, keep: int) -> None:
-    if type(step) is not int or not 0 <= step <= MAX_NUMBER:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise ArgumentError(f"step={step!r}: give the number of steps trained so far, from 0 on")
     if type(keep) is not int or keep < 1:
         raise ArgumentError(f"keep={keep!r}: give how many checkpoints are to stay, at least 1")

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import CheckpointError
-from autopar.runtime.manifest import MANIFEST, MAX_NBYTES, Manifest, StoredFile, manifest_from
+from autopar.runtime.manifest import MANIFEST, REMEDY, Manifest, StoredFile, manifest_from
+from autopar.values.schema import file_text
 
 _COMPLETE = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-\d{8,18}-[0-9a-f]{12}\.partial")
@@ -79,16 +80,12 @@ def complete(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError if there is none, or it is of another step than the folder's name says."""
     path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: saving it never ended, or it is no checkpoint")
     try:
-        if path.stat().st_size > MAX_NBYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any manifest ({MAX_NBYTES})")
-        manifest = manifest_from(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: saving it never ended, or it is no checkpoint") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        manifest = manifest_from(file_text(path, CheckpointError, REMEDY))
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{folder}: {error}") from error
     name = _COMPLETE.fullmatch(folder.name)
     if name and int(name[1]) != manifest.step:
         raise CheckpointError(

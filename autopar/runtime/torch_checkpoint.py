@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from autopar.errors import CheckpointError, PlanMismatchError
 from autopar.runtime.checkpoint_group import Group, lost
-from autopar.runtime.manifest import StoredFile
+from autopar.runtime.manifest import REMEDY, StoredFile
 from autopar.runtime.run_state import packed
 from autopar.runtime.tensor_index import INDEX, index_from, index_text
+from autopar.values.schema import MAX_NBYTES, file_text
 
 
 class IndexedWriter(FileSystemWriter):
@@ -39,7 +40,10 @@ class IndexedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        (self.folder / INDEX).write_text(index_text(metadata), encoding="utf-8")
+        text = index_text(metadata)
+        if len(text) > MAX_NBYTES:
+            raise CheckpointError(f"{INDEX} would have {len(text)} bytes, more than the {MAX_NBYTES} that are read")
+        (self.folder / INDEX).write_text(text, encoding="utf-8")
 
 
 class IndexedReader(FileSystemReader):
@@ -81,11 +85,9 @@ def read_index(folder: Path, files: Mapping[str, StoredFile]) -> Metadata:
     if INDEX not in files:
         raise CheckpointError(f"{folder} lists no {INDEX}")
     try:
-        return index_from((folder / INDEX).read_text(encoding="utf-8"), files)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from error
+        return index_from(file_text(folder / INDEX, CheckpointError, REMEDY), files)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / INDEX}: {error}") from error
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def read_tensors(state: dict[str, Any], folder: Path, index: Metadata, group: Group) -> None:
