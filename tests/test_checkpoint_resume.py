@@ -123,7 +123,7 @@ def asked_wrongly(plan: StagePlan, root: str) -> None:
         load(run.module, run.optimizer, root, step=7)
     with pytest.raises(CheckpointError, match="holds step 1 and step 1 is to be saved"):
         save(run.module, run.optimizer, root, step=1)
-    run.scheduler.base_lrs = [object()]
+    run.scheduler.__dict__["base_lrs"] = [object()]
     with pytest.raises(CheckpointError, match=r"scheduler.state_dict\(\)\['base_lrs'\]\[0\] is a builtins.object"):
         save(run.module, run.optimizer, root, step=2, scheduler=run.scheduler)
     assert latest(root) == 1

@@ -163,13 +163,15 @@ _beside = _Beside()
 def write_beside(run: RunCopy, group: Group) -> None:
     """Write a checkpoint in a thread; `finish_saving` waits for it."""
     _beside.step, _beside.error = run.step, None
-    _beside.thread = threading.Thread(target=_write, args=(run, group), name=f"autopar-save-{run.step}")
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    _beside.thread = threading.Thread(target=_write, args=(run, group, gpu), name=f"autopar-save-{run.step}")
     _beside.thread.start()
 
 
-def _write(run: RunCopy, group: Group) -> None:
+def _write(run: RunCopy, group: Group, gpu: int) -> None:
+    """gpu: the process's own, for a new thread has the first; none below 0."""
     try:
-        with GROUP_LOCK:
+        with GROUP_LOCK, torch.cuda.device(gpu):
             write_checkpoint(run, group)
     except BaseException as error:
         _beside.error = error
