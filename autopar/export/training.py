@@ -73,7 +73,9 @@ def main() -> None:
     module = load_exported(HERE, {code}, initial)
     optimizer = {optimizer}
     done = 0
-    if given.resume and latest(given.checkpoint) is not None:
+    if given.checkpoint and latest(given.checkpoint) is not None:
+        if not given.resume:
+            raise SystemExit(f"{{given.checkpoint}} holds a run already; add --resume to go on with it, or give another folder")
         done = load(module, optimizer, given.checkpoint).step
     for step, batch in enumerate(batches(), start=1):
         if step <= done:  # a loader with state_dict() is better: save(..., data=loader), load(..., data=loader)
