@@ -75,7 +75,7 @@ def main() -> None:
     done = 0
     if given.checkpoint and latest(given.checkpoint) is not None:
         if not given.resume:
-            raise SystemExit(f"{{given.checkpoint}} holds a run already; add --resume to go on with it, or give another folder")
+            raise SystemExit(f"{{given.checkpoint}} holds a run; add --resume to go on with it, or give another folder")
         done = load(module, optimizer, given.checkpoint).step
     for step, batch in enumerate(batches(), start=1):
         if step <= done:  # a loader with state_dict() is better: save(..., data=loader), load(..., data=loader)

@@ -73,10 +73,9 @@ def manifest_from(text: str) -> Manifest:
     Raises:
         CheckpointError: if the text is anything else.
     """
-    body = json_value(text, CheckpointError, REMEDY)
-    found = checked(Manifest, body, MANIFEST, CheckpointError, REMEDY)
+    found = checked(Manifest, json_value(text, CheckpointError, REMEDY), MANIFEST, CheckpointError, REMEDY)
     if MANIFEST in found.files:
         raise CheckpointError(f"{MANIFEST}: files: it lists itself; {REMEDY}")
-    if found.checksum != checksum_of(body):
+    if found.checksum != checksum_of(asdict(found)):
         raise CheckpointError(f"{MANIFEST}: checksum: it is not that of the other entries; {REMEDY}")
     return found

@@ -163,7 +163,7 @@ _beside = _Beside()
 def write_beside(run: RunCopy, group: Group) -> None:
     """Write a checkpoint in a thread; `finish_saving` waits for it."""
     _beside.step, _beside.error = run.step, None
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
     _beside.thread = threading.Thread(target=_write, args=(run, group, gpu), name=f"autopar-save-{run.step}")
     _beside.thread.start()
 
