@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import autopar
 import tests.runtime_cases as cases
-from autopar.errors import CheckpointError, PlanMismatchError
+from autopar.errors import ArgumentError, CheckpointError, PlanMismatchError
 from autopar.runtime import finish_saving, init, latest, load, save
 from autopar.values.stage_plan import StagePlan
 from tests.checkpoint_cases import Run
@@ -119,6 +119,8 @@ def asked_wrongly(plan: StagePlan, root: str) -> None:
         load(run.module, run.optimizer, root, scheduler=step)
     with pytest.raises(PlanMismatchError, match="optimizer AdamW, and a SGD"):
         load(run.module, torch.optim.SGD(run.module.parameters(), lr=0.1), root)
+    with pytest.raises(ArgumentError, match="without its optimizer"):
+        load(run.module, None, root, scheduler=run.scheduler)
     with pytest.raises(CheckpointError, match=r"no step 7 is below .*; there are 1"):
         load(run.module, run.optimizer, root, step=7)
     with pytest.raises(CheckpointError, match="holds step 1 and step 1 is to be saved"):

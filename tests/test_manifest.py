@@ -40,6 +40,7 @@ def changed(**entries: Any) -> str:
         (changed(step="120"), "step: expected a valid integer, found '120'"),
         (changed(format=2), "format: expected 1, found 2"),
         (changed(more=1), "more: unknown key"),
+        (changed(world=8), "8 ranks wrote 7 files"),
         (changed(world=0), "world: expected greater than or equal to 1"),
         *((changed(files={name: FILE}), "should match pattern") for name in ("../x", "/x", "a\\b", "..", "", "a\nb")),
         (changed(files={"manifest.json": FILE}), "lists itself"),

@@ -83,6 +83,7 @@ def save(
     """
     own = distributed_in(module)
     _check(step, keep)
+    _check_scheduler(optimizer, scheduler)
     finish_saving()
     group = checkpoint_group()
 
@@ -101,6 +102,11 @@ def _check(step: int, keep: int) -> None:
         raise ArgumentError(f"step={step!r}: give the number of steps trained so far, from 0 on")
     if type(keep) is not int or keep < 1:
         raise ArgumentError(f"keep={keep!r}: give how many checkpoints are to stay, at least 1")
+
+
+def _check_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Stateful | None) -> None:
+    if scheduler is not None and optimizer is None:
+        raise ArgumentError("a scheduler is given without its optimizer; give both, or neither")
 
 
 def _alike(what: str, prepare: Callable[[], RunCopy]) -> RunCopy:
@@ -199,6 +205,7 @@ def load(
         RankError: if a rank died or did not come within the collective timeout.
     """
     own = distributed_in(module)
+    _check_scheduler(optimizer, scheduler)
     finish_saving()
     group = checkpoint_group()
     asked = {"optimizer": optimizer, "scheduler": scheduler, DATA: data}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopar.errors import CheckpointError, PlanMismatchError
 from autopar.runtime.checkpoint_group import Group, from_all, on_all, on_first
-from autopar.runtime.checkpoint_root import candidates, check_contents, complete, steps_below
+from autopar.runtime.checkpoint_root import candidates, check_contents, read_manifest, steps_below
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.run_state import (
     DATA,
@@ -86,7 +86,7 @@ def _changed(folder: Path, group: Group) -> str:
     """What of a checkpoint is not what was written; each rank reads some of its files."""
 
     def problem() -> str:
-        files = sorted(complete(folder).files.items())
+        files = sorted(read_manifest(folder).files.items())
         try:
             check_contents(folder, files[dist.get_rank() :: dist.get_world_size()])
         except CheckpointError as error:
@@ -97,7 +97,7 @@ def _changed(folder: Path, group: Group) -> str:
 
 
 def _chosen(folder: Path, asked: Mapping[str, Any]) -> Chosen:
-    manifest = complete(folder)
+    manifest = read_manifest(folder)
     if RUN not in manifest.files:
         raise CheckpointError(f"{folder} lists no {RUN}")
     run = unpacked(folder / RUN)

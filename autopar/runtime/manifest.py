@@ -76,6 +76,8 @@ def manifest_from(text: str) -> Manifest:
     found = checked(Manifest, json_value(text, CheckpointError, REMEDY), MANIFEST, CheckpointError, REMEDY)
     if MANIFEST in found.files:
         raise CheckpointError(f"{MANIFEST}: files: it lists itself; {REMEDY}")
+    if found.world > len(found.files):
+        raise CheckpointError(f"{MANIFEST}: world: {found.world} ranks wrote {len(found.files)} files; {REMEDY}")
     if found.checksum != checksum_of(asdict(found)):
         raise CheckpointError(f"{MANIFEST}: checksum: it is not that of the other entries; {REMEDY}")
     return found
