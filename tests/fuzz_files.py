@@ -1,6 +1,6 @@
 """What do files do that somebody else wrote? Mutants of a file are read, and what is read must be right.
 
-    python -m tests.fuzz_files plan --mutants 5000 --seed 0        or staged, cluster, specs, manifest, sealed, index
+    python -m tests.fuzz_files plan --mutants 5000 --seed 0        or staged, cluster, specs, config, manifest, ...
 
 A mutant is a valid file in which one to three things are changed by `mutant`: a value of another type, number or size,
 a word of another place of the file, something doubled, taken out or moved, bytes cut off or overwritten. Each is
