@@ -89,5 +89,9 @@ class RankError(AutoparError, RuntimeError):
     """Ranks that disagree, or a rank that died."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint that could not be written, or a folder that holds no whole one."""
+
+
 class PassError(AssertionError):
     """An invariant of a rewritten graph is broken: our fault, never the user's."""

@@ -41,6 +41,7 @@ from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.plan import Plan, one_stage
 from autopar.values.specs_file import load_specs
+from tests.fuzzed_checkpoints import index, manifest, sealed_manifest
 from tests.plans_in_threads import Reference, errors_of, one_process
 from tests.stages_in_threads import staged_error_of
 
@@ -234,4 +235,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "cluster": cluster,
     "specs": specs,
     "config": config,
+    "manifest": manifest,
+    "sealed": sealed_manifest,
+    "index": index,
 }

@@ -121,7 +121,7 @@ def used(folder: str) -> None:
             parameter.mul_(2)
         torch.testing.assert_close(model(inputs(5)["x"]), eager(inputs(5)["x"]))
     torch.save(model.state_dict(), f"{folder}/{torch.distributed.get_rank()}.pt")
-    save(model, None, f"{folder}/checkpoint")
+    save(model, None, f"{folder}/checkpoint", step=0)
     load(average, None, f"{folder}/checkpoint")
     for name, parameter in average.named_parameters():
         torch.testing.assert_close(whole(parameter), eager.get_parameter(name).detach())

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from autopar.ops.random import Draws, use_draws
 from autopar.ops.regather import regathering
 from autopar.oracle.reference import buffers_of, parameters_of
 from autopar.runtime.exported import load_exported
+from autopar.runtime.loading import latest
 from autopar.search.known.baselines import make_baseline
 from autopar.search.known.random_plan import random_plan, random_recompute
 from autopar.values.calls import Call
@@ -285,16 +287,26 @@ def test_four_processes_run_exported_code_as_the_graph(tmp_path: Path, family: s
 
 
 def test_train_py_runs_from_its_folder(tmp_path: Path) -> None:
-    """As its first line says, with neither transformers nor the model's source at hand."""
+    """As its first lines say, with neither transformers nor the model's source at hand; what was saved goes on."""
     export_of("whisper", tmp_path, (2,))
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "model.py", "specs.json", "state.pt", "train.py"}
     (tmp_path / "transformers.py").write_text("raise ImportError('exported code must not need transformers')")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    command += ["--checkpoint", "saved", "--every", "2"]
     environment = os.environ | {"NUM_STEPS": "3", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
-    assert len(losses) == 3 and all(0 < loss < 20 for loss in losses)
+
+    def printed(*more: str) -> list[str]:
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-9000:]
+        return [line for line in done.stdout.splitlines() if line.startswith("step")]
+
+    lines = printed()
+    assert len(lines) == 3 and all(0 < float(line.split()[-1]) < 20 for line in lines)
+    assert latest(tmp_path / "saved") == 3
+    shutil.rmtree(tmp_path / "saved" / "step-00000003")
+    assert printed("--resume") == lines[2:]
 
 
 def test_an_export_without_specs_says_so(tmp_path: Path) -> None:

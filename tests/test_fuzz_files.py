@@ -10,7 +10,8 @@ from autopar.values.plan_file import load_saved
 from tests.fuzz_files import LIMIT, fuzz
 from tests.fuzzed_formats import FORMATS
 
-MUTANTS = {"plan": 100, "staged": 80, "cluster": 400, "specs": 200, "config": 100}
+MUTANTS = {"plan": 100, "staged": 80, "cluster": 400, "specs": 200, "config": 100, "manifest": 200}
+MUTANTS |= {"sealed": 200, "index": 200}
 """Few of many: `python -m tests.fuzz_files all` draws thousands."""
 
 CASES = Path(__file__).parents[2] / "shared/cases"

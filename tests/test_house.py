@@ -101,6 +101,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch.utils._pytree": ("autopar/values/inputs.py",),
     "torch.distributed.tensor.placement_types._StridedShard": ("autopar/runtime/private_torch.py",),
     "torch.distributed.distributed_c10d._get_default_store": ("autopar/runtime/private_torch.py",),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": ("autopar/runtime/private_torch.py",),
     "torch.autograd.Variable._execution_engine": ("autopar/runtime/private_torch.py",),
     "._local_tensor": ("autopar/runtime/private_torch.py",),
     "._spec": ("autopar/runtime/private_torch.py",),

@@ -129,18 +129,12 @@ def expected(by_step: bool) -> list[float]:
 def run(plan: str, folder: str, by_step: bool, steps: tuple[int, int]) -> list[float]:
     loop = Loop(autopar.distribute(words(), load_plan(plan)), by_step)
     if steps[0]:
-        load(loop.module, loop.optimizer, folder)
-        average = Path(folder).parent / "average"
-        load(loop.average, None, str(average))
-        loop.scheduler.load_state_dict(
-            {**loop.scheduler.state_dict(), "last_epoch": steps[0], "_step_count": steps[0] + 1}
-        )
-        for group in loop.optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + steps[0])
+        assert load(loop.module, loop.optimizer, folder, scheduler=loop.scheduler).step == steps[0]
+        load(loop.average, None, Path(folder).parent / "average")
     loop.train(range(*steps))
     if not steps[0]:
-        save(loop.module, loop.optimizer, folder)
-        save(loop.average, None, str(Path(folder).parent / "average"))
+        save(loop.module, loop.optimizer, folder, step=steps[1], scheduler=loop.scheduler)
+        save(loop.average, None, Path(folder).parent / "average", step=steps[1])
     return loop.seen
 
 

@@ -165,7 +165,7 @@ def saved(text: str, other: str, folder: str) -> None:
     module.train_step(batch(0))
     optimizer.step()
     optimizer.zero_grad()
-    save(module, optimizer, folder)
+    save(module, optimizer, folder, step=1)
     expected = float(module.train_step(batch(1)))
     module = pipelined(plan_from_json(other), sync=False)
     optimizer = adamw(module)

@@ -162,7 +162,7 @@ def resumed(kind: Kind, folder: str) -> tuple[list[float], list[float]]:
     module = module_of(plan_of(kind))
     optimizer = adam(module)
     losses = train(module, optimizer, range(KILLED))
-    save(module, optimizer, folder)
+    save(module, optimizer, folder, step=KILLED)
     losses += train(module, optimizer, range(KILLED, STEPS))
     torch.manual_seed(999)
     module = module_of(plan_of(kind))

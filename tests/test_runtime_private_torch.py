@@ -75,6 +75,10 @@ def test_a_stage_greets_other_ranks_alone() -> None:
     assert [op.group_peer for op in stage._get_init_p2p_neighbors_ops()] == [0, 2]
 
 
+def test_a_piece_of_a_checkpoint_is_where_it_was_put() -> None:
+    assert private_torch.storage_of(private_torch.stored_at("__0_0.distcp", 3, 4)) == ("__0_0.distcp", 3, 4)
+
+
 def test_a_plain_tensor_is_its_own_part_and_stored_as_one_is() -> None:
     x = torch.ones(2)
     assert private_torch.local_tensor(x) is x and private_torch.stored_like(x, torch.zeros(2)) is x

@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from autopar.values.group_lock import GROUP_LOCK
+
 ENVIRONMENT = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 """What torchrun tells a process of its group."""
 
@@ -21,10 +23,10 @@ def as_one_process() -> Iterator[None]:
     """Inside, no process group is initialised, the world size is 1 and the rank 0.
 
     What is replaced is looked up by torch's own functions when they are called, so that names which a model imported
-    (`from torch.distributed import get_rank`) answer alike.
+    (`from torch.distributed import get_rank`) answer alike. A save that runs beside training is waited for.
     """
     told = {name: value for name, value in ENVIRONMENT.items() if name in os.environ}
-    with mock.patch.dict(os.environ, told):
+    with GROUP_LOCK, mock.patch.dict(os.environ, told):
         if not dist.is_available():
             yield
             return

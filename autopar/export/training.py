@@ -20,18 +20,19 @@ OPTIMIZERS |= {name + FUSED: made.removesuffix(")") + ", fused=True)" for name, 
 
 TEMPLATE = '''"""Train {model} on {mesh}:
 
-    torchrun --nproc-per-node {size} train.py
+    torchrun --nproc-per-node {size} train.py --checkpoint runs/first --resume
 
 Written by autopar export, for you to change. Needs torch and autopar.runtime, and the files beside it: the model itself
 is {files}, what each rank holds is in plan.json.
 """
 
+import argparse
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from autopar.runtime import init, load_exported
+from autopar.runtime import finish_saving, init, latest, load, load_exported, save
 
 {imports}
 
@@ -41,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values to start from. To start from a checkpoint: module.load_state_dict(...) below."""
+    """Values to start from. To start from a state dict: module.load_state_dict(...) below."""
     if len(shape) < 2:
         return torch.zeros(shape, dtype=dtype) if name.endswith("bias") else torch.ones(shape, dtype=dtype)
     return torch.randn(shape, dtype=dtype) * 0.02
@@ -54,17 +55,39 @@ def batches():
         yield {batch}
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", help="save below this folder, which all ranks share")
+    parser.add_argument("--every", type=int, default=100, help="steps from one checkpoint to the next")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    given = parser.parse_args()
+    if given.resume and not given.checkpoint:
+        parser.error("--resume needs --checkpoint")
+    return given
+
+
 def main() -> None:
+    given = arguments()
     init()
     torch.manual_seed(0)
     module = load_exported(HERE, {code}, initial)
     optimizer = {optimizer}
+    done = 0
+    if given.checkpoint and latest(given.checkpoint) is not None:
+        if not given.resume:
+            raise SystemExit(f"{{given.checkpoint}} holds a run; add --resume to go on with it, or give another folder")
+        done = load(module, optimizer, given.checkpoint).step
     for step, batch in enumerate(batches(), start=1):
+        if step <= done:  # a loader with state_dict() is better: save(..., data=loader), load(..., data=loader)
+            continue
         loss = {call}
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {{step}}: loss {{loss.item():.6f}}", flush=True)
+        if given.checkpoint and (step % given.every == 0 or step == NUM_STEPS):
+            save(module, optimizer, given.checkpoint, step=step, asynchronous=True)
+    finish_saving()
     dist.destroy_process_group()
 
 

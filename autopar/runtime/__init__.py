@@ -24,20 +24,23 @@ from autopar.ops.grouped_linear import grouped_linear
 from autopar.ops.mean import mean
 from autopar.ops.noise import noise
 from autopar.ops.recompute import again
-from autopar.runtime.checkpoint import load, save
+from autopar.runtime.checkpoint import Loaded, load, save
 from autopar.runtime.data import DistributedBatchSampler, LocalBatch
 from autopar.runtime.distributed import distributed_module
 from autopar.runtime.exported import block, load_exported
 from autopar.runtime.initialize import reset_parameters
 from autopar.runtime.launch import init
+from autopar.runtime.loading import latest
 from autopar.runtime.module import DistributedModule, count_messages
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.pipeline import PipelinedModule
+from autopar.runtime.saving import finish_saving
 from autopar.runtime.trainable import Output
 
 __all__ = [
     "DistributedBatchSampler",
     "DistributedModule",
+    "Loaded",
     "LocalBatch",
     "Output",
     "PipelinedModule",
@@ -62,8 +65,10 @@ __all__ = [
     "drawn",
     "dropout",
     "embedding",
+    "finish_saving",
     "grouped_linear",
     "init",
+    "latest",
     "load",
     "load_exported",
     "local_slice",

@@ -146,6 +146,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Global batch k has the rows `order[k * B : (k + 1) * B]` that one process would take, in an order of
     (seed, epoch) if shuffled; a short last batch is dropped. Ranks that compute on the same rows load the same rows.
+    Its state counts global batches that were taken, so that it goes on under another plan and number of ranks; a loader
+    with workers takes batches ahead of training, and keeps the position itself if it is a stateful one.
 
     Raises:
         BatchError: if the inputs are not all split alike in their first dim, or the dataset has no whole batch.
@@ -154,6 +156,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def __init__(self, dataset: Sized, module: Distributed, *, shuffle: bool = True, seed: int = 0) -> None:
         self.num_samples = len(dataset)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self._taken = self._first = 0
         microbatch, self.start, self.length = _rows(module)
         self.batch, self.microbatch = microbatch * module.plan.microbatches, microbatch
         if self.num_samples < self.batch:
@@ -164,7 +167,26 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Another order for another epoch, the same on every rank."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self._first = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in which epoch the next batch is."""
+        return {"epoch": self.epoch, "taken": self._taken, "seed": self.seed, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Let the next iteration begin where the state says.
+
+        Raises:
+            BatchError: if it counts batches of another size.
+        """
+        if state_dict["batch"] != self.batch:
+            raise BatchError(
+                f"the state counts global batches of {state_dict['batch']} samples, the plan is for {self.batch}; "
+                "begin an epoch anew, or plan for the batch that was trained on"
+            )
+        self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
+        self._taken = self._first = state_dict["taken"]
 
     def __len__(self) -> int:
         return self.num_samples // self.batch
@@ -174,7 +196,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator).tolist()
-        for first in range(0, len(self) * self.batch, self.batch):
+        begin, self._first = self._first, 0
+        for number in range(begin, len(self)):
+            self._taken = number + 1
+            first = number * self.batch
             starts = range(first + self.start, first + self.batch, self.microbatch)
             yield [index for start in starts for index in order[start : start + self.length]]
 

@@ -12,6 +12,8 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
     torch._C._current_autograd_node                    the node of autograd's graph that runs now
     torch._C.DisableTorchFunctionSubclass              reads an attribute of a tensor subclass as a plain tensor's
     torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops     messages that greet neighbouring stages
+    torch.distributed.checkpoint.filesystem._StorageInfo(relative_path, offset, length, transform_descriptors)
+                                                       where in a checkpoint's files a piece of a tensor is
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -99,3 +102,14 @@ class Store(Protocol):
 def default_store() -> Store:
     """The store through which the processes of the default group met."""
     return cast(Store, _get_default_store())
+
+
+def stored_at(file: str, start: int, nbytes: int) -> Any:
+    """Where torch's checkpoints have a piece of a tensor."""
+    return _StorageInfo(file, start, nbytes)
+
+
+def storage_of(stored: Any) -> tuple[str, int, int]:
+    """File, start and number of bytes of such a piece."""
+    assert isinstance(stored, _StorageInfo) and not stored.transform_descriptors
+    return stored.relative_path, stored.offset, stored.length
