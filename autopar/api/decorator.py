@@ -35,7 +35,8 @@ Model = TypeVar("Model")
 DELEGATED = (
     *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict"),
     *("train", "eval", "zero_grad", "requires_grad_", "get_parameter", "get_buffer", "_apply"),
-    *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
 )
 """Methods that are the distributed module's, once there is one."""
 
@@ -47,8 +48,12 @@ METHODS = {
 }
 """Methods that a decorated model gains, and what to use where it has one of that name."""
 
-_MODULE, _ITSELF, _EMPTY, _HOOKS = (f"_autopar_{name}" for name in ("module", "itself", "empty", "hooks"))
+_MODULE, _ITSELF, _EMPTY, _FORM, _TABLES = (
+    f"_autopar_{name}" for name in ("module", "itself", "empty", "form", "tables")
+)
 
+_OWN = (_ITSELF, _EMPTY, _FORM, _TABLES)
+"""What a copy makes anew."""
 
 OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
 """Keywords that the decorator takes: those of `autopar.plan` beside the model and a call."""
@@ -113,11 +118,14 @@ def _equip(cls: Any, settings: Settings) -> None:
         positions = (example_inputs, *args) if args else ()
         return settings.plan(self, call_of(None if args or kwargs else example_inputs, positions, kwargs))
 
-    def distribute_method(self: nn.Module, example_inputs: Any) -> nn.Module:
-        """Become the distributed module now, before the first call (an optimizer needs its parameters)."""
+    def distribute_method(self: nn.Module, example_inputs: Any, *, compare_every: int | None = None) -> nn.Module:
+        """Become the distributed module now, before the first call (an optimizer needs its parameters).
+
+        compare_every: as of `autopar.distribute`.
+        """
         if not _is_launched():
             raise ArgumentError("distribute works in processes that torchrun started; call plan(example_inputs) here")
-        _distribute(self, call_of(example_inputs), settings)
+        _distribute(self, call_of(example_inputs), settings, compare_every)
         return self
 
     def train_step_method(self: nn.Module, batch: Any) -> Tensor:
@@ -127,6 +135,7 @@ def _equip(cls: Any, settings: Settings) -> None:
                 "train_step works in processes that torchrun started; here call the model and loss.backward()"
             )
         module = self.__dict__.get(_MODULE) or _distribute(self, call_of(batch), settings)
+        _follow(self)
         loss: Tensor = module.train_step(batch)  # type: ignore[operator]
         return loss
 
@@ -145,7 +154,7 @@ def _equip(cls: Any, settings: Settings) -> None:
             if not _is_launched() or self.__dict__.get(_ITSELF):  # who captures calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
-        _refuse_hooks(self)
+        _follow(self)
         return module(*args, **kwargs)
 
     def deepcopy_method(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -156,7 +165,7 @@ def _equip(cls: Any, settings: Settings) -> None:
             else:
                 made = cls.__new__(cls)
                 memo[id(self)] = made
-                kept = {name: value for name, value in vars(self).items() if name not in (_ITSELF, _EMPTY)}
+                kept = {name: value for name, value in vars(self).items() if name not in _OWN}
                 made.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
         if module is not None:
             _become(made, copy.deepcopy(module))
@@ -174,6 +183,7 @@ def _equip(cls: Any, settings: Settings) -> None:
     cls.train_step, cls.clip_grad_norm_, cls.__deepcopy__ = train_step_method, clip_method, deepcopy_method
     for name in DELEGATED:
         setattr(cls, name, _delegating(getattr(cls, name), name))
+    cls.__reduce_ex__ = _refusing_pickle(cls.__reduce_ex__)
 
 
 def _become(model: nn.Module, module: Any) -> None:
@@ -185,11 +195,21 @@ def _become(model: nn.Module, module: Any) -> None:
         part._buffers = Buffers(part._buffers, module.flush)
     model.__dict__[_EMPTY] = _emptied(model)
     model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
-    model.__dict__[_HOOKS] = _num_hooks(model)
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = NotWrapped()
     variants = module._variants
-    variants.captor = replace(variants.captor, model=model, original=lambda: _itself(model), is_live=True)
+    variants.captor = replace(
+        variants.captor,
+        model=model,
+        original=lambda: _itself(model),
+        is_live=True,
+        captured_again=lambda: _note_form(model),
+    )
     _hold(model, module)
+    parts = [(nn.Module.get_submodule(model, name), part) for name, part in module.named_modules()]
+    pairs = [(own._parameters, part._parameters) for own, part in parts]
+    pairs += [(own._buffers, part._buffers) for own, part in parts]
+    model.__dict__[_TABLES] = [(table, held, frozenset(table)) for table, held in pairs]
+    _note_form(model)
 
 
 def _hold(model: nn.Module, module: nn.Module) -> None:
@@ -236,17 +256,29 @@ def _itself(model: nn.Module) -> Iterator[Any]:
             model.__dict__[_MODULE] = held
 
 
-def _num_hooks(model: nn.Module) -> int:
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(vars(part)[table]) for part in nn.Module.modules(model) for table in tables)
+def _note_form(model: nn.Module) -> None:
+    """Take what the model consists of for what was captured."""
+    from autopar.runtime.parts import Form
+
+    model.__dict__[_FORM] = Form(model)
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    if _num_hooks(model) > model.__dict__[_HOOKS]:
-        raise ArgumentError(
-            f"a hook was registered on a part of {type(model).__name__} after it was distributed, and would never run: "
-            "what parts compute was captured; register it before, or on the whole model"
-        )
+def _follow(model: nn.Module) -> None:
+    """Let the distributed module have the parameters and buffers that the model's own tree has by now.
+
+    Raises:
+        ArgumentError: if something else of the model was changed.
+    """
+    model.__dict__[_FORM].check()
+    _take_over(model)
+
+
+def _take_over(model: nn.Module) -> None:
+    for table, held, before in model.__dict__[_TABLES]:
+        for leaf in [leaf for leaf, value in dict.items(held) if table.get(leaf) is not value]:
+            held[leaf] = table.get(leaf)
+        for leaf in table.keys() - before - held.keys():  # what was added; other stages' were there before
+            held[leaf] = table.get(leaf)
 
 
 def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -255,6 +287,7 @@ def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         module = self.__dict__.get(_MODULE)
         if module is None:
             return method(self, *args, **kwargs)
+        _take_over(self)
         if name in ("train", "eval"):
             method(self, *args, **kwargs)  # its parts say in which mode they are
         result = getattr(module, name)(*args, **kwargs)
@@ -263,6 +296,15 @@ def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         return self if result is module else result
 
     return delegating
+
+
+def _refusing_pickle(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(reduce)
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        module = self.__dict__.get(_MODULE)
+        return reduce(self, protocol) if module is None else module.__reduce_ex__(protocol)
+
+    return reduced
 
 
 def _is_launched() -> bool:
@@ -277,7 +319,7 @@ def _launched() -> tuple[int, int]:
     return (world // per_node, per_node) if world % per_node == 0 else (1, world)
 
 
-def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
+def _distribute(model: nn.Module, call: Call, settings: Settings, compare_every: int | None = None) -> nn.Module:
     """Plan once, on rank 0, and become the distributed module on every rank.
 
     Raises:
@@ -305,7 +347,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     values = values_of(planned.graph, model)
     planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
     captor = captor_of(planned, model)
-    module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor)
+    module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor, compare_every=compare_every)
     _become(model, module)
     return module
 

@@ -26,7 +26,8 @@ def distributed_module(
     Args:
         captured: the whole model, one micro-batch of it.
         values: whole parameters and buffers by placeholder.
-        exact_random, how: keywords of both modules; beside it sync, bare, seed, captor and outputs.
+        exact_random, how: keywords of both modules; beside it sync, bare, seed, captor, outputs and
+            compare_every.
 
     Raises:
         PlanMismatchError: if the plan is for another model.

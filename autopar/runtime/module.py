@@ -38,11 +38,13 @@ from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
+from autopar.runtime.parts import refuse_uncalled_hooks
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
+from autopar.runtime.whole import as_whole
 from autopar.values.estimate import Estimate
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.inputs import bind_inputs
@@ -71,6 +73,7 @@ class DistributedModule(Trainable):
     exact_random: every rank draws for whole tensors, so that a run equals one process exactly.
     captor: the model, which calls that are not the planned step are captured from; without it there are none.
     outputs: how a call returns what ranks share out: whole, dtensor or local (`runtime.variant`).
+    compare_every: also compare ranks every so many training steps (`runtime.comparison`).
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
@@ -90,8 +93,9 @@ class DistributedModule(Trainable):
         exact_random: bool = False,
         captor: Captor | None = None,
         outputs: str = GATHERED,
+        compare_every: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(compare_every)
         init()
         captured, plan = local.captured, local.plan
         specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)
@@ -104,7 +108,6 @@ class DistributedModule(Trainable):
         self.bare = bare
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
-        self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
         self._accumulators: dict[tuple[bool, str], Accumulator] = {}
@@ -117,6 +120,7 @@ class DistributedModule(Trainable):
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
             self.state.register(self, values, sync)
+        self.lacks(name for spec in empty for name in spec.names)
         self.bind()
         install_check()
         self._take_captor(captor, outputs, self._make_variant)
@@ -160,6 +164,8 @@ class DistributedModule(Trainable):
         asked, variants = Asked(args=args, kwargs=kwargs, is_local=is_local), self._variants
         if self.training:
             self._refuse_gradients_of_parts()
+            if torch.is_grad_enabled():
+                self.compare_ranks(args, kwargs, is_local=is_local)
         if variants is not None:
             returns_loss = self.bare and variants.captor.returns_loss(args, kwargs)
             if not (returns_loss and self._is_planned(asked)):
@@ -179,8 +185,10 @@ class DistributedModule(Trainable):
     def train_step(self, batch: Any) -> Tensor:
         if self._variants is None:
             return super().train_step(batch)
+        refuse_uncalled_hooks(self)
         is_local = isinstance(batch, LocalBatch)
         args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
+        self.compare_ranks(args, kwargs, is_local=is_local)
         asked = Asked(args=args, kwargs=kwargs, is_local=is_local, wants_loss=True)
         self._variants.flush()
         if self._is_planned(asked):
@@ -232,7 +240,9 @@ class DistributedModule(Trainable):
         if accumulation is None:
             self._late.begin()
             (whole,) = self._parts(inputs, is_local=is_local)
-            return self._call(graph, self.state.leaves, whole)[0]
+            loss = self._call(graph, self.state.leaves, whole)[0]
+            self.state.keep_watch([loss])
+            return cast(Tensor, as_whole(loss))
         self._refuse_gradients_of_parts()
         leaves = self.state.leaves
         results = [self._call(graph, leaves, part) for part in self._parts(inputs, is_local=is_local)]
