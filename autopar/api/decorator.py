@@ -12,8 +12,7 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.api.again import captor_of
 from autopar.api.captures import values_of
+from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
 from autopar.api.planning import check_choice, plan
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
@@ -47,13 +47,6 @@ METHODS = {
     "clip_grad_norm_": "autopar.distribute(model, plan).clip_grad_norm_(max_norm)",
 }
 """Methods that a decorated model gains, and what to use where it has one of that name."""
-
-_MODULE, _ITSELF, _EMPTY, _FORM, _TABLES = (
-    f"_autopar_{name}" for name in ("module", "itself", "empty", "form", "tables")
-)
-
-_OWN = (_ITSELF, _EMPTY, _FORM, _TABLES)
-"""What a copy makes anew."""
 
 OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
 """Keywords that the decorator takes: those of `autopar.plan` beside the model and a call."""
@@ -125,7 +118,7 @@ def _equip(cls: Any, settings: Settings) -> None:
         """
         if not _is_launched():
             raise ArgumentError("distribute works in processes that torchrun started; call plan(example_inputs) here")
-        _distribute(self, call_of(example_inputs), settings, compare_every)
+        _distribute(self, call_of(example_inputs), settings).compare_every(compare_every)  # type: ignore[operator]
         return self
 
     def train_step_method(self: nn.Module, batch: Any) -> Tensor:
@@ -134,14 +127,14 @@ def _equip(cls: Any, settings: Settings) -> None:
             raise ArgumentError(
                 "train_step works in processes that torchrun started; here call the model and loss.backward()"
             )
-        module = self.__dict__.get(_MODULE) or _distribute(self, call_of(batch), settings)
-        _follow(self)
+        module = self.__dict__.get(MODULE) or _distribute(self, call_of(batch), settings)
+        follow(self)
         loss: Tensor = module.train_step(batch)  # type: ignore[operator]
         return loss
 
     def clip_method(self: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`; the norm before."""
-        own = getattr(self.__dict__.get(_MODULE), "clip_grad_norm_", None)
+        own = getattr(self.__dict__.get(MODULE), "clip_grad_norm_", None)
         norm: Tensor = own(max_norm) if own is not None else nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return norm
 
@@ -149,31 +142,31 @@ def _equip(cls: Any, settings: Settings) -> None:
 
     @wraps(call)
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__.get(_MODULE)
+        module = self.__dict__.get(MODULE)
         if module is None:
-            if not _is_launched() or self.__dict__.get(_ITSELF):  # who captures calls the model too
+            if not _is_launched() or self.__dict__.get(ITSELF):  # who captures calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
-        _follow(self)
+        follow(self)
         return module(*args, **kwargs)
 
     def deepcopy_method(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A model of its own, distributed if this is; all ranks copy together."""
-        with _itself(self) as module:
+        with itself(self) as module:
             if own_deepcopy is not None:
                 made: nn.Module = own_deepcopy(self, memo)
             else:
                 made = cls.__new__(cls)
                 memo[id(self)] = made
-                kept = {name: value for name, value in vars(self).items() if name not in _OWN}
+                kept = {name: value for name, value in vars(self).items() if name not in OWN}
                 made.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
         if module is not None:
-            _become(made, copy.deepcopy(module))
+            become(made, copy.deepcopy(module))
         return made
 
     def compiled(self: nn.Module) -> Any:
         """What `torch.compile(model)` asks for: of a distributed one the module says what to do instead."""
-        if (module := self.__dict__.get(_MODULE)) is None:
+        if (module := self.__dict__.get(MODULE)) is None:
             raise AttributeError("_initialize_hook")
         return module._initialize_hook
 
@@ -186,113 +179,18 @@ def _equip(cls: Any, settings: Settings) -> None:
     cls.__reduce_ex__ = _refusing_pickle(cls.__reduce_ex__)
 
 
-def _become(model: nn.Module, module: Any) -> None:
-    """Let a model's own tree hold the distributed module's parameters and buffers; those it had lose their values."""
-    from autopar.runtime.parts import Buffers
-    from autopar.runtime.trainable import NotWrapped
-
-    for part in nn.Module.modules(model):
-        part._buffers = Buffers(part._buffers, module.flush)
-    model.__dict__[_EMPTY] = _emptied(model)
-    model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = NotWrapped()
-    variants = module._variants
-    variants.captor = replace(
-        variants.captor,
-        model=model,
-        original=lambda: _itself(model),
-        is_live=True,
-        captured_again=lambda: _note_form(model),
-    )
-    _hold(model, module)
-    parts = [(nn.Module.get_submodule(model, name), part) for name, part in module.named_modules()]
-    pairs = [(own._parameters, part._parameters) for own, part in parts]
-    pairs += [(own._buffers, part._buffers) for own, part in parts]
-    model.__dict__[_TABLES] = [(table, held, frozenset(table)) for table, held in pairs]
-    _note_form(model)
-
-
-def _hold(model: nn.Module, module: nn.Module) -> None:
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        path, _, leaf = name.rpartition(".")
-        owner: Any = nn.Module.get_submodule(model, path)
-        table = owner._parameters if leaf in owner._parameters else owner._buffers
-        table[leaf] = tensor
-
-
-def _emptied(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where parameters and buffers of a model are, and what stands for them when it is captured again: parameters
-    without values, buffers as they were."""
-    known: dict[int, nn.Parameter] = {}
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    for part in nn.Module.modules(model):
-        for name, own in part._parameters.items():
-            if own is not None and id(own) not in known:
-                known[id(own)] = nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad)
-                known[id(own)]._backward_hooks = own._backward_hooks
-            found.append((part._parameters, name, own if own is None else known[id(own)]))
-        found += [(part._buffers, name, own) for name, own in part._buffers.items()]
-    return found
-
-
-@contextmanager
-def _itself(model: nn.Module) -> Iterator[Any]:
-    """Inside, the model is what it was before it was distributed, and its calls distribute nothing; what it is then."""
-    held, empty = model.__dict__.pop(_MODULE, None), model.__dict__.get(_EMPTY, [])
-    model.__dict__[_ITSELF] = model.__dict__.get(_ITSELF, 0) + 1
-    now = [table[name] for table, name, _ in empty]
-    try:
-        for table, name, own in empty:
-            table[name] = own
-        yield held
-    finally:
-        for (table, name, _), own in zip(empty, now, strict=True):
-            table[name] = own
-        model.__dict__[_ITSELF] -= 1
-        if held is not None:
-            model.__dict__[_MODULE] = held
-
-
-def _note_form(model: nn.Module) -> None:
-    """Take what the model consists of for what was captured."""
-    from autopar.runtime.parts import Form
-
-    model.__dict__[_FORM] = Form(model)
-
-
-def _follow(model: nn.Module) -> None:
-    """Let the distributed module have the parameters and buffers that the model's own tree has by now.
-
-    Raises:
-        ArgumentError: if something else of the model was changed.
-    """
-    model.__dict__[_FORM].check()
-    _take_over(model)
-
-
-def _take_over(model: nn.Module) -> None:
-    for table, held, before in model.__dict__[_TABLES]:
-        for leaf in [leaf for leaf, value in dict.items(held) if table.get(leaf) is not value]:
-            held[leaf] = table.get(leaf)
-        for leaf in table.keys() - before - held.keys():  # what was added; other stages' were there before
-            held[leaf] = table.get(leaf)
-
-
 def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def delegating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__.get(_MODULE)
+        module = self.__dict__.get(MODULE)
         if module is None:
             return method(self, *args, **kwargs)
-        _take_over(self)
+        take_over(self)
         if name in ("train", "eval"):
             method(self, *args, **kwargs)  # its parts say in which mode they are
         result = getattr(module, name)(*args, **kwargs)
         if name in ("load_state_dict", "_apply"):
-            _hold(self, module)
+            hold(self, module)
         return self if result is module else result
 
     return delegating
@@ -301,7 +199,7 @@ def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _refusing_pickle(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(reduce)
     def reduced(self: nn.Module, protocol: Any) -> Any:
-        module = self.__dict__.get(_MODULE)
+        module = self.__dict__.get(MODULE)
         return reduce(self, protocol) if module is None else module.__reduce_ex__(protocol)
 
     return reduced
@@ -319,7 +217,7 @@ def _launched() -> tuple[int, int]:
     return (world // per_node, per_node) if world % per_node == 0 else (1, world)
 
 
-def _distribute(model: nn.Module, call: Call, settings: Settings, compare_every: int | None = None) -> nn.Module:
+def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     """Plan once, on rank 0, and become the distributed module on every rank.
 
     Raises:
@@ -333,7 +231,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings, compare_every:
     from autopar.runtime.agreement import agree, failing_together
 
     init()
-    with failing_together(), _itself(model):
+    with failing_together(), itself(model):
         _refuse_early_optimizers(model)
         if settings.global_batch is not None and call.batch() != settings.global_batch:
             raise BatchError(
@@ -341,14 +239,14 @@ def _distribute(model: nn.Module, call: Call, settings: Settings, compare_every:
                 "the model with the global batch on every rank"
             )
         agree(_facts(model, call))
-    with _itself(model):
+    with itself(model):
         planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
     bare = planned.call is not None and planned.call.bare
     values = values_of(planned.graph, model)
     planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
     captor = captor_of(planned, model)
-    module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor, compare_every=compare_every)
-    _become(model, module)
+    module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor)
+    become(model, module)
     return module
 
 

@@ -309,8 +309,9 @@ def distribute(
         check_world(own.mesh, own.pipeline, torch.distributed.get_world_size())
         bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
         captor = captor_of(bound, model)
-    how = {"bare": captor.call.bare, "captor": captor, "outputs": outputs, "compare_every": compare_every}
-    return distributed_module(bound.graph, bound, bound.values, **how)
+    made = distributed_module(bound.graph, bound, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
+    made.compare_every(compare_every)
+    return made
 
 
 def check_choice(what: str, value: str, choices: Any) -> None:

@@ -26,15 +26,21 @@ NUM_OF_INPUT, NUM_OF_PARAMETER = 2**16, 2**8
 """How many elements of a tensor are looked at, evenly apart: other batches differ in nearly all of them."""
 
 
-class Comparison:
-    """Counts a module's training steps and compares in those that are due. every: None for steps 1, 10, 100, ... alone."""
+def checked_interval(num_steps: int | None) -> int | None:
+    """Raises ArgumentError if ranks cannot be compared every so many steps."""
+    if num_steps is not None and num_steps < 1:
+        raise ArgumentError(
+            f"compare_every is a number of steps, at least 1, not {num_steps}; leave it out for 1, 10, 100"
+        )
+    return num_steps
 
-    def __init__(self, every: int | None) -> None:
-        if every is not None and every < 1:
-            raise ArgumentError(
-                f"compare_every is a number of steps, at least 1, not {every}; leave it out for 1, 10, 100"
-            )
-        self.every, self.num_steps = every, 0
+
+class Comparison:
+    """Counts a module's training steps, of which some are compared: 1, 10, 100, ..., and `every` so many."""
+
+    def __init__(self) -> None:
+        self.every: int | None = None
+        self.num_steps = 0
 
     def count(self) -> "Due | None":
         """Count a training step; what is compared in it, None for nothing. All ranks count alike."""
@@ -81,7 +87,11 @@ class Due:
 
 def slice_facts(tensors: Mapping[str, Tensor], inputs: Sequence[InputSpec], state: State) -> dict[str, str]:
     """Digests of inputs by the part of the batch that a rank gives."""
-    parts = {f"{spec.path} of ranks at {_part(state, spec.placeholder)}": spec.path for spec in inputs}
+    parts = {
+        f"{spec.path} of ranks at {_part(state, spec.placeholder)}": spec.path
+        for spec in inputs
+        if spec.path in tensors
+    }
     return {f"values of input {key}": digest([(path, tensors[path])], NUM_OF_INPUT) for key, path in parts.items()}
 
 

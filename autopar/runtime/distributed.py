@@ -26,8 +26,7 @@ def distributed_module(
     Args:
         captured: the whole model, one micro-batch of it.
         values: whole parameters and buffers by placeholder.
-        exact_random, how: keywords of both modules; beside it sync, bare, seed, captor, outputs and
-            compare_every.
+        exact_random, how: keywords of both modules; beside it sync, bare, seed, captor and outputs.
 
     Raises:
         PlanMismatchError: if the plan is for another model.

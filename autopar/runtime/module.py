@@ -73,7 +73,6 @@ class DistributedModule(Trainable):
     exact_random: every rank draws for whole tensors, so that a run equals one process exactly.
     captor: the model, which calls that are not the planned step are captured from; without it there are none.
     outputs: how a call returns what ranks share out: whole, dtensor or local (`runtime.variant`).
-    compare_every: also compare ranks every so many training steps (`runtime.comparison`).
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
@@ -93,9 +92,8 @@ class DistributedModule(Trainable):
         exact_random: bool = False,
         captor: Captor | None = None,
         outputs: str = GATHERED,
-        compare_every: int | None = None,
     ) -> None:
-        super().__init__(compare_every)
+        super().__init__()
         init()
         captured, plan = local.captured, local.plan
         specs: tuple[ParameterSpec | BufferSpec, ...] = (*captured.parameters, *captured.buffers)

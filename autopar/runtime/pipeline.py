@@ -86,7 +86,7 @@ class PipelinedModule(Trainable):
     """One rank's stages of a model. All ranks construct it together, in the same order.
 
     model: what the stages run. values: whole parameters and buffers by placeholder; those on the meta device are left
-        empty. sync, bare, seed, captor, outputs, compare_every: as of `DistributedModule`.
+        empty. sync, bare, seed, captor, outputs: as of `DistributedModule`.
 
     Raises:
         MeshError: if the plan is not for as many ranks as there are processes.
@@ -107,9 +107,8 @@ class PipelinedModule(Trainable):
         seed: int | None = None,
         captor: Captor | None = None,
         outputs: str = GATHERED,
-        compare_every: int | None = None,
     ) -> None:
-        super().__init__(compare_every)
+        super().__init__()
         init()
         captured, plan = model.captured, model.plan
         self._model, self.captured, self.plan = model, captured, plan

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.comparison import Comparison, checked_interval
 from autopar.runtime.data import LocalBatch, arguments_of
 from autopar.runtime.parts import (
     Buffers,
@@ -83,9 +83,9 @@ class Trainable(nn.Module):
     _outputs: str
     _variants: Variants | None
 
-    def __init__(self, compare_every: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._comparison = Comparison(compare_every)
+        self._comparison = Comparison()
         self._outputs, self._variants = GATHERED, None
         self.uninitialized, self._empty = set(), {}
         self.num_calls = self.num_evaluated = 0
@@ -157,6 +157,10 @@ class Trainable(nn.Module):
         for state in self.states:
             state.follow(self)
         return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
+
+    def compare_every(self, num_steps: int | None) -> None:
+        """Compare ranks every so many training steps too, parameters included."""
+        self._comparison.every = checked_interval(num_steps)
 
     def compare_ranks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> None:
         """Count a training step on a batch, and see now and then that ranks train alike (`runtime.comparison`)."""
