@@ -199,6 +199,7 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
 
 def outcomes(kind: str, names: list[str]) -> dict[str, tuple[str, str]]:
     """On a rank: of each operation."""
+    import tests.ordinary_copies
     import tests.ordinary_gradients
     import tests.ordinary_parameters  # noqa: F401
 

@@ -11,7 +11,7 @@ import autopar
 from autopar.errors import ArgumentError, RankError
 from autopar.runtime import LocalBatch
 from autopar.runtime.agreement import compare
-from autopar.runtime.comparison import Comparison, digest
+from autopar.runtime.comparison import RankComparison, digest
 from tests.ordinary_cases import batch, net, plan
 from tests.process_group import ranks
 
@@ -27,10 +27,10 @@ def test_what_ranks_share_is_compared_among_those_that_have_it() -> None:
 
 
 def test_the_first_step_and_a_few_others_are_compared() -> None:
-    own = Comparison()
+    own = RankComparison()
     due = [own.count() for _ in range(120)]
     assert [step + 1 for step, one in enumerate(due) if one is not None] == [1, 10, 100]
-    asked = Comparison()
+    asked = RankComparison()
     asked.every = 4
     assert [step for step in range(1, 13) if asked.count() is not None] == [1, 4, 8, 10, 12]
 

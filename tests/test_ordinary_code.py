@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+import tests.ordinary_copies
 import tests.ordinary_gradients
 import tests.ordinary_parameters  # noqa: F401
 from tests.ordinary_cases import KINDS, NEEDS_GRAPH, OPERATIONS, outcomes

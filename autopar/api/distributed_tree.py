@@ -91,9 +91,9 @@ def itself(model: nn.Module) -> Iterator[Any]:
 
 def _note_form(model: nn.Module) -> None:
     """Take what the model consists of for what was captured."""
-    from autopar.runtime.parts import Form
+    from autopar.runtime.parts import CapturedForm
 
-    model.__dict__[_FORM] = Form(model)
+    model.__dict__[_FORM] = CapturedForm(model)
 
 
 def follow(model: nn.Module) -> None:

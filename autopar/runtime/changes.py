@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
-from autopar.runtime.private_torch import memory_of
+from autopar.runtime.private_torch import is_stored_as, memory_of
 from autopar.values.graph import BufferSpec, ParameterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class FollowedParameter:
     """A parameter as the module computes on it.
 
     leaf: what the graph reads, in the parameter's memory. places: the tables that hold it, and its name in each.
@@ -66,10 +66,7 @@ class Bound:
                 f"{name} is a DTensor, and assigning .data to one changes nothing in torch; write in place: "
                 "parameter.copy_(value) under torch.no_grad()"
             )
-        is_alike = own._spec == before._spec if isinstance(own, DTensor) and isinstance(before, DTensor) else None
-        if is_alike is None:
-            is_alike = type(own) is type(before)
-        if not is_alike or own.shape != before.shape:
+        if not is_stored_as(own, before):
             raise ArgumentError(
                 f"{name} was exchanged for a {type(own).__name__} {tuple(own.shape)} that is not stored as the plan "
                 f"says ({type(before).__name__} {tuple(before.shape)}); use module.load_state_dict, or copy_ its values"

@@ -35,7 +35,7 @@ def checked_interval(num_steps: int | None) -> int | None:
     return num_steps
 
 
-class Comparison:
+class RankComparison:
     """Counts a module's training steps, of which some are compared: 1, 10, 100, ..., and `every` so many."""
 
     def __init__(self) -> None:

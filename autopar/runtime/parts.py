@@ -2,7 +2,7 @@
 
 They have the class of the original part, so that `isinstance(part, nn.LayerNorm)` groups parameters as ever, and its
 plain attributes to read. What they compute was captured: they do not run, and hooks or changes that would be ignored
-are refused, on the parts of a distributed module as on those of a decorated model (`Form`).
+are refused, on the parts of a distributed module as on those of a decorated model (`CapturedForm`).
 """
 
 import copy
@@ -52,7 +52,7 @@ def take_form(root: nn.Module, parts: Iterable[Described], *, complete: bool) ->
         if leaf not in parent._modules:
             if not complete or hasattr(parent, leaf):  # a part without parameters may be named as a method
                 continue
-            nn.Module.add_module(parent, leaf, Part())
+            nn.Module.add_module(parent, leaf, HeldPart())
         part: Any = parent._modules[leaf]
         with suppress(TypeError):  # a class that no other can be made of
             part.__class__ = _part_class(kind)  # type: ignore[arg-type]
@@ -107,10 +107,10 @@ def _part(root: nn.Module, path: str) -> nn.Module | None:
 @cache
 def _part_class(kind: type[nn.Module]) -> type[nn.Module]:
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (Part, kind), body)
+    return type(kind.__name__, (HeldPart, kind), body)
 
 
-class Part(nn.Module):
+class HeldPart(nn.Module):
     """A part that holds parameters, buffers and other parts, and does not run."""
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
@@ -175,7 +175,7 @@ def _captured(part: nn.Module, name: str) -> ArgumentError:
     )
 
 
-class Form:
+class CapturedForm:
     """What a decorated model consisted of when it was captured: its parts, their plain attributes and their hooks."""
 
     def __init__(self, model: nn.Module) -> None:

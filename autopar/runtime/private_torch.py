@@ -50,6 +50,19 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
+def is_stored_as(one: Tensor, other: Tensor) -> bool:
+    """Whether ranks hold a tensor as they hold another, in DTensors of one layout or whole."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return bool(one._spec == other._spec)
+    return type(one) is type(other) and one.shape == other.shape
+
+
+def as_plain_tensors(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of one of torch's functions, to which tensor subclasses are plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """A split of `dim` whose chunks lie inside those of `split_factor` chunks that later mesh axes made first."""
     return cast(Placement, _StridedShard(dim, split_factor=split_factor))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.lower.legality import check_storage
-from autopar.runtime.changes import Bound, check_buffer, keeps_watch, refuse_hooks
+from autopar.runtime.changes import FollowedParameter, check_buffer, keeps_watch, refuse_hooks
 from autopar.runtime.parameters import (
     MARK,
     STAGE,
@@ -64,7 +64,7 @@ class State:
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._guarded: dict[str, tuple[int, int]] = {}
-        self._bounds: list[Bound] = []
+        self._bounds: list[FollowedParameter] = []
         self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
             name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
@@ -156,7 +156,7 @@ class State:
             path, _, name = buffer.names[0].rpartition(".")
             self._buffers[buffer.placeholder] = root.get_submodule(path), name
 
-    def _bound(self, root: nn.Module, spec: ParameterSpec, *, needs_gradient: bool) -> Bound:
+    def _bound(self, root: nn.Module, spec: ParameterSpec, *, needs_gradient: bool) -> FollowedParameter:
         """A new leaf of a parameter; one that is frozen alone has a gradient that nobody keeps."""
         parameter = self.parameters[spec.placeholder]
         setattr(parameter, MARK, spec.names[0])
@@ -166,7 +166,7 @@ class State:
             leaf.register_post_accumulate_grad_hook(_mover(self, spec.placeholder))  # type: ignore[no-untyped-call]
         self.stored[spec.placeholder] = leaf
         paths = (name.rpartition(".") for name in spec.names)
-        return Bound(
+        return FollowedParameter(
             spec=spec,
             parameter=parameter,
             leaf=leaf,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
-from autopar.runtime.comparison import Comparison, checked_interval
+from autopar.runtime.comparison import RankComparison, checked_interval
 from autopar.runtime.data import LocalBatch, arguments_of
 from autopar.runtime.parts import (
     Buffers,
@@ -85,7 +85,7 @@ class Trainable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._comparison = Comparison()
+        self._comparison = RankComparison()
         self._outputs, self._variants = GATHERED, None
         self.uninitialized, self._empty = set(), {}
         self.num_calls = self.num_evaluated = 0

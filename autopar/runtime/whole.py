@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.runtime.parameters import MARK
+from autopar.runtime.private_torch import as_plain_tensors
 from autopar.values.inputs import taken_apart
 
 
@@ -27,8 +28,7 @@ class Whole(Tensor):
         if any(isinstance(leaf, DTensor) for leaf in leaves):
             leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         args, kwargs = rebuild(leaves)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        result = as_plain_tensors(func, args, kwargs)
         return as_whole(result) if type(result) is Tensor else result
 
 
@@ -36,7 +36,7 @@ def as_whole(value: Any) -> Any:
     """A differentiable tensor as a `Whole`; anything else as it is, so that what is saved is a plain tensor."""
     if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
         return value
-    return value.as_subclass(Whole)  # type: ignore[no-untyped-call]
+    return value.as_subclass(Whole)
 
 
 def refuse_lost_gradients(func: Any, leaves: Sequence[Any]) -> None:
