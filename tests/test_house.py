@@ -94,6 +94,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.export._trace": ("autopar/capture/quiet.py",),
     "torch.autograd.function._SingleLevelFunction": ("autopar/capture/own_functions.py",),
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("autopar/runtime/private_torch.py",),
     "torch.nn.Module._apply": ("autopar/capture/moved_modules.py",),
     "torch.nn.modules.module._global_backward_hooks": ("autopar/capture/gradient_hooks.py",),
     "torch.nn.modules.module._global_is_full_backward_hook": ("autopar/capture/gradient_hooks.py",),

@@ -28,6 +28,10 @@ from autopar.values.precision import PRECISIONS, with_storage
 from autopar.values.stage_plan import StagePlan
 
 
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
     """A model that is captured again.
@@ -35,7 +39,7 @@ class Again:
     call: the planned one. plans: what is decided of each stage of the step that was planned; planned:
     their graphs. precision: in which the model is computed. loss_fn: as given to `plan`.
     machine: of one stage. original: inside, the model is as it was before it was distributed. is_live: its parts' modes
-    are those of the distributed module.
+    are those of the distributed module. captured_again: called after the model's forward ran to be captured.
     """
 
     model: nn.Module
@@ -47,6 +51,7 @@ class Again:
     machine: Cluster | None = None
     original: Callable[[], AbstractContextManager[None]] = nullcontext
     is_live: bool = False
+    captured_again: Callable[[], None] = _nothing
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments in the form of the planned call's.
@@ -103,6 +108,7 @@ class Again:
                 computed, own.args, own.kwargs, loss_fn=self.loss_fn, gradients=gradients, wants_loss=wants_loss,
                 then=then, name=self.planned[0].name if len(self.planned) == 1 else None,
             )  # fmt: skip
+        self.captured_again()
         return with_storage(captured, precision), returned
 
     def local(self, captured: CapturedModel, *, gathers: bool) -> LocalModel:

@@ -12,8 +12,7 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.api.again import captor_of
 from autopar.api.captures import values_of
+from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
 from autopar.api.planning import check_choice, plan
 from autopar.errors import ArgumentError, AutoparError, BatchError, OptimizerError, RankError
@@ -35,7 +35,8 @@ Model = TypeVar("Model")
 DELEGATED = (
     *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict"),
     *("train", "eval", "zero_grad", "requires_grad_", "get_parameter", "get_buffer", "_apply"),
-    *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
 )
 """Methods that are the distributed module's, once there is one."""
 
@@ -46,9 +47,6 @@ METHODS = {
     "clip_grad_norm_": "autopar.distribute(model, plan).clip_grad_norm_(max_norm)",
 }
 """Methods that a decorated model gains, and what to use where it has one of that name."""
-
-_MODULE, _ITSELF, _EMPTY, _HOOKS = (f"_autopar_{name}" for name in ("module", "itself", "empty", "hooks"))
-
 
 OPTIONS = tuple(n for n in inspect.signature(plan).parameters if n not in ("model", "example_inputs", "args", "kwargs"))
 """Keywords that the decorator takes: those of `autopar.plan` beside the model and a call."""
@@ -113,11 +111,14 @@ def _equip(cls: Any, settings: Settings) -> None:
         positions = (example_inputs, *args) if args else ()
         return settings.plan(self, call_of(None if args or kwargs else example_inputs, positions, kwargs))
 
-    def distribute_method(self: nn.Module, example_inputs: Any) -> nn.Module:
-        """Become the distributed module now, before the first call (an optimizer needs its parameters)."""
+    def distribute_method(self: nn.Module, example_inputs: Any, *, compare_every: int | None = None) -> nn.Module:
+        """Become the distributed module now, before the first call (an optimizer needs its parameters).
+
+        compare_every: as of `autopar.distribute`.
+        """
         if not _is_launched():
             raise ArgumentError("distribute works in processes that torchrun started; call plan(example_inputs) here")
-        _distribute(self, call_of(example_inputs), settings)
+        _distribute(self, call_of(example_inputs), settings).compare_every(compare_every)  # type: ignore[operator]
         return self
 
     def train_step_method(self: nn.Module, batch: Any) -> Tensor:
@@ -126,13 +127,14 @@ def _equip(cls: Any, settings: Settings) -> None:
             raise ArgumentError(
                 "train_step works in processes that torchrun started; here call the model and loss.backward()"
             )
-        module = self.__dict__.get(_MODULE) or _distribute(self, call_of(batch), settings)
+        module = self.__dict__.get(MODULE) or _distribute(self, call_of(batch), settings)
+        follow(self)
         loss: Tensor = module.train_step(batch)  # type: ignore[operator]
         return loss
 
     def clip_method(self: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients so that the norm of all, on all ranks, is at most `max_norm`; the norm before."""
-        own = getattr(self.__dict__.get(_MODULE), "clip_grad_norm_", None)
+        own = getattr(self.__dict__.get(MODULE), "clip_grad_norm_", None)
         norm: Tensor = own(max_norm) if own is not None else nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return norm
 
@@ -140,31 +142,31 @@ def _equip(cls: Any, settings: Settings) -> None:
 
     @wraps(call)
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__.get(_MODULE)
+        module = self.__dict__.get(MODULE)
         if module is None:
-            if not _is_launched() or self.__dict__.get(_ITSELF):  # who captures calls the model too
+            if not _is_launched() or self.__dict__.get(ITSELF):  # who captures calls the model too
                 return call(self, *args, **kwargs)
             module = _distribute(self, Call(args=args, kwargs=kwargs), settings)
-        _refuse_hooks(self)
+        follow(self)
         return module(*args, **kwargs)
 
     def deepcopy_method(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A model of its own, distributed if this is; all ranks copy together."""
-        with _itself(self) as module:
+        with itself(self) as module:
             if own_deepcopy is not None:
                 made: nn.Module = own_deepcopy(self, memo)
             else:
                 made = cls.__new__(cls)
                 memo[id(self)] = made
-                kept = {name: value for name, value in vars(self).items() if name not in (_ITSELF, _EMPTY)}
+                kept = {name: value for name, value in vars(self).items() if name not in OWN}
                 made.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
         if module is not None:
-            _become(made, copy.deepcopy(module))
+            become(made, copy.deepcopy(module))
         return made
 
     def compiled(self: nn.Module) -> Any:
         """What `torch.compile(model)` asks for: of a distributed one the module says what to do instead."""
-        if (module := self.__dict__.get(_MODULE)) is None:
+        if (module := self.__dict__.get(MODULE)) is None:
             raise AttributeError("_initialize_hook")
         return module._initialize_hook
 
@@ -174,95 +176,33 @@ def _equip(cls: Any, settings: Settings) -> None:
     cls.train_step, cls.clip_grad_norm_, cls.__deepcopy__ = train_step_method, clip_method, deepcopy_method
     for name in DELEGATED:
         setattr(cls, name, _delegating(getattr(cls, name), name))
-
-
-def _become(model: nn.Module, module: Any) -> None:
-    """Let a model's own tree hold the distributed module's parameters and buffers; those it had lose their values."""
-    from autopar.runtime.parts import Buffers
-    from autopar.runtime.trainable import NotWrapped
-
-    for part in nn.Module.modules(model):
-        part._buffers = Buffers(part._buffers, module.flush)
-    model.__dict__[_EMPTY] = _emptied(model)
-    model.__dict__[_MODULE] = module  # not a submodule: it would be a part of itself
-    model.__dict__[_HOOKS] = _num_hooks(model)
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = NotWrapped()
-    variants = module._variants
-    variants.captor = replace(variants.captor, model=model, original=lambda: _itself(model), is_live=True)
-    _hold(model, module)
-
-
-def _hold(model: nn.Module, module: nn.Module) -> None:
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        path, _, leaf = name.rpartition(".")
-        owner: Any = nn.Module.get_submodule(model, path)
-        table = owner._parameters if leaf in owner._parameters else owner._buffers
-        table[leaf] = tensor
-
-
-def _emptied(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where parameters and buffers of a model are, and what stands for them when it is captured again: parameters
-    without values, buffers as they were."""
-    known: dict[int, nn.Parameter] = {}
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    for part in nn.Module.modules(model):
-        for name, own in part._parameters.items():
-            if own is not None and id(own) not in known:
-                known[id(own)] = nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad)
-                known[id(own)]._backward_hooks = own._backward_hooks
-            found.append((part._parameters, name, own if own is None else known[id(own)]))
-        found += [(part._buffers, name, own) for name, own in part._buffers.items()]
-    return found
-
-
-@contextmanager
-def _itself(model: nn.Module) -> Iterator[Any]:
-    """Inside, the model is what it was before it was distributed, and its calls distribute nothing; what it is then."""
-    held, empty = model.__dict__.pop(_MODULE, None), model.__dict__.get(_EMPTY, [])
-    model.__dict__[_ITSELF] = model.__dict__.get(_ITSELF, 0) + 1
-    now = [table[name] for table, name, _ in empty]
-    try:
-        for table, name, own in empty:
-            table[name] = own
-        yield held
-    finally:
-        for (table, name, _), own in zip(empty, now, strict=True):
-            table[name] = own
-        model.__dict__[_ITSELF] -= 1
-        if held is not None:
-            model.__dict__[_MODULE] = held
-
-
-def _num_hooks(model: nn.Module) -> int:
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(vars(part)[table]) for part in nn.Module.modules(model) for table in tables)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    if _num_hooks(model) > model.__dict__[_HOOKS]:
-        raise ArgumentError(
-            f"a hook was registered on a part of {type(model).__name__} after it was distributed, and would never run: "
-            "what parts compute was captured; register it before, or on the whole model"
-        )
+    cls.__reduce_ex__ = _refusing_pickle(cls.__reduce_ex__)
 
 
 def _delegating(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def delegating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__.get(_MODULE)
+        module = self.__dict__.get(MODULE)
         if module is None:
             return method(self, *args, **kwargs)
+        take_over(self)
         if name in ("train", "eval"):
             method(self, *args, **kwargs)  # its parts say in which mode they are
         result = getattr(module, name)(*args, **kwargs)
         if name in ("load_state_dict", "_apply"):
-            _hold(self, module)
+            hold(self, module)
         return self if result is module else result
 
     return delegating
+
+
+def _refusing_pickle(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(reduce)
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        module = self.__dict__.get(MODULE)
+        return reduce(self, protocol) if module is None else module.__reduce_ex__(protocol)
+
+    return reduced
 
 
 def _is_launched() -> bool:
@@ -291,7 +231,7 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
     from autopar.runtime.agreement import agree, failing_together
 
     init()
-    with failing_together(), _itself(model):
+    with failing_together(), itself(model):
         _refuse_early_optimizers(model)
         if settings.global_batch is not None and call.batch() != settings.global_batch:
             raise BatchError(
@@ -299,14 +239,14 @@ def _distribute(model: nn.Module, call: Call, settings: Settings) -> nn.Module:
                 "the model with the global batch on every rank"
             )
         agree(_facts(model, call))
-    with _itself(model):
+    with itself(model):
         planned = _received(_plan_on_first_rank(model, call, settings), dist.get_rank())
     bare = planned.call is not None and planned.call.bare
     values = values_of(planned.graph, model)
     planned = replace(planned, call=replace(call, bare=bare), loss_fn=settings.options.get("loss_fn"))
     captor = captor_of(planned, model)
     module = distributed_module(planned.graph, planned, values, bare=bare, captor=captor)
-    _become(model, module)
+    become(model, module)
     return module
 
 

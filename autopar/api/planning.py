@@ -271,6 +271,7 @@ def distribute(
     loss_fn: Callable[..., Any] | None = None,
     check: bool = True,
     outputs: Literal["whole", "dtensor", "local"] = "whole",
+    compare_every: int | None = None,
 ) -> nn.Module:
     """The module that trains `model` under `plan`, in each of the processes that torchrun started.
 
@@ -284,6 +285,8 @@ def distribute(
         outputs: how a call returns a tensor that ranks share out: gathered on every rank (`whole`; in training where it
             is read, and a loss computed of it becomes a part of the graph instead), a DTensor, or this rank's part.
         check: where a plan was loaded and example inputs with values are given, rank 0 compares as `plan` does.
+        compare_every: ranks compare what they train on (batches, optimizers) in training steps 1, 10, 100, ...; with
+            this also, and parameters too, every so many steps.
 
     Raises:
         MeshError: if the plan's mesh has another number of ranks than there are processes.
@@ -306,7 +309,9 @@ def distribute(
         check_world(own.mesh, own.pipeline, torch.distributed.get_world_size())
         bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
         captor = captor_of(bound, model)
-    return distributed_module(bound.graph, bound, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
+    made = distributed_module(bound.graph, bound, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
+    made.compare_every(compare_every)
+    return made
 
 
 def check_choice(what: str, value: str, choices: Any) -> None:

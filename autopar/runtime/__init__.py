@@ -28,7 +28,7 @@ from autopar.runtime.checkpoint import Loaded, load, save
 from autopar.runtime.data import DistributedBatchSampler, LocalBatch
 from autopar.runtime.distributed import distributed_module
 from autopar.runtime.exported import block, load_exported
-from autopar.runtime.initialize import reset_parameters
+from autopar.runtime.initialize import reset_buffers, reset_parameters
 from autopar.runtime.launch import init
 from autopar.runtime.loading import latest
 from autopar.runtime.module import DistributedModule, count_messages
@@ -77,6 +77,7 @@ __all__ = [
     "pad_dim",
     "place_slice",
     "reduce_scatter",
+    "reset_buffers",
     "reset_parameters",
     "rrelu",
     "save",

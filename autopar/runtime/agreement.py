@@ -27,14 +27,18 @@ _FAILURE = "failed"
 _meetings = 0
 
 
-def agree(facts: Mapping[str, str]) -> None:
+def agree(
+    facts: Mapping[str, str], shared: Mapping[str, str] | None = None, *, same: str = "model, plan and libraries"
+) -> None:
     """Return if every rank calls with the same facts.
+
+    shared: facts that only those ranks have in common that give one of the name. same: what ranks are to have alike.
 
     Raises:
         RankError: on every rank, if facts differ (naming ranks and facts), a rank failed before it came here, or one
             does not come within the collective timeout.
     """
-    verdict = _meet(facts)
+    verdict = _meet(facts, shared or {}, same)
     if verdict:
         raise RankError(verdict)
 
@@ -47,11 +51,11 @@ def failing_together() -> Iterator[None]:
         yield
     except Exception as error:
         if _meetings == before and dist.is_initialized() and dist.get_world_size() > 1:
-            _meet({_FAILURE: f"{type(error).__name__}: {error}"})
+            _meet({_FAILURE: f"{type(error).__name__}: {error}"}, {}, "")
         raise
 
 
-def _meet(facts: Mapping[str, str]) -> str:
+def _meet(facts: Mapping[str, str], shared: Mapping[str, str], same: str) -> str:
     """The verdict: empty if all agree."""
     global _meetings
     number, _meetings = _meetings, _meetings + 1
@@ -61,9 +65,9 @@ def _meet(facts: Mapping[str, str]) -> str:
     store = default_store()
     prefix = f"autopar/agreement/{number}"
     try:
-        store.set(f"{prefix}/{rank}", json.dumps(dict(facts)))
+        store.set(f"{prefix}/{rank}", json.dumps([dict(facts), dict(shared)]))
         if rank == 0:
-            verdict = _judge(store, prefix, world)
+            verdict = _judge(store, prefix, world, same)
             store.set(f"{prefix}/verdict", verdict)
             if verdict:
                 _until_read(store, prefix, world)
@@ -76,38 +80,52 @@ def _meet(facts: Mapping[str, str]) -> str:
         return f"rank {rank}: no word from rank 0 on whether all ranks run the same plan ({error}); see rank 0's output"
 
 
-def _judge(store: Store, prefix: str, world: int) -> str:
+def _judge(store: Store, prefix: str, world: int, same: str) -> str:
     found: dict[int, Mapping[str, str]] = {}
+    shared: dict[int, Mapping[str, str]] = {}
     deadline = time.monotonic() + collective_timeout()
     while True:
         for rank in range(world):
             if rank not in found and store.check([f"{prefix}/{rank}"]):
-                found[rank] = json.loads(store.get(f"{prefix}/{rank}"))
+                found[rank], shared[rank] = json.loads(store.get(f"{prefix}/{rank}"))
         if len(found) == world:
-            return compare(found)
-        if compare(found):
+            return compare(found, shared, same)
+        if compare(found, shared, same):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
             late = [rank for rank in range(world) if rank not in found]
-            return compare(found) or f"ranks {late} did not come within {collective_timeout():.0f} s; see their output"
+            return (
+                compare(found, shared, same)
+                or f"ranks {late} did not come within {collective_timeout():.0f} s; see their output"
+            )
         time.sleep(0.005)
 
 
-def compare(facts: Mapping[int, Mapping[str, str]]) -> str:
+def compare(
+    facts: Mapping[int, Mapping[str, str]],
+    shared: Mapping[int, Mapping[str, str]] | None = None,
+    same: str = "model, plan and libraries",
+) -> str:
     """What differs between ranks, in words; empty if nothing does."""
+    shared = shared or {}
     failed = {rank: own[_FAILURE] for rank, own in sorted(facts.items()) if _FAILURE in own}
     if failed:
         return "; ".join(f"rank {rank} failed with {reason}" for rank, reason in failed.items())
-    lines = []
+    lines = [*_differing(facts, among_all=True), *_differing(shared, among_all=False)]
+    if not lines:
+        return ""
+    return "ranks differ in " + "; ".join(lines) + f"; give every rank the same {same}"
+
+
+def _differing(facts: Mapping[int, Mapping[str, str]], *, among_all: bool) -> Iterator[str]:
+    """Facts that ranks differ in; among all: a rank without one differs too."""
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         ranks: dict[str | None, list[int]] = {}
         for rank, own in sorted(facts.items()):
-            ranks.setdefault(own.get(name), []).append(rank)
+            if among_all or name in own:
+                ranks.setdefault(own.get(name), []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on ranks {who}" for value, who in ranks.items()))
-    if not lines:
-        return ""
-    return "ranks differ in " + "; ".join(lines) + "; give every rank the same model, plan and libraries"
+            yield f"{name}: " + ", ".join(f"{value} on ranks {who}" for value, who in ranks.items())
 
 
 def _until_read(store: Store, prefix: str, world: int) -> None:

@@ -72,6 +72,11 @@ def local_input(module: Ranked, plan: StagePlan, spec: InputSpec, value: Tensor,
     Raises:
         BatchError: if the input has another shape.
     """
+    if value.is_meta or not _is_kind(value.dtype, spec.dtype):
+        raise BatchError(
+            f"input {spec.path} is a {value.dtype} on the {value.device} device; the plan is for {spec.dtype} with "
+            "values; give that"
+        )
     padded, ranges, local = _own_part(spec.shape, plan.layouts[spec.placeholder], plan.mesh, module.groups.rank)
     allowed: list[tuple[int, ...]] = [(n,) for n in spec.shape]
     if is_local:
@@ -95,6 +100,13 @@ def local_input(module: Ranked, plan: StagePlan, spec: InputSpec, value: Tensor,
     out = own.new_zeros(padded)
     out[tuple(slice(n) for n in own.shape)] = own
     return out
+
+
+def _is_kind(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast keeps what is meant: of floats to floats, of whole numbers to whole numbers."""
+    if given.is_floating_point or given.is_complex or given == torch.bool:
+        return given == wanted or (given.is_floating_point and wanted.is_floating_point)
+    return not (wanted.is_floating_point or wanted.is_complex or wanted == torch.bool)
 
 
 @lru_cache(maxsize=4096)

@@ -18,8 +18,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from autopar.errors import ArgumentError
 from autopar.runtime.agreement import agree
-from autopar.runtime.parameters import MARK
 from autopar.runtime.private_torch import is_made
+from autopar.runtime.whole import as_whole, refuse_lost_gradients
 from autopar.values.binding import constant_key
 from autopar.values.inputs import taken_apart
 from autopar.values.outputs import flatten_outputs
@@ -144,7 +144,7 @@ class DeferredCall:
         self.finish()
         assert self.values is not None
         if number not in self.wholes:
-            self.wholes[number] = whole_of(self.values[number])
+            self.wholes[number] = as_whole(whole_of(self.values[number]))
         return self.wholes[number]
 
     def opened(self, number: int, name: str) -> Tensor:
@@ -261,7 +261,7 @@ class Deferred(Tensor):
             with implicit_replication():
                 return func(*args, **kwargs)
         args, kwargs = rebuild([whole_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        return func(*args, **kwargs)
+        return as_whole(func(*args, **kwargs))
 
 
 def whole_of(value: Tensor) -> Tensor:
@@ -276,11 +276,7 @@ def whole_of(value: Tensor) -> Tensor:
 
 def _refuse(func: Any, leaves: Sequence[Any]) -> None:
     """Raises ArgumentError for what would lose gradients."""
-    if func is torch.autograd.grad and any(hasattr(leaf, MARK) for leaf in leaves):
-        raise ArgumentError(
-            "torch.autograd.grad finds no gradients of a distributed module's parameters, which travel before they are "
-            "used; call backward() and read .grad"
-        )
+    refuse_lost_gradients(func, leaves)
     if any(isinstance(leaf, Deferred) and leaf.call.values is None and is_made(leaf) for leaf in leaves):
         raise ArgumentError(
             "an autograd.Function was applied to an output that has no value yet; apply it to output.full_tensor(), or "

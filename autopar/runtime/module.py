@@ -38,11 +38,13 @@ from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
+from autopar.runtime.parts import refuse_uncalled_hooks
 from autopar.runtime.reductions import Late
 from autopar.runtime.state import State, all_whole
 from autopar.runtime.trainable import Output, Trainable, without_values
 from autopar.runtime.variant import GATHERED, Part, Variant
 from autopar.runtime.variants import Asked, Captor, guards_hold
+from autopar.runtime.whole import as_whole
 from autopar.values.estimate import Estimate
 from autopar.values.graph import Accumulation, BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.inputs import bind_inputs
@@ -104,7 +106,6 @@ class DistributedModule(Trainable):
         self.bare = bare
         self.exact_random = exact_random
         self.seed = shared_number(torch.initial_seed() % 2**63 if seed is None else seed)
-        self.uninitialized = {name for spec in empty for name in spec.names}
         self._remakes = "use" in plan.lifetimes.values() or bool(plan.recompute or plan.remade)
         self._compiler: Compiler | None = None
         self._accumulators: dict[tuple[bool, str], Accumulator] = {}
@@ -117,6 +118,7 @@ class DistributedModule(Trainable):
         check_names((name for spec in specs for name in spec.names), dir(self))
         with torch.no_grad():
             self.state.register(self, values, sync)
+        self.lacks(name for spec in empty for name in spec.names)
         self.bind()
         install_check()
         self._take_captor(captor, outputs, self._make_variant)
@@ -160,6 +162,8 @@ class DistributedModule(Trainable):
         asked, variants = Asked(args=args, kwargs=kwargs, is_local=is_local), self._variants
         if self.training:
             self._refuse_gradients_of_parts()
+            if torch.is_grad_enabled():
+                self.compare_ranks(args, kwargs, is_local=is_local)
         if variants is not None:
             returns_loss = self.bare and variants.captor.returns_loss(args, kwargs)
             if not (returns_loss and self._is_planned(asked)):
@@ -179,8 +183,10 @@ class DistributedModule(Trainable):
     def train_step(self, batch: Any) -> Tensor:
         if self._variants is None:
             return super().train_step(batch)
+        refuse_uncalled_hooks(self)
         is_local = isinstance(batch, LocalBatch)
         args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
+        self.compare_ranks(args, kwargs, is_local=is_local)
         asked = Asked(args=args, kwargs=kwargs, is_local=is_local, wants_loss=True)
         self._variants.flush()
         if self._is_planned(asked):
@@ -232,7 +238,9 @@ class DistributedModule(Trainable):
         if accumulation is None:
             self._late.begin()
             (whole,) = self._parts(inputs, is_local=is_local)
-            return self._call(graph, self.state.leaves, whole)[0]
+            loss = self._call(graph, self.state.leaves, whole)[0]
+            self.state.keep_watch([loss])
+            return cast(Tensor, as_whole(loss))
         self._refuse_gradients_of_parts()
         leaves = self.state.leaves
         results = [self._call(graph, leaves, part) for part in self._parts(inputs, is_local=is_local)]

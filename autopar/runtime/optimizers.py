@@ -6,15 +6,19 @@ Found by trying every optimizer of torch.optim against one process (tests/test_r
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.errors import OptimizerError
+from autopar.errors import ArgumentError, OptimizerError
 from autopar.runtime.deferred import finish_all
-from autopar.runtime.parameters import MARK
+from autopar.runtime.parameters import MARK, STAGE
+from autopar.runtime.private_torch import before_clipping
 
 REFUSED: dict[type, str] = {
     torch.optim.Adafactor: "its factored second moments need an operation in place that DTensor does not have",
@@ -25,7 +29,9 @@ REFUSED: dict[type, str] = {
 
 ALTERNATIVE = "AdamW, Adam, SGD, Adagrad, RMSprop and most others of torch.optim work"
 
-_checked: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+stepped: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers that have made a step."""
+
 _installed = False
 
 
@@ -49,13 +55,25 @@ def install_check() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        before_clipping(_refuse_own_norms)
         _installed = True
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     finish_all()  # calls that wait read the parameters as they were
-    if optimizer in _checked:
+    if any(group.get("fused") for group in optimizer.param_groups):  # which writes without a word
+        own = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, MARK))
+        increment_version([p for p in own if p.grad is not None])
+    if optimizer in stepped:
         return
     if any(hasattr(p, MARK) for group in optimizer.param_groups for p in group["params"]):
         check_optimizer(optimizer)
-    _checked.add(optimizer)
+    stepped.add(optimizer)
+
+
+def _refuse_own_norms(parameters: Sequence[Tensor]) -> None:
+    if any(getattr(parameter, STAGE, False) for parameter in parameters):
+        raise ArgumentError(
+            "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages alone, so that each rank would "
+            "clip by another norm; call module.clip_grad_norm_(max_norm)"
+        )

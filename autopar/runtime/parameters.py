@@ -18,12 +18,16 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import ArgumentError
+from autopar.runtime.parts import HeldPart
 from autopar.runtime.private_torch import strided_shard
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, Shard, local_ranges, local_shape
 
 MARK = "autopar_name"
 """Attribute that tells our parameters from others."""
+
+STAGE = "autopar_stage"
+"""Attribute of those beside which other ranks have others."""
 
 
 def torch_placements(layout: Layout, mesh: Mesh) -> tuple[TorchPlacement, ...]:
@@ -75,7 +79,7 @@ def register_under(root: nn.Module, name: str, value: nn.Parameter | Tensor, per
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
-            root.add_module(part, nn.Module())
+            root.add_module(part, HeldPart())
         child = root._modules[part]
         assert child is not None
         root = child

@@ -29,6 +29,7 @@ from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
+from autopar.runtime.parts import refuse_uncalled_hooks
 from autopar.runtime.reductions import Late
 from autopar.runtime.schedules import StageSchedule, schedule_class
 from autopar.runtime.stage import ONE_BATCH, Stage, Written, written
@@ -137,7 +138,9 @@ class PipelinedModule(Trainable):
         whole = all_whole(plan.stages[s].layouts[name] for name, stages_ in self._owners.items() for s in stages_)
         with torch.no_grad():
             for number, local in locals_.items():
-                state = State(local, self.groups.rank, self.device_mesh, device, plain=whole)
+                state = State(
+                    local, self.groups.rank, self.device_mesh, device, plain=whole, is_stage=plan.pipeline > 1
+                )
                 state.register(self, values, sync=False)
                 splits = plan.schedule in SPLITTING
                 stage = Stage(number, local, state, self.groups, self, splits=splits, written=model.written)
@@ -147,7 +150,7 @@ class PipelinedModule(Trainable):
             if sync:
                 self._take_first_ranks(values)
         own = {name for state in self.states for spec in _specs(state.local.captured) for name in spec.names}
-        self.uninitialized = {name for spec in empty for name in spec.names} & own
+        self.lacks({name for spec in empty for name in spec.names} & own)
         self._elsewhere = {name for spec in _specs(captured) for name in spec.names} - own
         self.bind()
         install_check()
@@ -208,6 +211,7 @@ class PipelinedModule(Trainable):
         if self._variants is not None and not isinstance(batch, LocalBatch):
             self.flush()
             self.refuse_autocast()
+            refuse_uncalled_hooks(self)
             args, kwargs = self.bound(*arguments_of(batch))
             _check_whole(self.inputs, self.plan.microbatches, bind_inputs(self.inputs, args, kwargs))
             if not self._variants.is_planned(self, Asked(args=args, kwargs=kwargs)):

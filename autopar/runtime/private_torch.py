@@ -4,6 +4,7 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
 
     DTensor._local_tensor                              the local tensor without autograd or dispatch (to_local: 6-12 us)
     DTensor(local, DTensor._spec, requires_grad=)      a DTensor like another (from_local: 150 us)
+    Tensor._version, UntypedStorage._cdata             whether a tensor was written, or its `.data` exchanged
     torch.distributed.tensor.placement_types._StridedShard     a dim split by a later mesh axis first
     torch.distributed.distributed_c10d._get_default_store      the key-value store that made the default group
     torch.autograd.Variable._execution_engine                  calls at the end of a backward pass; one that begins at
@@ -11,6 +12,7 @@ Used of private torch (checked with 2.11 to 2.13; tests/test_runtime_private_tor
                                                        nodes of Python's functions do not have)
     torch._C._current_autograd_node                    the node of autograd's graph that runs now
     torch._C.DisableTorchFunctionSubclass              reads an attribute of a tensor subclass as a plain tensor's
+    torch.nn.utils.clip_grad._clip_grads_with_norm_    where clip_grad_norm_ sees whose gradients it scales
     torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops     messages that greet neighbouring stages
     torch.distributed.checkpoint.filesystem._StorageInfo(relative_path, offset, length, transform_descriptors)
                                                        where in a checkpoint's files a piece of a tensor is
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.utils import clip_grad
 
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 NODES_HOLD = RELEASE >= (2, 13)
@@ -43,6 +46,24 @@ def stored_like(local: Tensor, other: Tensor) -> Tensor:
     if not isinstance(other, DTensor):
         return local
     return DTensor(local, other._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Another number once the tensor's `.data` was assigned (a DTensor has a memory of no bytes)."""
+    return tensor.untyped_storage()._cdata if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
+def is_stored_as(one: Tensor, other: Tensor) -> bool:
+    """Whether ranks hold a tensor as they hold another, in DTensors of one layout or whole."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return bool(one._spec == other._spec)
+    return type(one) is type(other) and one.shape == other.shape
+
+
+def as_plain_tensors(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of one of torch's functions, to which tensor subclasses are plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -80,6 +101,18 @@ def gradients_from(
         accumulate_grad=False,
     )
     return found
+
+
+def before_clipping(check: Callable[[list[Tensor]], None]) -> None:
+    """From now on `torch.nn.utils.clip_grad_norm_` has its parameters checked before their gradients are scaled."""
+    scale = clip_grad._clip_grads_with_norm_
+
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check(own)
+        scale(own, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = checked
 
 
 def greet_others(stage: Any) -> None:

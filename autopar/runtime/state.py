@@ -16,18 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import ArgumentError
 from autopar.lower.legality import check_storage
+from autopar.runtime.changes import FollowedParameter, check_buffer, keeps_watch, refuse_hooks
 from autopar.runtime.parameters import (
     MARK,
+    STAGE,
     has_name,
     local_part,
     padded_part,
     register_under,
     to_dtensor,
 )
-from autopar.runtime.private_torch import local_tensor, stored_like
+from autopar.runtime.private_torch import local_tensor, memory_of, stored_like
 from autopar.values.graph import BufferSpec, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.mesh import Mesh
@@ -37,13 +40,21 @@ from autopar.values.placement import Layout, Shard
 class State:
     """Parameters, buffers and constants of one module on one rank, by placeholder.
 
-    plain: parameters are plain tensors, because every rank has all of them.
+    plain: parameters are plain tensors, because every rank has all of them. is_stage: others train with it, and count
+        on its gradients, even where all of its own parameters are frozen.
     """
 
     def __init__(
-        self, local: LocalModel, rank: int, device_mesh: DeviceMesh, device: torch.device, *, plain: bool
+        self,
+        local: LocalModel,
+        rank: int,
+        device_mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        plain: bool,
+        is_stage: bool = False,
     ) -> None:
-        self.local = local
+        self.local, self.is_stage = local, is_stage
         self.plain = plain
         self.mesh: Mesh = local.plan.mesh
         self.coordinate = self.mesh.coordinate(rank)
@@ -53,6 +64,7 @@ class State:
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._guarded: dict[str, tuple[int, int]] = {}
+        self._bounds: list[FollowedParameter] = []
         self.specs = {spec.placeholder: spec for spec in local.captured.parameters}
         self.constants = {
             name: padded_part(value.to(device), self.layout(name), self.mesh, self.coordinate)
@@ -81,7 +93,7 @@ class State:
             if has_name(root, buffer.names[0]):
                 continue
             held = self._value(values[buffer.placeholder], sync)
-            held = torch.empty_like(held, device=self.device) if held.is_meta else own_copy(held, self.device)
+            held = without_value(held, self.device) if held.is_meta else own_copy(held, self.device)
             for name in buffer.names:
                 register_under(root, name, held, buffer.persistent)
 
@@ -93,8 +105,7 @@ class State:
         layout = self.layout(spec.placeholder)
         check_storage(spec.names[0], spec.shape, layout, self.mesh, spec.trainable)
         part = local_part(whole, layout, self.mesh, self.coordinate)
-        empty = torch.empty(part.shape, dtype=part.dtype, device=self.device) if part.is_meta else None
-        local = own_copy(part, self.device) if empty is None else empty
+        local = without_value(part, self.device) if part.is_meta else own_copy(part, self.device)
         return nn.Parameter(self.as_stored(spec, local), requires_grad=spec.trainable)
 
     def as_stored(self, spec: ParameterSpec, part: Tensor) -> Tensor:
@@ -132,19 +143,63 @@ class State:
 
     def bind(self, root: nn.Module) -> None:
         """Make leaves of the parameters that `root` has now; after anything that replaces parameters or their data."""
-        for spec in self.local.captured.parameters:
+        specs, self._bounds = self.local.captured.parameters, []
+        for spec in specs:
             parameter = root.get_parameter(spec.names[0])
             for name in spec.names[1:]:
                 register_under(root, name, parameter)  # tied as before, whatever replaced it
-            setattr(parameter, MARK, spec.names[0])
             self.parameters[spec.placeholder] = parameter
-            leaf = local_tensor(parameter.data).detach().requires_grad_(parameter.requires_grad)
-            if parameter.requires_grad:
-                leaf.register_post_accumulate_grad_hook(_mover(self, spec.placeholder))  # type: ignore[no-untyped-call]
-            self.stored[spec.placeholder] = leaf
+        trains = self.is_stage or any(self.parameters[spec.placeholder].requires_grad for spec in specs)
+        for spec in specs:
+            self._bounds.append(self._bound(root, spec, needs_gradient=trains and spec.trainable))
         for buffer in self.local.captured.buffers:
             path, _, name = buffer.names[0].rpartition(".")
             self._buffers[buffer.placeholder] = root.get_submodule(path), name
+
+    def _bound(self, root: nn.Module, spec: ParameterSpec, *, needs_gradient: bool) -> FollowedParameter:
+        """A new leaf of a parameter; one that is frozen alone has a gradient that nobody keeps."""
+        parameter = self.parameters[spec.placeholder]
+        setattr(parameter, MARK, spec.names[0])
+        setattr(parameter, STAGE, self.is_stage)
+        leaf = local_tensor(parameter).detach().requires_grad_(needs_gradient)
+        if needs_gradient:
+            leaf.register_post_accumulate_grad_hook(_mover(self, spec.placeholder))  # type: ignore[no-untyped-call]
+        self.stored[spec.placeholder] = leaf
+        paths = (name.rpartition(".") for name in spec.names)
+        return FollowedParameter(
+            spec=spec,
+            parameter=parameter,
+            leaf=leaf,
+            memory=memory_of(parameter),
+            places=tuple((root.get_submodule(path)._parameters, name) for path, _, name in paths),
+            is_wanted=parameter.dtype == spec.storage
+            and leaf.device.type == self.device.type
+            and (spec.trainable or not parameter.requires_grad),
+        )
+
+    def follow(self, root: nn.Module) -> None:
+        """Compute on parameters and buffers as they are by now, whatever was done to them.
+
+        Raises:
+            ArgumentError: if it cannot be done.
+        """
+        for buffer in self.local.captured.buffers:
+            owner, name = self._buffers[buffer.placeholder]
+            check_buffer(buffer, owner._buffers.get(name))
+        if any(bound.has_changed() for bound in self._bounds):
+            for bound in self._bounds:
+                bound.check(self.device)
+            self.bind(root)
+
+    def versions(self) -> list[int]:
+        """Others once a parameter or buffer was written, but for what forward itself writes."""
+        held = (self._buffers[spec.placeholder] for spec in self.local.captured.buffers if spec.mutated_by is None)
+        buffers = (owner._buffers.get(name) for owner, name in held)
+        return [p._version for p in self.parameters.values()] + [b._version for b in buffers if b is not None]
+
+    def keep_watch(self, ends: Iterable[Tensor]) -> None:
+        """Have a backward pass fail that begins after parameters were written."""
+        keeps_watch(list(ends), weakref.ref(self), State.versions)
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -222,8 +277,14 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
     held = parameter.grad
     if not parameter.requires_grad:  # frozen since
         return
+    refuse_hooks(parameter, getattr(parameter, MARK))
     if held is None:
         parameter.grad = stored_like(gradient.to(parameter.dtype), parameter)
+    elif isinstance(parameter, DTensor) and not isinstance(held, DTensor):
+        raise ArgumentError(
+            f"the gradient of {getattr(parameter, MARK)}, which ranks share out, was replaced by a plain tensor; give "
+            "a DTensor, as torch.zeros_like(parameter) is"
+        )
     else:
         local_tensor(held).add_(gradient)
 
@@ -231,6 +292,15 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
 def all_whole(layouts: Iterable[Layout]) -> bool:
     """Whether every rank of a mesh has all of the parameters stored so."""
     return not any(isinstance(placement, Shard) for layout in layouts for placement in layout.axes)
+
+
+def without_value(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for what has no value yet, which says so to whoever reads it: not a number, or the least there is."""
+    made = torch.empty_like(like, device=device)
+    if made.layout is not torch.strided or made.dtype == torch.bool:
+        return made.zero_()
+    is_number = made.dtype.is_floating_point or made.dtype.is_complex
+    return made.fill_(torch.nan if is_number else torch.iinfo(made.dtype).min)
 
 
 def own_copy(part: Tensor, device: torch.device) -> Tensor:

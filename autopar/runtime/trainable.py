@@ -17,14 +17,23 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError
 from autopar.ops.groups import Groups
 from autopar.ops.random import Draws
+from autopar.runtime.comparison import RankComparison, checked_interval
 from autopar.runtime.data import LocalBatch, arguments_of
-from autopar.runtime.parts import Buffers, take_form
+from autopar.runtime.parts import (
+    Buffers,
+    copy_hooks,
+    refuse_change,
+    refuse_removal,
+    refuse_uncalled_hooks,
+    seal,
+    take_form,
+)
 from autopar.runtime.private_torch import local_tensor
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
 from autopar.runtime.variants import Captor, Make, Variants
 from autopar.values.graph import CapturedModel, InputSpec
-from autopar.values.inputs import bind_inputs, taken_apart
+from autopar.values.inputs import bind_inputs, flatten_inputs, taken_apart
 
 DECORATED = "_autopar_module"
 """Where a decorated model holds the distributed module that it became."""
@@ -70,13 +79,15 @@ class Trainable(nn.Module):
     groups: Groups
     exact_random: bool
 
+    _empty: dict[str, tuple[Tensor, int]]
     _outputs: str
     _variants: Variants | None
 
     def __init__(self) -> None:
         super().__init__()
+        self._comparison = RankComparison()
         self._outputs, self._variants = GATHERED, None
-        self.uninitialized = set()
+        self.uninitialized, self._empty = set(), {}
         self.num_calls = self.num_evaluated = 0
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
@@ -117,8 +128,10 @@ class Trainable(nn.Module):
         Raises:
             BatchError, ArgumentError: as a call.
         """
+        refuse_uncalled_hooks(self)
         is_local = isinstance(batch, LocalBatch)
         args, kwargs = self.bound(*arguments_of(batch.batch if is_local else batch))
+        self.compare_ranks(args, kwargs, is_local=is_local)
         return self.step(bind_inputs(self.inputs, args, kwargs), is_local=is_local)
 
     def _take_captor(self, captor: Captor | None, outputs: str, make: Make) -> None:
@@ -131,21 +144,29 @@ class Trainable(nn.Module):
             for name, part in self.named_modules():
                 part.training = self._variants.modes.get(name, True)
                 part._buffers = Buffers(part._buffers, self.flush)
+        seal(self)
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a call in the form in which the call was planned.
 
         Raises:
-            ArgumentError: if the model does not take them, or a parameter has a hook that would never run.
+            ArgumentError: if the model does not take them, something has no value, or what was done to a parameter
+                since the last call cannot be followed.
         """
+        self.check_initialized()
         for state in self.states:
-            for name, held in state.parameters.items():
-                if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):
-                    raise ArgumentError(
-                        f"a hook on {state.specs[name].names[0]}, a distributed parameter, would never run; "
-                        "register it on the model before planning, or change .grad after backward()"
-                    )
+            state.follow(self)
         return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
+
+    def compare_every(self, num_steps: int | None) -> None:
+        """Compare ranks every so many training steps too, parameters included."""
+        self._comparison.every = checked_interval(num_steps)
+
+    def compare_ranks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_local: bool) -> None:
+        """Count a training step on a batch, and see now and then that ranks train alike (`runtime.comparison`)."""
+        if (due := self._comparison.count()) is not None:
+            tensors = {path: leaf for path, leaf in flatten_inputs(args, kwargs)[0] if _has_values(leaf)}
+            due.compare(tensors, self.inputs, self.states, is_local=is_local, pipeline_rank=self.pipeline_rank)
 
     def train(self, mode: bool = True) -> "Trainable":
         if self._variants is not None:
@@ -187,10 +208,14 @@ class Trainable(nn.Module):
         with torch.no_grad():
             for name, other in (*twin.named_parameters(), *twin.named_buffers()):
                 local_tensor(other).copy_(local_tensor(own[name]))
-        twin.uninitialized = set(self.uninitialized)
+        twin.lacks(self.still_empty())
         twin.num_calls, twin.num_evaluated = self.num_calls, self.num_evaluated
-        for part, like in zip(twin.modules(), self.modules(), strict=True):
-            part.training = like.training
+        for name, parameter in twin.named_parameters():
+            nn.Parameter.requires_grad_(parameter, own[name].requires_grad)
+        twin.bind()
+        copy_hooks(self, twin)
+        for name, part in twin.named_modules():
+            part.training = self.get_submodule(name).training
         if self._variants is not None and twin._variants is not None:
             twin._variants.modes = dict(self._variants.modes)
         return twin
@@ -206,8 +231,7 @@ class Trainable(nn.Module):
                 raise ArgumentError(
                     f"training {spec.names[0]} needs another plan; call requires_grad_ on the model before planning"
                 )
-        for parameter in (held for state in self.states for held in state.parameters.values()):
-            parameter.requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
         self.bind()
         return self
 
@@ -236,6 +260,14 @@ class Trainable(nn.Module):
             raise ArgumentError("a distributed module shards its parameters itself; leave FSDP out, call the module")
         return super().register_forward_pre_hook(hook, **options)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_change(self, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_removal(self, name)
+        super().__delattr__(name)
+
     def refuse_autocast(self) -> None:
         """Raises ArgumentError in an autocast region, of which the planned step's graph knows nothing."""
         if torch.is_autocast_enabled(self.device.type):
@@ -246,22 +278,75 @@ class Trainable(nn.Module):
 
     def check_initialized(self) -> None:
         """Raises ArgumentError if a parameter or buffer has no value."""
-        if self.uninitialized:
-            some = ", ".join(sorted(self.uninitialized)[:3])
+        if not self.uninitialized or not (empty := self.still_empty()):
+            return
+        some = ", ".join(sorted(empty)[:3]) + (", ..." if len(empty) > 3 else "")
+        if empty <= self._not_saved():
             raise ArgumentError(
-                f"{len(self.uninitialized)} parameters and buffers ({some}, ...) have no value: the model was on the "
-                "meta device; call autopar.runtime.reset_parameters(module, model) or load a state dict first"
+                f"{len(empty)} buffers ({some}) have no value: the model was on the meta device, and no state dict or "
+                "checkpoint has them (persistent=False); call autopar.runtime.reset_buffers(module, build), where "
+                "build() makes the model on a real device, or write module.get_buffer(name).copy_(value)"
             )
+        raise ArgumentError(
+            f"{len(empty)} parameters and buffers ({some}) have no value: the model was on the meta device; call "
+            "autopar.runtime.reset_parameters(module, model) or load a state dict first"
+        )
+
+    def lacks(self, names: Iterable[str]) -> None:
+        """From now on these parameters and buffers have no value, until they are written."""
+        self.uninitialized = set(names)
+        held = self._held()
+        self._empty = {name: (held[name], held[name]._version) for name in self.uninitialized}
+
+    def still_empty(self) -> set[str]:
+        """Those without a value: what was written in place or exchanged since has one."""
+        held = self._held() if self.uninitialized else {}
+        for name in list(self.uninitialized):
+            own, version = self._empty[name]
+            if held.get(name) is not own or own._version != version:
+                self.uninitialized.discard(name)
+        return self.uninitialized
+
+    def _held(self) -> dict[str, Tensor]:
+        """Parameters and buffers under all of their names."""
+        return {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+
+    def _not_saved(self) -> set[str]:
+        """Buffers that no state dict has."""
+        specs = (spec for state in self.states for spec in state.local.captured.buffers)
+        return {name for spec in specs if not spec.persistent for name in spec.names}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Trainable":
+        empty = set(self.still_empty())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.lacks(empty)
         self.bind()
         return self
+
+    def to_empty(self, **how: Any) -> "Trainable":
+        """As any module's; afterwards nothing has a value."""
+        super().to_empty(**how)
+        self.lacks(self._held())
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises ArgumentError: a rank's part of a model cannot be pickled."""
+        raise ArgumentError(
+            "a distributed module is one rank's part of a model, with its connections to the others, and cannot be "
+            "pickled; save module.state_dict(), or a checkpoint by autopar.runtime.save"
+        )
 
     def bind(self) -> None:
         """Compute on the parameters that the module has now."""
         for state in self.states:
             state.bind(self)
+
+
+def _has_values(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_meta
 
 
 def _need_gradients(call: Any) -> bool:
@@ -290,7 +375,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
                     state_dict[prefix + name] = state.scattered(spec, value)
 
 
-def _after_load(module: nn.Module, incompatible: Any) -> None:
+def _after_load(module: nn.Module, _: Any) -> None:
     assert isinstance(module, Trainable)
-    module.uninitialized &= set(incompatible.missing_keys)
+    module.still_empty()
     module.bind()

@@ -97,6 +97,7 @@ class Part:
         with torch.no_grad():
             for spec, value in zip(captured.written, results[count:], strict=False):
                 self._write(spec, value)
+        self.state.keep_watch(results[:count])
         return results[:count]
 
     def _write(self, spec: BufferSpec | ParameterSpec, value: Tensor) -> None:

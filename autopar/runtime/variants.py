@@ -26,6 +26,7 @@ from autopar.values.guards import holds
 from autopar.values.inputs import bind_inputs, flatten_inputs
 from autopar.values.local_model import LocalModel
 from autopar.values.outputs import FOLLOWING, Returned
+from autopar.values.precision import PRECISIONS
 
 MANY = 8
 """Of so many graphs of one call, each for other values of buffers, there is no end."""
@@ -38,6 +39,8 @@ class Captor(Protocol):
     def call(self) -> Call: ...
     @property
     def is_live(self) -> bool: ...
+    @property
+    def precision(self) -> str: ...
 
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def returns_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool: ...
@@ -76,6 +79,7 @@ class Variants:
         self.captor, self.make = captor, make
         self.modes = self.first = captor.modes()
         self.planned = dict(flatten_inputs(captor.call.args, captor.call.kwargs)[0])
+        self._dtypes = {path: _dtypes(leaf, captor.precision) for path, leaf in self.planned.items()}
         self._made: dict[object, list[tuple[CapturedModel, Runnable]]] = {}
         self._returned: dict[object, tuple[list[Tensor], Returned]] = {}
         self._last: object = None
@@ -105,7 +109,7 @@ class Variants:
             if isinstance(planned, Tensor):
                 if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()):
                     return False
-                if not asked.is_local and (value.shape != planned.shape or not _casts(value.dtype, planned.dtype)):
+                if not asked.is_local and (value.shape != planned.shape or value.dtype not in self._dtypes[path]):
                     return False
             elif not is_alike(value, planned):
                 return False
@@ -235,9 +239,10 @@ def guards_hold(captured: CapturedModel, module: Any) -> bool:
     return all(holds(guard, module.get_buffer(guard.name)) for guard in captured.guards)
 
 
-def _casts(given: torch.dtype, planned: torch.dtype) -> bool:
-    """Whether an input of one dtype may be given for another."""
-    return given == planned or (given.is_floating_point and planned.is_floating_point)
+def _dtypes(planned: Any, precision: str) -> tuple[torch.dtype, ...]:
+    """Of an input of the planned call: its own, or that which is computed in. Eager code casts no others."""
+    own = (planned.dtype,) if isinstance(planned, Tensor) else ()
+    return (*own, PRECISIONS[precision].compute) if any(dtype.is_floating_point for dtype in own) else own
 
 
 def _digest(call: Any) -> str:
