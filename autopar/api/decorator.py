@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api.again import captor_of
+from autopar.api.arguments import checked_numbers
 from autopar.api.captures import values_of
 from autopar.api.model_plan import ModelPlan, plan_from_text
 from autopar.api.planning import check_choice, plan
@@ -83,6 +84,7 @@ def auto_parallel(target: Any = None, *, cluster: Any, **options: Any) -> Any:
     for name in options:
         check_choice("keyword", name, OPTIONS)
     check_choice("optimizer", options.get("optimizer", "adamw"), NUM_STATES)
+    options |= checked_numbers(options)
     settings = Settings(options={**options, "cluster": cluster})
     return (lambda it: _decorated(it, settings)) if target is None else _decorated(target, settings)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from autopar.api.arguments import checked_numbers
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
@@ -107,14 +108,13 @@ def plan(
         InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
     """
     tell, began = progress or (lambda _: None), time.process_time()
+    numbers = checked_numbers(locals())
+    pipeline, global_batch, microbatches = (numbers[n] for n in ("pipeline", "global_batch", "microbatches"))
+    memory_gb, relative_gap, seconds = (numbers[n] for n in ("memory_gb", "relative_gap", "seconds"))
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
         check_choice("precision", precision, PRECISIONS)
     check_choice("solver", solver, ("auto", "ilp", "double-recursive"))
-    if seconds is not None and not seconds > 0:
-        raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
-    if memory_gb is not None and not memory_gb > 0:
-        raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     from autopar.search.asked_mesh import asked_mesh
     from autopar.search.known.staged_baselines import make_configuration
@@ -311,5 +311,5 @@ def distribute(
 
 def check_choice(what: str, value: str, choices: Any) -> None:
     """Raises ArgumentError, naming the choices, if `value` is none of them."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}{near(str(value), choices)}")

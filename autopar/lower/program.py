@@ -110,6 +110,12 @@ class Program:
         return self.captured.microbatches
 
     @cached_property
+    def updated(self) -> frozenset[str]:
+        """Parameters that get a gradient, which an optimizer steps and keeps state of."""
+        trained = (name for name, tensor in self.tensors.items() if tensor.kind == "parameter" and tensor.requires_grad)
+        return frozenset(n for n in trained if any(self.ops[p].has_backward for p, _ in self.readers[n]))
+
+    @cached_property
     def strided(self) -> dict[str, TorchTensor]:
         """Tensors that are not contiguous in the whole graph, without values."""
         values = [(op.results[0], op.node.meta["val"]) for op in self.ops]

@@ -17,10 +17,10 @@ from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import solve
 from autopar.search.graph.build import build
-from autopar.search.meshes import divisors
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.search_options import SearchOptions, Tell, silent
 from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan

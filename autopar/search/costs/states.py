@@ -21,9 +21,8 @@ def states_nbytes(program: Program, optimizer: str) -> float:
     for name, tensor in program.tensors.items():
         if tensor.kind == "parameter":
             size = tensor.stored_size
-            if tensor.requires_grad:
-                has_gradient = any(program.ops[position].has_backward for position, _ in program.readers[name])
-                size += optimizer_state_nbytes(optimizer, tensor.stored_size) + tensor.stored_size * has_gradient
+            if name in program.updated:
+                size += optimizer_state_nbytes(optimizer, tensor.stored_size) + tensor.stored_size
             total += size * math.prod(tensor.shape)
     return total
 

@@ -25,12 +25,13 @@ from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.workers import Workers, spare_workers
 from autopar.search.known.baselines import memory_limit
-from autopar.search.meshes import divisors, parts
+from autopar.search.meshes import parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
 from autopar.search.search_options import SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 from autopar.values.schedules import check_microbatches
