@@ -21,6 +21,7 @@ from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.search.search_options import SearchOptions, Tell, silent
 from autopar.values.cluster import Cluster
 from autopar.values.divisors import divisors
+from autopar.values.gigabytes import least_gigabytes
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan
@@ -154,6 +155,5 @@ def unlimited_bound(
 
 
 def _needs(error: InfeasibleError) -> str:
-    return (
-        str(error) if error.least_nbytes is None else f"does not fit: needs {error.least_nbytes / 1e9:.3g} GB a device"
-    )
+    least = error.least_nbytes
+    return str(error) if least is None else f"does not fit: needs {least_gigabytes(least)} GB a device"

@@ -40,7 +40,8 @@ class Domain:
             return value in self.words
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        return self.least <= value <= self.most and value not in self.excluded
+        number = int(value) if isinstance(value, Integral) else float(value)
+        return self.least <= number <= self.most and number not in self.excluded
 
     def __str__(self) -> str:
         low = f"above {self.least:g}" if self.least in self.excluded else f"from {_spoken(self.least)}"
