@@ -90,4 +90,4 @@ class RankError(AutoparError, RuntimeError):
 
 
 class PassError(AssertionError):
-    """An invariant of a rewritten graph is broken: our fault, never the user's."""
+    """An invariant of ours is broken, in a rewritten graph or an answer: our fault, never the user's."""

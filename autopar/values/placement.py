@@ -147,9 +147,11 @@ def _nesting(axes: tuple[Placement, ...], order: tuple[int, ...]) -> dict[int, l
     nested: dict[int, list[int]] = {}
     for axis in order:
         placement = axes[axis]
-        assert isinstance(placement, Shard), f"axis {axis} of {axes} is in the nesting order but does not shard"
+        if not isinstance(placement, Shard):
+            raise ValueError(f"axis {axis} of {axes} is in the nesting order but does not shard")
         nested.setdefault(placement.dim, []).append(axis)
-    assert sum(map(len, nested.values())) == sum(isinstance(p, Shard) for p in axes), "nesting order misses an axis"
+    if sum(map(len, nested.values())) != sum(isinstance(p, Shard) for p in axes):
+        raise ValueError(f"the nesting order {order} misses an axis of {axes}")
     return nested
 
 
