@@ -119,7 +119,7 @@ def plan(
     from autopar.search.asked_mesh import asked_mesh
     from autopar.search.known.staged_baselines import make_configuration
     from autopar.search.planner import make_plan
-    from autopar.search.search_options import SearchOptions
+    from autopar.search.search_options import SearchOptions, TimeGiven
 
     searched = mesh == "auto"
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
@@ -154,6 +154,7 @@ def plan(
         with_baselines=with_baselines,
         tell=tell,
     )
+    given = TimeGiven(seconds)
     first = replace(options, with_baselines=with_baselines and not buckets)  # in buckets they are compared afterwards
 
     def planned(captured: CapturedModel) -> Plan:
@@ -161,7 +162,7 @@ def plan(
             if baseline is not None:
                 tell(f"making the {baseline} plan")
                 return make_configuration(baseline, captured, machine, own_mesh, config)
-            return one_stage(make_plan(captured, machine, own_mesh, config, first))
+            return one_stage(make_plan(captured, machine, own_mesh, config, replace(first, seconds=given.left())))
         except ArgumentError as error:
             if microbatches != "auto":
                 raise
@@ -190,7 +191,8 @@ def plan(
             return one_stage(configuration_in_buckets(found.single, baseline, program, machine, flatten=flatten))
         spent = time.process_time() - began
         pricer = pricer or make_pricer(mesh=found.mesh, cluster=machine, config=config)
-        return one_stage(best_in_buckets(found.single, program, pricer, options, spent=spent))
+        own = replace(options, seconds=given.left())
+        return one_stage(best_in_buckets(found.single, program, pricer, own, spent=spent, is_late=given.is_over))
 
     if searched or (num_pipeline > 1 and baseline is None):
         from autopar.search.joint.candidates import CandidateSpace
@@ -217,10 +219,13 @@ def plan(
             call.batch(),
             captures.at,
             planned,
-            lambda graph: unlimited_bound(graph, part, own_mesh, config, options) / num_pipeline,
+            lambda graph: (
+                unlimited_bound(graph, part, own_mesh, config, replace(options, seconds=given.left())) / num_pipeline
+            ),
             relative_gap,
             tell,
             captures.sharing,
+            given.is_over,
         )
         captured, call = captures.microbatch(found.microbatches)
         found = bucketed(found, make_program(captured))
@@ -233,7 +238,7 @@ def plan(
         def part_at(count: int) -> CapturedModel:
             return captures.microbatch(count)[0]
 
-        more = part_at if microbatches == "auto" and not searched else None
+        more = part_at if microbatches == "auto" and not searched and not given.is_over() else None
 
         def planned_stage(part: CapturedModel) -> StagePlan:
             return planned(part).single
@@ -253,7 +258,7 @@ def plan(
             overlap=overlap,
             count=0 if baseline is not None else RANKED,
             is_asked=is_asked,
-            seconds=SECONDS if seconds is None else seconds,
+            seconds=given.left() or SECONDS,
             tell=tell,
         )
         batch = call.batch() if microbatches == "auto" else None

@@ -27,7 +27,7 @@ from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
-from autopar.search.search_options import SearchAim, SearchOptions
+from autopar.search.search_options import LATER, SearchAim, SearchOptions
 from autopar.values.gigabytes import gigabytes
 from autopar.values.search_report import SolvedGraph
 from autopar.values.stage_plan import StagePlan
@@ -36,8 +36,6 @@ TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
 EXACT = "ilp"
 """The method, and where its plans come from."""
-LATER = 4
-"""Part of the time, one in so many, that is left at least for a search after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

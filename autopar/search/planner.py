@@ -18,7 +18,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.find_exactly import EXACT, LATER, Exact, find_exactly
+from autopar.search.find_exactly import EXACT, Exact, find_exactly
 from autopar.search.fitting import fitting
 from autopar.search.graph.moments import Share
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
@@ -27,7 +27,7 @@ from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.search_options import SOLVERS, SearchAim, SearchOptions
+from autopar.search.search_options import LATER, SOLVERS, SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster

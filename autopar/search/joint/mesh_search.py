@@ -28,7 +28,7 @@ from autopar.search.known.baselines import memory_limit
 from autopar.search.meshes import parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
-from autopar.search.search_options import SearchOptions, silent
+from autopar.search.search_options import LATER, SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
 from autopar.values.divisors import divisors
@@ -250,7 +250,10 @@ def _take_smallest(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: s
     failure = outcome.failures[key]
     if not key.schedule:  # else it is of a rank, which has a part of the model
         try:
-            options = replace(joint.setup.options, with_baselines=False)
+            seconds = joint.setup.options.seconds
+            options = replace(
+                joint.setup.options, with_baselines=False, seconds=None if seconds is None else seconds / LATER
+            )
             plan = plan_program(joint.program(key.microbatches), joint.pricer(key), options)
         except (InfeasibleError, SearchTimeoutError) as error:
             failure = error if isinstance(error, InfeasibleError) else failure
