@@ -13,7 +13,7 @@ from autopar.api.arguments import checked_numbers
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
-from autopar.errors import ArgumentError, InfeasibleError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
 from autopar.models.overrides import near
 from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
@@ -89,7 +89,8 @@ def plan(
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
-        seconds: stop solving after these, with the best plan so far and its true gap.
+        seconds: stop solving after these, with the best plan so far and its true gap: for all meshes and numbers of
+            micro-batches together, capturing, building strategy graphs and named baselines beside.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
         flatten: a bucket takes another way than its parameters alone (as one collective, in levels) where cheaper.
@@ -106,6 +107,7 @@ def plan(
         CaptureError, NoLossError: if the model cannot be captured.
         FidelityError: if the captured graph does not compute what the module does.
         InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
+        SearchTimeoutError: if no plan was found in `seconds`.
     """
     tell, began = progress or (lambda _: None), time.process_time()
     numbers = checked_numbers(locals())
@@ -125,6 +127,8 @@ def plan(
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
     call = own_call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
+    if call.batch() == 0:
+        raise BatchError("the example inputs have no samples; give inputs with one or more along their first dim")
     if baseline is not None:
         from autopar.search.known.named_configuration import configured
 
@@ -163,6 +167,8 @@ def plan(
                 tell(f"making the {baseline} plan")
                 return make_configuration(baseline, captured, machine, own_mesh, config)
             return one_stage(make_plan(captured, machine, own_mesh, config, replace(first, seconds=given.left())))
+        except SearchTimeoutError as error:
+            raise out_of_time(error, seconds) from error
         except ArgumentError as error:
             if microbatches != "auto":
                 raise
@@ -206,9 +212,12 @@ def plan(
             mesh=None if searched else own_mesh,
             schedule=schedule,
         )
-        found, captured = search_meshes(
-            call.batch(), captures.at, machine, config, first, space, finish=bucketed, shared=captures.sharing
-        )
+        try:
+            found, captured = search_meshes(
+                call.batch(), captures.at, machine, config, first, space, finish=bucketed, shared=captures.sharing
+            )
+        except SearchTimeoutError as error:
+            raise out_of_time(error, seconds) from error
         call = replace(call, bare=captures.bare)
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
@@ -312,6 +321,15 @@ def distribute(
         bound = own.bind(model, loss_fn=loss_fn, inputs=example_inputs)
         captor = captor_of(bound, model)
     return distributed_module(bound.graph, bound, bound.values, bare=captor.call.bare, captor=captor, outputs=outputs)
+
+
+def out_of_time(error: SearchTimeoutError, seconds: float | None) -> SearchTimeoutError:
+    """What is said where no plan was found in the time that a user gave; a part of it was the last search's."""
+    if seconds is None:
+        return error
+    bound = f": every one takes {error.bound:.4g} s or more" if 0 < error.bound < float("inf") else ""
+    said = f"no plan was found in the {seconds:g} s given{bound}; give more seconds, or more memory"
+    return SearchTimeoutError(said, bound=error.bound)
 
 
 def check_choice(what: str, value: str, choices: Any) -> None:
