@@ -94,4 +94,4 @@ class CheckpointError(AutoparError):
 
 
 class PassError(AssertionError):
-    """An invariant of a rewritten graph is broken: our fault, never the user's."""
+    """An invariant of ours is broken, in a rewritten graph or an answer: our fault, never the user's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.transformer import TransformerShape, layer_parameters
 from autopar.errors import ArgumentError, BatchError, MeshError
+from autopar.values.domains import POSITIVE, checked_number
 
 RECOMPUTE = ("none", "selective", "full", "op", "alternate")
 ATTENTION = ("flash", "flash1", "fused", "unfused")
@@ -96,9 +97,7 @@ class TrainingConfig:
             "global_batch",
             "seq",
         ):
-            value = getattr(self, field)
-            if value < 1:
-                raise ArgumentError(f"{field} {value} must be at least 1")
+            checked_number(field, getattr(self, field), POSITIVE)
         for field, known in (
             ("recompute", RECOMPUTE), ("attention", ATTENTION), ("precision", PRECISION),
             ("schedule", SCHEDULES), ("fusion", FUSION), ("zero", (0, 1, 2, 3)), ("overlap_tensor", TENSOR_OVERLAP),

@@ -164,7 +164,7 @@ def test_global_batch_replaces_the_examples_own() -> None:
     assert plan.captured is not None and plan.captured.inputs[0].shape == (64, 16)
     with pytest.raises(BatchError, match=r"dim 0 differs \(a \(4, 2\), b \(3,\)\)"):
         Call(kwargs={"a": torch.zeros(4, 2), "b": torch.zeros(3)}).with_batch(8)
-    with pytest.raises(BatchError, match="not a positive number"):
+    with pytest.raises(ArgumentError, match="global_batch 0 is not a whole number from 1"):
         quick(make(), inputs(), global_batch=0)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from autopar.api import planning as api
 from autopar.errors import InfeasibleError
 from autopar.passes.accumulate_gradients import accumulate_gradients
-from autopar.search.microbatches import choose_microbatches, divisors, unlimited_bound
+from autopar.search.microbatches import choose_microbatches, unlimited_bound
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.stage_plan import StagePlan

@@ -130,7 +130,7 @@ BAD = {
         ["plan", "{model}", *PLAN, "--global-batch", "6", "--baseline", "ddp"],
         "global batch 6 is not divisible by 4 data-parallel ranks; use 4 or 8",
     ),
-    "memory": (["plan", "{model}", *PLAN, "--memory-gb", "-1"], "is not positive"),
+    "memory": (["plan", "{model}", *PLAN, "--memory-gb", "-1"], "is not a number above 0"),
     "solver": (["plan", "{model}", *PLAN, "--mesh", "auto", "--solver", "double-recursive"], "decides on one mesh"),
     "override": (["plan", "{model}", *PLAN, "--set", "width"], "write it as key=value"),
     "no such option": (["plan", "{model}", *PLAN, "--clutter"], "No such option: --clutter"),

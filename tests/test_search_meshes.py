@@ -21,10 +21,11 @@ from autopar.search.joint.best_first import INTERRUPTED, PROVED, TIMED_OUT, Know
 from autopar.search.joint.candidates import Candidate, CandidateSpace, candidates
 from autopar.search.joint.mesh_search import search_meshes
 from autopar.search.joint.quick_plans import quick_plans
-from autopar.search.meshes import arrangements, divisors, meshes, parts
+from autopar.search.meshes import arrangements, meshes, parts
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
 from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 from autopar.values.stage_plan import StagePlan

@@ -20,9 +20,10 @@ from autopar.search.joint.joint import Joint
 from autopar.search.joint.known_prices import KnownPrices
 from autopar.search.joint.questions import Question, Refining, Setup
 from autopar.search.joint.shared_bounds import MISSES, SharedBounds, pairs
-from autopar.search.meshes import Arrangement, divisors
+from autopar.search.meshes import Arrangement
 from autopar.search.planner import make_plan
 from autopar.search.search_options import SearchOptions
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import make_mesh
 from autopar.values.train_config import TrainConfig

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api.again import captor_of
+from autopar.api.arguments import checked_numbers
 from autopar.api.captures import values_of
 from autopar.api.distributed_tree import ITSELF, MODULE, OWN, become, follow, hold, itself, take_over
 from autopar.api.model_plan import ModelPlan, plan_from_text
@@ -81,6 +82,7 @@ def auto_parallel(target: Any = None, *, cluster: Any, **options: Any) -> Any:
     for name in options:
         check_choice("keyword", name, OPTIONS)
     check_choice("optimizer", options.get("optimizer", "adamw"), NUM_STATES)
+    options |= checked_numbers(options)
     settings = Settings(options={**options, "cluster": cluster})
     return (lambda it: _decorated(it, settings)) if target is None else _decorated(target, settings)
 

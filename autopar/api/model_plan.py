@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.values.calls import Call, call_of
 from autopar.values.cluster import Cluster, load_preset
+from autopar.values.domains import NOT_NEGATIVE, SECONDS, checked_number
 from autopar.values.graph import CapturedModel
 from autopar.values.local_model import LocalModel
 from autopar.values.plan import Plan
@@ -135,6 +136,7 @@ class ModelPlan(Plan):
         from autopar.api.printed import PrintedExplanation, fields_of
         from autopar.search.explanation.explain import explain
 
+        checked_number("seconds", seconds, SECONDS)
         found = explain(self, self.graph, self._machine(cluster), seconds=seconds, progress=progress)
         return PrintedExplanation(**fields_of(found))
 
@@ -192,6 +194,8 @@ class ModelPlan(Plan):
         from autopar.lower.program import make_program
         from autopar.search.explanation.next_best import next_best
 
+        checked_number("count", count, NOT_NEGATIVE)
+        checked_number("seconds", seconds, SECONDS)
         machine, program = self._machine(cluster), make_program(self.graph)
         found = next_best(self, program, machine, count, seconds=seconds, tell=progress or (lambda _: None))
         own = {f.name: getattr(self, f.name) for f in fields(ModelPlan) if not f.compare}

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from autopar.api.arguments import checked_numbers
 from autopar.api.captures import Captures, values_of
 from autopar.api.checked import Compared, check_call
 from autopar.api.model_plan import ModelPlan, model_plan
-from autopar.errors import ArgumentError, InfeasibleError
+from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTimeoutError
 from autopar.models.overrides import near
 from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
@@ -88,7 +89,8 @@ def plan(
         solver: ilp (proves how good the plan is), double-recursive (at once, proves little), or auto: ilp on up to
             three mesh axes.
         relative_gap: stop searching when the plan is proved to be within this of the best.
-        seconds: stop solving after these, with the best plan so far and its true gap.
+        seconds: stop solving after these, with the best plan so far and its true gap: for all meshes and numbers of
+            micro-batches together, capturing, building strategy graphs and named baselines beside.
         fold: equal blocks decide alike; without it every layer decides for itself and the plan says what folding costs.
         buckets: neighbouring parameters are gathered, and their gradients reduced, in one message.
         flatten: a bucket takes another way than its parameters alone (as one collective, in levels) where cheaper.
@@ -105,26 +107,28 @@ def plan(
         CaptureError, NoLossError: if the model cannot be captured.
         FidelityError: if the captured graph does not compute what the module does.
         InfeasibleError: if no plan meets the memory limit, or the baseline does not apply.
+        SearchTimeoutError: if no plan was found in `seconds`.
     """
     tell, began = progress or (lambda _: None), time.process_time()
+    numbers = checked_numbers(locals())
+    pipeline, global_batch, microbatches = (numbers[n] for n in ("pipeline", "global_batch", "microbatches"))
+    memory_gb, relative_gap, seconds = (numbers[n] for n in ("memory_gb", "relative_gap", "seconds"))
     check_choice("optimizer", optimizer, NUM_STATES)
     if precision is not None:
         check_choice("precision", precision, PRECISIONS)
     check_choice("solver", solver, ("auto", "ilp", "double-recursive"))
-    if seconds is not None and not seconds > 0:
-        raise ArgumentError(f"a search of {seconds} s finds nothing; give it more than 0 s, or no limit")
-    if memory_gb is not None and not memory_gb > 0:
-        raise ArgumentError(f"memory limit {memory_gb} GB is not positive; leave it out for what the device has")
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     from autopar.search.asked_mesh import asked_mesh
     from autopar.search.known.staged_baselines import make_configuration
     from autopar.search.planner import make_plan
-    from autopar.search.search_options import SearchOptions
+    from autopar.search.search_options import SearchOptions, TimeGiven
 
     searched = mesh == "auto"
     num_pipeline, own_mesh = asked_mesh(machine, mesh, pipeline, schedule, baseline, solver)
     call = own_call = call_of(example_inputs, args, kwargs)
     call = call.with_batch(global_batch) if global_batch is not None else call
+    if call.batch() == 0:
+        raise BatchError("the example inputs have no samples; give inputs with one or more along their first dim")
     if baseline is not None:
         from autopar.search.known.named_configuration import configured
 
@@ -154,6 +158,7 @@ def plan(
         with_baselines=with_baselines,
         tell=tell,
     )
+    given = TimeGiven(seconds)
     first = replace(options, with_baselines=with_baselines and not buckets)  # in buckets they are compared afterwards
 
     def planned(captured: CapturedModel) -> Plan:
@@ -161,7 +166,9 @@ def plan(
             if baseline is not None:
                 tell(f"making the {baseline} plan")
                 return make_configuration(baseline, captured, machine, own_mesh, config)
-            return one_stage(make_plan(captured, machine, own_mesh, config, first))
+            return one_stage(make_plan(captured, machine, own_mesh, config, replace(first, seconds=given.left())))
+        except SearchTimeoutError as error:
+            raise out_of_time(error, seconds) from error
         except ArgumentError as error:
             if microbatches != "auto":
                 raise
@@ -190,7 +197,8 @@ def plan(
             return one_stage(configuration_in_buckets(found.single, baseline, program, machine, flatten=flatten))
         spent = time.process_time() - began
         pricer = pricer or make_pricer(mesh=found.mesh, cluster=machine, config=config)
-        return one_stage(best_in_buckets(found.single, program, pricer, options, spent=spent))
+        own = replace(options, seconds=given.left())
+        return one_stage(best_in_buckets(found.single, program, pricer, own, spent=spent, is_late=given.is_over))
 
     if searched or (num_pipeline > 1 and baseline is None):
         from autopar.search.joint.candidates import CandidateSpace
@@ -204,9 +212,12 @@ def plan(
             mesh=None if searched else own_mesh,
             schedule=schedule,
         )
-        found, captured = search_meshes(
-            call.batch(), captures.at, machine, config, first, space, finish=bucketed, shared=captures.sharing
-        )
+        try:
+            found, captured = search_meshes(
+                call.batch(), captures.at, machine, config, first, space, finish=bucketed, shared=captures.sharing
+            )
+        except SearchTimeoutError as error:
+            raise out_of_time(error, seconds) from error
         call = replace(call, bare=captures.bare)
     elif microbatches == "auto":
         from autopar.search.microbatches import search_microbatches, unlimited_bound
@@ -217,10 +228,13 @@ def plan(
             call.batch(),
             captures.at,
             planned,
-            lambda graph: unlimited_bound(graph, part, own_mesh, config, options) / num_pipeline,
+            lambda graph: (
+                unlimited_bound(graph, part, own_mesh, config, replace(options, seconds=given.left())) / num_pipeline
+            ),
             relative_gap,
             tell,
             captures.sharing,
+            given.is_over,
         )
         captured, call = captures.microbatch(found.microbatches)
         found = bucketed(found, make_program(captured))
@@ -233,7 +247,7 @@ def plan(
         def part_at(count: int) -> CapturedModel:
             return captures.microbatch(count)[0]
 
-        more = part_at if microbatches == "auto" and not searched else None
+        more = part_at if microbatches == "auto" and not searched and not given.is_over() else None
 
         def planned_stage(part: CapturedModel) -> StagePlan:
             return planned(part).single
@@ -253,7 +267,7 @@ def plan(
             overlap=overlap,
             count=0 if baseline is not None else RANKED,
             is_asked=is_asked,
-            seconds=SECONDS if seconds is None else seconds,
+            seconds=given.left() or SECONDS,
             tell=tell,
         )
         batch = call.batch() if microbatches == "auto" else None
@@ -314,7 +328,16 @@ def distribute(
     return made
 
 
+def out_of_time(error: SearchTimeoutError, seconds: float | None) -> SearchTimeoutError:
+    """What is said where no plan was found in the time that a user gave; a part of it was the last search's."""
+    if seconds is None:
+        return error
+    bound = f": every one takes {error.bound:.4g} s or more" if 0 < error.bound < float("inf") else ""
+    said = f"no plan was found in the {seconds:g} s given{bound}; give more seconds, or more memory"
+    return SearchTimeoutError(said, bound=error.bound)
+
+
 def check_choice(what: str, value: str, choices: Any) -> None:
     """Raises ArgumentError, naming the choices, if `value` is none of them."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}{near(str(value), choices)}")

@@ -19,8 +19,11 @@ from autopar.errors import ArgumentError, MeshError
 from autopar.report.units import nbytes_text, seconds_text
 from autopar.runtime.launch import init
 from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.domains import PROCESSES, TIMEOUT, Domain, checked_number
 from autopar.values.link import Line
 from autopar.values.whole_file import write_whole
+
+TOLERANCE = Domain(whole=False, least=0, most=1e9, excluded=(0,), instead="0.25 allows a median error of 25%")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +43,10 @@ class CalibrationRequest:
             raise ArgumentError(
                 "calibrate needs --out cluster.toml to write a file, or --check cluster.toml: one of them"
             )
-        if not self.tolerance > 0:
-            raise ArgumentError(f"--tolerance {self.tolerance} must be positive: 0.25 allows a median error of 25%")
-        if self.processes is not None and self.processes < 1:
-            raise ArgumentError(f"--processes {self.processes} must be at least 1")
-        if not self.timeout_seconds > 0:
-            raise ArgumentError(f"--timeout {self.timeout_seconds} must be a positive number of seconds")
+        checked_number("--tolerance", self.tolerance, TOLERANCE)
+        checked_number("--timeout", self.timeout_seconds, TIMEOUT)
+        if self.processes is not None:
+            checked_number("--processes", self.processes, PROCESSES)
 
 
 def is_first_rank() -> bool:

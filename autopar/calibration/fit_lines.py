@@ -20,6 +20,7 @@ from scipy.optimize import linprog
 from autopar.calibration.samples import CollectiveSample
 from autopar.cost_models.collectives import Form, algorithms, collective_seconds
 from autopar.cost_models.links import axis_links
+from autopar.errors import ClusterError
 from autopar.report.units import nbytes_text
 from autopar.values.cluster import Cluster
 from autopar.values.device import Device
@@ -181,7 +182,8 @@ def _program(seconds: Floats, nbytes: Floats, chosen: Sequence[Form], scale: Flo
         bounds=[(0, None), (0, None), (LEAST_SECONDS_PER_BYTE / units[2], None), *[(0, None)] * count],
         method="highs",
     )
-    assert answer.success, answer.message
+    if not answer.success:
+        raise ClusterError(f"no line fits what was measured: {answer.message}; measure again")
     launch, per_hop, per_byte = np.maximum(answer.x[:3], 0.0) * units
     return float(launch), float(per_hop), float(max(per_byte, LEAST_SECONDS_PER_BYTE))
 

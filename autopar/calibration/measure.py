@@ -24,6 +24,15 @@ from autopar.errors import ArgumentError, AutoparError, MeshError, RankError
 from autopar.runtime.agreement import agree
 from autopar.runtime.launch import device as own_device
 from autopar.values.cluster import preset_devices
+from autopar.values.domains import Domain, checked_number
+
+EFFORT = {
+    "least_nbytes": Domain(most=2**40),
+    "most_nbytes": Domain(most=2**40),
+    "num_sizes": Domain(least=2, most=1000),
+    "num_rounds": Domain(most=10**6),
+}
+"""Numbers of an `Effort`. A message of 2^40 bytes is more than any device holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +47,12 @@ class Effort:
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp64")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least_nbytes <= self.most_nbytes:
+        for name, domain in EFFORT.items():
+            checked_number(name, getattr(self, name), domain)
+        if self.least_nbytes > self.most_nbytes:
             raise ArgumentError(
-                f"message sizes from {self.least_nbytes} to {self.most_nbytes} bytes: the first must be at least 1 and "
-                "no larger than the second"
+                f"message sizes from {self.least_nbytes} to {self.most_nbytes} bytes: the first must be no larger"
             )
-        for field, least in (("num_sizes", 2), ("num_rounds", 1)):
-            if getattr(self, field) < least:
-                raise ArgumentError(f"{field} {getattr(self, field)} must be at least {least}")
         for what, given, known in (("collective", self.kinds, KINDS), ("dtype", self.dtypes, tuple(DTYPES))):
             if not given or set(given) - set(known):
                 raise ArgumentError(f"{what} {', '.join(given) or 'none'}: choose some of {', '.join(known)}")

@@ -20,6 +20,7 @@ from autopar.capture.forked import Forked
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.passes.joined_samples import loss_over_samples
 from autopar.passes.sample_states import Joined
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel, target_name
 from autopar.values.serialize import dump, load
 
@@ -126,7 +127,7 @@ class Batches:
         if self.batch == 1:
             return None
         whole, line = self.captured(self.batch), self.find_line()
-        few = next(n for n in range(self.batch // 2, 0, -1) if self.batch % n == 0)
+        few = divisors(self.batch)[-2]
         found = loss_over_samples(whole, self.captured(few) if line is None else line.small)
         return found.why if isinstance(found, Joined) else None
 

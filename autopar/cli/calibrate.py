@@ -1,6 +1,5 @@
 """`autopar calibrate`: measure a cluster and write its file, or say how far an existing file is off."""
 
-import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -8,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from autopar.cli.ending import console_of, print_json
 
 
 def calibrate(
@@ -50,8 +50,8 @@ def calibrate(
     )
     quiet = as_json or not is_first_rank()
     with redirect_stdout(sys.stderr if quiet else sys.stdout):
-        result = run(request, Console(stderr=True, quiet=True) if quiet else Console(width=120))
+        result = run(request, console_of(quiet))
     if as_json and is_first_rank():
-        print(json.dumps(result, indent=1), flush=True)
+        print_json(result)
     if not result["passed"]:
         raise typer.Exit(1)

@@ -1,23 +1,18 @@
-"""The command line: `autopar plan`, `autopar export`, `autopar verify`.
-
-Exit codes: 0 done; 1 verification beyond tolerance; 2 bad input, said in one message. With `--json` standard output
-holds one JSON object and nothing else, an error included.
-"""
+"""The command line: `autopar plan`, `autopar export`, `autopar verify`. How commands end is said in `ending`."""
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from autopar.cli.calibrate import calibrate
+from autopar.cli.ending import console_of, ended, one_answer
 from autopar.cli.explain import Given, compared, explained, reloaded
+from autopar.cli.options import check_options, check_processes, number_or_auto, overrides
 from autopar.cli.simulate import simulate
-from autopar.errors import ArgumentError, AutoparError
+from autopar.errors import ArgumentError
 
 app = typer.Typer(
     name="autopar",
@@ -96,8 +91,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Decide how to train MODEL on a cluster, and say how good that is."""
-    console = _console(as_json)
-    with _one_answer(as_json) as answer, console.status("") as status:
+    check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb, gap=gap, seconds=seconds)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, console.status("") as status:
         from autopar.cli.plan import planned, with_values
         from autopar.search.timeline.weave import Overlap
 
@@ -114,9 +110,9 @@ def plan(
             device="meta",
             cluster=cluster,
             mesh=mesh,
-            pipeline=_number(pipeline, "--pipeline"),
+            pipeline=number_or_auto(pipeline, "--pipeline"),
             schedule=schedule,
-            microbatches=_number(microbatches),
+            microbatches=number_or_auto(microbatches, "--microbatches"),
             optimizer=optimizer,
             reduce_dtype=reduce_dtype,
             memory_gb=memory_gb,
@@ -174,8 +170,9 @@ def export(
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
     from autopar.cli.plan import planned
 
-    console = _console(as_json)
-    with _one_answer(as_json) as answer, console.status("") as status:
+    check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, console.status("") as status:
         if model.endswith(".json") and not model.startswith("hf:"):
             made = reloaded(Path(model), Given(spec=model_of, trust=trust, overrides=overrides(set_)), "cpu")
         else:
@@ -189,9 +186,9 @@ def export(
                 device="cpu",
                 cluster=cluster,
                 mesh=mesh,
-                pipeline=_number(pipeline, "--pipeline"),
+                pipeline=number_or_auto(pipeline, "--pipeline"),
                 schedule=schedule,
-                microbatches=_number(microbatches),
+                microbatches=number_or_auto(microbatches, "--microbatches"),
                 optimizer=optimizer,
                 reduce_dtype=reduce_dtype,
                 memory_gb=memory_gb,
@@ -241,7 +238,9 @@ def verify(
     """Run plans on processes of this machine and compare loss, gradients and bytes sent with one process."""
     from autopar.cli.verify import VerifyRequest, run
 
-    console = _console(as_json)
+    check_processes(mesh)
+    check_options(random=random, seed=seed, global_batch=global_batch, microbatches=microbatches, seq=seq)
+    console = console_of(as_json)
     request = VerifyRequest(
         spec=model,
         mesh=mesh,
@@ -259,7 +258,7 @@ def verify(
         trust=trust,
         overrides=overrides(set_),
     )
-    with _one_answer(as_json) as answer:
+    with one_answer(as_json) as answer:
         result = run(request, console)
         answer.update(result)
     if not result["passed"]:
@@ -278,8 +277,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
-    console = _console(as_json)
-    with _one_answer(as_json) as answer, console.status("") as status:
+    check_options(seconds=seconds)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, console.status("") as status:
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         explanation = explained(plan, cluster, seconds, given, lambda text: status.update(text), trace)
         answer.update(explanation.to_json())
@@ -297,8 +297,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Say what two plans of one model decide differently, and how seconds and bytes differ by kind."""
-    console = _console(as_json)
-    with _one_answer(as_json) as answer, console.status("") as status:
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, console.status("") as status:
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         difference = compared(first, second, given, lambda text: status.update(text))
         answer.update(difference.to_json())
@@ -306,78 +306,6 @@ def diff(
         console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
 
 
-def overrides(pairs: list[str] | None) -> dict[str, str]:
-    """`["a=1", "b.c=x"]` as a mapping.
-
-    Raises:
-        ArgumentError: if a pair has no `=`.
-    """
-    out = {}
-    for pair in pairs or ():
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise ArgumentError(f"--set {pair}: write it as key=value")
-        out[key.strip()] = value
-    return out
-
-
-def _number(text: str | None, option: str = "--microbatches") -> int | Literal["auto"] | None:
-    """A number of micro-batches.
-
-    Raises:
-        ArgumentError: if it is neither `auto` nor a number.
-    """
-    if text is None or text == "auto":
-        return None if text is None else "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"{option} {text}: give a number from 1 on, or auto for the best")
-    return int(text)
-
-
-def _console(as_json: bool) -> Console:
-    """Where words go: to standard output, unless that is for JSON alone."""
-    if as_json:
-        return Console(stderr=True, quiet=True)
-    return Console() if sys.stdout.isatty() else Console(width=120)
-
-
-@contextmanager
-def _one_answer(as_json: bool) -> Any:
-    """With `--json`, whatever libraries print goes to standard error, and the answer is printed at the end."""
-    answer: dict[str, Any] = {}
-    if not as_json:
-        yield answer
-        return
-    with redirect_stdout(sys.stderr):
-        yield answer
-    print(json.dumps(answer, indent=1), flush=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The entry point."""
-    given = sys.argv[1:] if arguments is None else arguments
-    as_json = "--json" in given
-    command: Callable[..., Any] = typer.main.get_command(app)
-    try:
-        code = command(given, prog_name="autopar", standalone_mode=False)
-    except AutoparError as error:
-        _fail(str(error), type(error).__name__, as_json)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        # Usage errors are click's; where click lives depends on the version of typer.
-        format_message = getattr(error, "format_message", None)
-        if format_message is None:
-            raise
-        _fail(format_message() or "name a command: plan, export, verify, explain or diff", "ArgumentError", as_json)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, kind: str, as_json: bool) -> None:
-    """Say what is wrong, once, and leave with exit code 2."""
-    if as_json:
-        print(json.dumps({"error": message, "kind": kind}, indent=1), flush=True)
-    else:
-        print(f"autopar: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(ended(typer.main.get_command(app), sys.argv[1:] if arguments is None else arguments))

@@ -1,7 +1,6 @@
 """`autopar simulate`: how long is a step of an explicit configuration, and what does it hold? A CSV has many."""
 
 import csv
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from autopar.cli.ending import console_of, print_json
 from autopar.cli.simulate_rows import read_csv, read_row
 from autopar.cost_models.efficiency import nominal_efficiency
 from autopar.cost_models.gradient_exchange.network import network_of
@@ -23,8 +23,12 @@ from autopar.cost_models.timeline import simulate as run_timeline
 from autopar.cost_models.trace import chrome_trace, write_trace
 from autopar.errors import ArgumentError, AutoparError
 from autopar.report.exchange_table import exchange_table
+from autopar.values.domains import MOST_DEVICES, Domain, checked_number
 from autopar.values.whole_file import whole_file
 
+SPARE = Domain(least=0, most=MOST_DEVICES)
+MOST_DRAWN = 10**5
+"""Passes of a timeline: of twice as many a viewer opens the file no more."""
 RESULTS = ("step_seconds", "mfu", "tokens_per_second", "bubble_seconds", "exposed_data_seconds", "allocated_gb", "fits")
 
 
@@ -70,6 +74,7 @@ def simulate(
     for name, value in (("MODEL", model), ("--cluster", cluster), ("--global-batch", global_batch)):
         if value is None:
             raise ArgumentError(f"simulate needs {name} (or --csv FILE); autopar simulate --help lists the options")
+    checked_number("--spare-machines", spare_machines, SPARE)
     given = {
         "model": model, "cluster": cluster, "tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp,
         "zero": zero, "cp": cp, "ep": ep, "sequence_parallel": sequence_parallel, "micro_batch": micro_batch,
@@ -84,9 +89,9 @@ def simulate(
     choices = exchange_choices(row, "simulate", spare_machines) if exchange else ()
     if as_json:
         shown = {"exchange": [asdict(choice) for choice in choices]} if exchange else {}
-        print(json.dumps(answer | shown, indent=1), flush=True)
+        print_json(answer | shown)
         return
-    _print(answer, console := Console(width=120))
+    _print(answer, console := console_of(False))
     if choices:
         console.print(exchange_table(choices), highlight=False)
 
@@ -129,6 +134,11 @@ def simulate_row(row: dict[str, str], where: str) -> dict[str, Any]:
 def _write_trace(row: dict[str, str], path: Path) -> float:
     """Seconds of the step on the timeline, which is written to `path`."""
     shape, config, cluster = read_row(row, "simulate")
+    if (count := config.num_microbatches * config.pp * config.virtual_stages) > MOST_DRAWN:
+        raise ArgumentError(
+            f"a step of {count} passes of micro-batches is too long to draw; at most {MOST_DRAWN}: give --trace with a "
+            "smaller --global-batch"
+        )
     pipeline = step_pipeline(shape, config, cluster, nominal_efficiency(cluster.device))
     timeline = run_timeline(pipeline.tasks)
     write_trace(chrome_trace(pipeline.tasks, timeline, names=pipeline.describe(), streams=pipeline.streams()), path)
@@ -160,9 +170,9 @@ def _simulate_csv(path: Path, out: Path | None, as_json: bool) -> None:
             for row, answer in zip(rows, answers, strict=True):
                 writer.writerow(row | {f"predicted_{name}": answer[name] for name in RESULTS})
     if as_json:
-        print(json.dumps({"rows": answers}, indent=1), flush=True)
+        print_json({"rows": answers})
         return
-    console = Console(width=120)
+    console = console_of(False)
     table = Table("line", "model", "cluster", "step s", "MFU", "tokens/s", "bubble s", "allocated GB", "fits")
     for number, answer in enumerate(answers, start=2):
         table.add_row(

@@ -18,7 +18,9 @@ from autopar.cost_models.training_config import ALIASES, TRUTH, TrainingConfig
 from autopar.cost_models.transformer import TransformerShape, shape_from_config
 from autopar.errors import ArgumentError, AutoparError
 from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.domains import Domain, checked_number
 
+BANDWIDTH = Domain(whole=False, least=0, most=1e18, excluded=(0,), instead="it is measured, in bytes/s a device")
 SIZES = ("layers", "hidden", "heads", "vocab")
 SHAPE_FIELDS = (*SIZES, "kv_heads", "head_dim", "ffn", "gated")
 CONFIG_FIELDS = {f.name: f.type for f in fields(TrainingConfig)}
@@ -130,6 +132,7 @@ def _cluster(values: Mapping[str, str]) -> Cluster:
         bandwidth = float(values["network_bandwidth"])
     except ValueError as error:
         raise ArgumentError(f"network_bandwidth {values['network_bandwidth']!r} is not a number") from error
+    checked_number("network_bandwidth", bandwidth, BANDWIDTH)
     slowest = cluster.levels[0]
     # one line, as measured: the library's other protocols were fitted for other links
     measured = replace(

@@ -85,8 +85,10 @@ def _library(node: fx.Node) -> str | None:
 
 
 def _runtime_import(local: LocalModel, text: str) -> list[str]:
-    """Our own functions, all from one place."""
+    """Our own functions, all from one place; no line where nothing of ours is called."""
     used = _own_functions(local) | ({"block"} if "**block(" in text else set())
+    if not used:
+        return []
     line = f"from autopar.runtime import {', '.join(sorted(used))}"
     if len(line) <= WIDTH:
         return [line]

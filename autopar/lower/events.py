@@ -124,8 +124,8 @@ class _Finder:
         )
 
     def _update(self) -> Iterator[Event]:
-        for name, one in self.lowered.redistributed.items():
-            if one.tensor.kind == "parameter" and one.tensor.requires_grad:
+        for name in self.lowered.redistributed:
+            if name in self.lowered.program.updated:
                 yield Event(kind="optimizer", name=name)
 
     def _forward(self, number: int, call: LoweredCall) -> Iterator[Event]:

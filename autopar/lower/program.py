@@ -8,7 +8,7 @@ joins to the loss.
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -110,6 +110,12 @@ class Program:
         return self.captured.microbatches
 
     @cached_property
+    def updated(self) -> frozenset[str]:
+        """Parameters that get a gradient, which an optimizer steps and keeps state of."""
+        trained = (name for name, tensor in self.tensors.items() if tensor.kind == "parameter" and tensor.requires_grad)
+        return frozenset(n for n in trained if any(self.ops[p].has_backward for p, _ in self.readers[n]))
+
+    @cached_property
     def strided(self) -> dict[str, TorchTensor]:
         """Tensors that are not contiguous in the whole graph, without values."""
         values = [(op.results[0], op.node.meta["val"]) for op in self.ops]
@@ -194,6 +200,12 @@ def _tensor(
     )
 
 
+STATED = tuple(
+    f.name for f in fields(Rule) if f.name not in ("factors", "product", "localize", "messages", "spare")
+)  # factors are seen by themselves; functions are made of an op's name, its arguments and what is stated
+"""What a rule says of an op in values: ops that differ in it (a tensor's square, the product of two) are not alike."""
+
+
 class OpMaker:
     """Ops of a graph. What a rule may look at is the same for many of them, block after block: looked at once."""
 
@@ -267,7 +279,10 @@ class OpMaker:
         grads = tuple(requires_grad(s) for s in sources)
         shapes = tuple(tuple(v.shape) for v in inputs)
         result_shapes = tuple(tuple(v.shape) for v in values)
+        named = {c.name: c for c in choices(rule)}
         key = (
+            tuple(named.values()),
+            tuple(getattr(rule, name) for name in STATED),
             target_name(node.target),
             constant_arguments(node),
             shapes,
@@ -283,7 +298,6 @@ class OpMaker:
         )
         signature = self._signatures.setdefault(key, len(self._signatures))
         if signature not in self._alike:
-            named = {c.name: c for c in choices(rule)}
             self._alike[signature] = named, handed_on(node, rule), spare(node, rule)
         named, handed, beside = self._alike[signature]
         return Op(

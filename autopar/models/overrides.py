@@ -20,7 +20,7 @@ def parse_literal(text: str) -> Any:
     for parse in (ast.literal_eval, json.loads):
         try:
             return parse(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # deep or huge text is text
             continue
     return text
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
+from autopar.errors import PassError
 from autopar.ops.regather import ATTRIBUTE, View, attach, pack, surroundings, unpack
 
 AGAIN = "autopar_again"
@@ -41,7 +42,8 @@ class Slot:
         if self.tensor is None:
             assert self.call is not None
             _replay(self.call)
-        assert self.tensor is not None, "a replay saved other tensors than the call did"
+        if self.tensor is None:
+            raise PassError("a replay saved other tensors than the call did")
         return self.tensor
 
     def fill(self, tensor: Tensor) -> None:

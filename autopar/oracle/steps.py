@@ -65,7 +65,7 @@ def module_steps(
     with unchanged(model):
         for number, (args, kwargs) in enumerate(calls):
             loss = module_loss(model, args, kwargs, loss_fn, SEED + number, context)
-            loss.backward()  # type: ignore[no-untyped-call]
+            _backward(model, loss)
             steps.append(_read(model, captured, loss))
             model.zero_grad(set_to_none=True)
     return tuple(steps)
@@ -91,11 +91,24 @@ def module_loss(
     except AutoparError:
         raise
     except Exception as error:
-        where = user_frame(error) or type(model).__name__
-        raise CaptureError(
-            f"{where}: {type(model).__name__} itself fails on the example inputs: {type(error).__name__}: {error}; "
-            "give inputs that one training step runs on"
-        ) from error
+        raise _itself_fails(model, error, "on the example inputs") from error
+
+
+def _backward(model: nn.Module, loss: Tensor) -> None:
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise _itself_fails(model, error, "in its backward pass") from error
+
+
+def _itself_fails(model: nn.Module, error: Exception, when: str) -> CaptureError:
+    name = type(model).__name__
+    return CaptureError(
+        f"{user_frame(error) or name}: {name} itself fails {when}: {type(error).__name__}: {error}; give a model and "
+        "inputs that one training step runs on"
+    )
 
 
 def own_copy(given: Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from autopar.report.tables import NOISE, columns_of, signed
-from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.units import nbytes_text, percent_text, seconds_text, share_text
 from autopar.values.explanation import Explanation
 
 
@@ -33,7 +33,7 @@ def _step(parts: Mapping[str, float], total: float) -> Table:
     table = columns_of("what the step is", "what", "seconds", "share", folded=1)
     for name, seconds in parts.items():
         said = seconds_text(seconds) if seconds >= 0 else f"−{seconds_text(-seconds)}"
-        table.add_row(name, said if abs(seconds) > NOISE * total else "0", percent_text(abs(seconds) / total))
+        table.add_row(name, said if abs(seconds) > NOISE * total else "0", share_text(abs(seconds), total))
     table.add_row("total", seconds_text(total), "")
     return table
 
@@ -55,7 +55,7 @@ def _stages(explanation: Explanation) -> Table:
             seconds_text(stage.backward),
             seconds_text(stage.sent),
             seconds_text(stage.once),
-            percent_text(busy / plan.estimate.step_seconds),
+            share_text(busy, plan.estimate.step_seconds),
         )
     return table
 

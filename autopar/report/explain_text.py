@@ -10,7 +10,7 @@ from rich.text import Text
 from autopar.report.explain_stages_text import near_table, pipeline_lines, pipeline_tables
 from autopar.report.search_text import one_microbatch_text
 from autopar.report.tables import NOISE, WIDTH, columns_of, items_table, signed
-from autopar.report.units import nbytes_text, percent_text, seconds_text
+from autopar.report.units import nbytes_text, seconds_text, share_text
 from autopar.values.explanation import Alternative, Explanation, OddRows, Offer
 
 WORTH = 0.01
@@ -105,8 +105,8 @@ def _binds(explanation: Explanation) -> list[str]:
     """What stands between this plan and a faster one."""
     estimate, total = explanation.plan.estimate, explanation.plan.estimate.in_turn_seconds
     sent = sum(explanation.ledger.levels.values())
-    shares = [f"compute {percent_text((total - sent) / total)}"]
-    shares += [f"{name} {percent_text(s / total)}" for name, s in explanation.ledger.levels.items()]
+    shares = [f"compute {share_text(total - sent, total)}"]
+    shares += [f"{name} {share_text(s, total)}" for name, s in explanation.ledger.levels.items()]
     in_turn = ", everything in turn" if estimate.hidden else ""
     lines = [f"of the step{in_turn}: {', '.join(shares)} (a collective counts for the slowest links that it crosses)"]
     lines += [_odd_text(odd) for odd in explanation.odd_rows if odd.lost > WORTH * total]
@@ -121,7 +121,7 @@ def _binds(explanation: Explanation) -> list[str]:
         binds = "binds" if least > NOISE * total else "may bind"
         lines.append(
             f"memory {binds}: {nbytes_text(room)} are free, and the limit costs {_between(least, most)} "
-            f"({percent_text(most / total)} of the step at most)"
+            f"({share_text(most, total)} of the step at most)"
         )
     return lines
 

@@ -23,7 +23,7 @@ from autopar.report.rows import PlanRow, Section, plan_sections
 from autopar.report.rules_text import rules_lines
 from autopar.report.search_text import one_microbatch_text, space_text, timeline_text
 from autopar.report.stages_table import stages_table
-from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text
+from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text, share_text
 from autopar.report.words import choice_words
 from autopar.values.cluster import Cluster, load_preset
 from autopar.values.estimate import Estimate
@@ -147,7 +147,7 @@ def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
             lines.append(timeline_text(ranked))
         folded, searched = estimate.search.folded_seconds, estimate.search.searched_seconds
         if folded is not None and searched is not None:
-            more = percent_text(folded / searched - 1)
+            more = share_text(folded - searched, searched)
             lines.append(
                 f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
             )
@@ -279,9 +279,9 @@ def _cost_tables(estimate: Estimate) -> RenderableType:
         table.add_column("share", justify="right")
         for kind, value in values.items():
             if value:
-                table.add_row(kind.replace("_", "-"), text(value), percent_text(value / total))
+                table.add_row(kind.replace("_", "-"), text(value), share_text(value, total))
         if column == "seconds" and estimate.hidden:
-            table.add_row("beside compute", f"-{text(estimate.hidden)}", percent_text(-estimate.hidden / total))
+            table.add_row("beside compute", f"-{text(estimate.hidden)}", share_text(-estimate.hidden, total))
             total -= estimate.hidden
         table.add_row("total", text(total), "")
         tables.append(table)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from autopar.report.units import percent_text, seconds_text
+from autopar.report.units import seconds_text, share_text
 from autopar.values.explanation import Item
 
 WIDTH = 120
@@ -27,7 +27,7 @@ def columns_of(title: str, *columns: str, folded: int) -> Table:
 def signed(seconds: float, total: float, plus: str = "+") -> str:
     if abs(seconds) <= NOISE * total:
         return "nothing"
-    return f"{plus if seconds > 0 else '−'}{seconds_text(abs(seconds))} ({percent_text(abs(seconds) / total)})"
+    return f"{plus if seconds > 0 else '−'}{seconds_text(abs(seconds))} ({share_text(abs(seconds), total)})"
 
 
 def items_table(title: str, items: tuple[Item, ...], total: float, text: Callable[[float], str]) -> Table:
@@ -35,10 +35,10 @@ def items_table(title: str, items: tuple[Item, ...], total: float, text: Callabl
     for item in items[:SHOWN]:
         over = f" over {', '.join(item.over)}" if item.over else ""
         kind = item.kind.replace("_", "-") + over
-        table.add_row(item.what, kind, str(item.count), text(item.amount), percent_text(item.amount / total))
+        table.add_row(item.what, kind, str(item.count), text(item.amount), share_text(item.amount, total))
     rest = items[SHOWN:]
     if rest:
         amount = sum(item.amount for item in rest)
-        table.add_row(f"{len(rest)} more", "", "", text(amount), percent_text(amount / total))
+        table.add_row(f"{len(rest)} more", "", "", text(amount), share_text(amount, total))
     table.add_row("total", "", "", text(sum(item.amount for item in items)), "")
     return table

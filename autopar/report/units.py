@@ -26,5 +26,10 @@ def percent_text(share: float) -> str:
     return f"{share * 100:.2g}%" if share < 0.1 else f"{share * 100:.0f}%"
 
 
+def share_text(part: float, total: float) -> str:
+    """A part of a total, which is nothing of nothing where a plan runs nothing."""
+    return percent_text(part / total if total else 0.0)
+
+
 def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -71,6 +71,10 @@ def run(call: Function, given: Sequence[Tensor], graded: Sequence[bool], arrivin
     )
 
 
+class UnfitPartsError(Exception):
+    """Parts of a call that do not fit together: the choice that cut them does not hold."""
+
+
 def holds(
     call: Function, whole: ProofRun, choice: Choice, at: Fraction, tolerance: float, generator: torch.Generator
 ) -> bool:
@@ -109,7 +113,8 @@ def _cut(value: Tensor | None, placement: Placement, scale: float, at: Fraction,
     if isinstance(placement, Shard):
         size = value.shape[placement.dim]
         first = at * size
-        assert first.denominator == 1, f"{size} is not cut at {at}"
+        if first.denominator != 1:
+            raise UnfitPartsError(f"{size} is not cut at {at}")
         return value.narrow(placement.dim, 0, int(first)), value.narrow(placement.dim, int(first), size - int(first))
     if not scale or not is_float(value):
         return value, value
@@ -124,19 +129,21 @@ def _joined(
     """Values of two parts put together.
 
     Raises:
-        AssertionError, RuntimeError: if they do not fit together.
+        UnfitPartsError, RuntimeError: if they do not fit together.
     """
     out: list[Tensor | None] = []
     for one, two, placement in zip(*parts, placements, strict=True):
         if not isinstance(placement, Shard) and placement != summands:
-            assert equal(one, two, tolerance), "parts that are the whole differ"
+            if not equal(one, two, tolerance):
+                raise UnfitPartsError("parts that are the whole differ")
             out.append(one)
         elif one is None or two is None:
             out.append(one if two is None else two)
         elif isinstance(placement, Shard):
             out.append(torch.cat([one, two], placement.dim))
         else:
-            assert one.shape == two.shape and is_float(one), "summands of two shapes"
+            if one.shape != two.shape or not is_float(one):
+                raise UnfitPartsError("summands of two shapes")
             out.append(one + two)
     return out
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import MeshError
 from autopar.runtime.allocator import keep_freed_memory
+from autopar.values.domains import TIMEOUT, checked_number
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -31,6 +32,7 @@ def init(
         MeshError: if no launcher set RANK, WORLD_SIZE and MASTER_ADDR, or GPUs are to be shared and there is none.
     """
     global _timeout_seconds, _shares_gpu
+    checked_number("timeout_seconds", timeout_seconds, TIMEOUT)
     if dist.is_initialized():
         return _ready()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

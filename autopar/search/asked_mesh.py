@@ -54,7 +54,14 @@ def mesh_for(machine: Cluster, mesh: str | tuple[int, ...] | Mesh | None, pipeli
     part = part_of(machine, pipeline)
     if mesh is None:
         return make_mesh(tuple(level.size for level in part.levels if level.size > 1) or (1,))
-    own = parse_mesh(mesh) if isinstance(mesh, str) else mesh if isinstance(mesh, Mesh) else make_mesh(tuple(mesh))
+    if isinstance(mesh, str):
+        own = parse_mesh(mesh)
+    elif isinstance(mesh, tuple | list):
+        own = make_mesh(tuple(mesh))
+    elif isinstance(mesh, Mesh):
+        own = mesh
+    else:
+        raise MeshError(f"mesh {mesh!r} is neither text nor a tuple; write it as 2x2, data=2,model=2 or (2, 2)")
     n = part.num_devices
     if own.size != n:
         shapes = [str(n), *(f"{a}x{n // a}" for a in range(2, n) if n % a == 0)][:4]

@@ -1,7 +1,8 @@
 """How is a kernel of the search compiled: by Numba, cached on disk, without the interpreter's lock, `/` as in NumPy.
 
 Numba's cache knows when a kernel's own file changes, not when one that it calls does; so the cache lies in a folder
-named by a hash of all kernels' sources, in the user's cache (`AUTOPAR_CACHE`, else `XDG_CACHE_HOME`, else ~/.cache).
+named by a hash of all kernels' sources, in the first of `AUTOPAR_CACHE`, `NUMBA_CACHE_DIR`, `XDG_CACHE_HOME` and
+~/.cache that can be written. Where none can, kernels are compiled in every process anew, and a warning says so.
 
 Kernels are iterative (recursive ones with a cache crashed) and use no generator of their own: whoever calls passes a
 `state`, one uint64, so that a seed decides everything (splitmix64: Steele, Lea, Flood, OOPSLA 2014).
@@ -10,6 +11,7 @@ Kernels are iterative (recursive ones with a cache crashed) and use no generator
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,30 +26,42 @@ R = TypeVar("R")
 
 State = NDArray[np.uint64]
 
+PLACES = ("AUTOPAR_CACHE", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+"""Variables that may name the folder."""
+
 
 @cache
-def cache_folder() -> str:
-    """Where compiled kernels of these very sources lie; a new folder of this process's own where none can be made."""
+def cache_folder() -> str | None:
+    """Where compiled kernels of these very sources lie; None where no folder can be written."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         if b"@compiled" in (source := file.read_bytes()):
             digest.update(source)
-    base = os.environ.get("AUTOPAR_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "autopar" / f"kernels-{digest.hexdigest()[:16]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return tempfile.mkdtemp(prefix="autopar-kernels-")
-    return str(folder)
+    named = [os.environ.get(name) for name in PLACES]
+    for base in [*filter(None, named), "~/.cache"]:
+        try:
+            folder = Path(base).expanduser() / "autopar" / f"kernels-{digest.hexdigest()[:16]}"
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except (OSError, RuntimeError):  # read-only, or nobody's home
+            continue
+        return str(folder)
+    warnings.warn(
+        "no folder for compiled kernels of the search can be written, so that every process compiles them anew, which "
+        f"takes about a minute; name one that can be with {PLACES[0]}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """A kernel of whole loops."""
     config: Any = numba.config
-    before = config.CACHE_DIR
-    config.CACHE_DIR = cache_folder()  # read when a function is decorated
+    before, folder = config.CACHE_DIR, cache_folder()
+    config.CACHE_DIR = folder or ""  # read when a function is decorated
     try:
-        kernel = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        kernel = numba.njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
     finally:
         config.CACHE_DIR = before
     return cast(Callable[P, R], kernel)

@@ -19,6 +19,7 @@ from autopar.search.exact.ilp import CutoffError, solve
 from autopar.search.exact.limited_bound import least_within
 from autopar.search.exact.memory_prices import FIRST_PRICE
 from autopar.search.exact.under_limit import UnderLimit
+from autopar.search.fitting import does_not_fit
 from autopar.search.graph.build import Builder, build
 from autopar.search.graph.build_recompute import RecomputeBuilder
 from autopar.search.graph.extract import extract
@@ -26,17 +27,15 @@ from autopar.search.graph.moments import Counting, Share
 from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.graph.strategy_graph import Ints, Solution, usage
-from autopar.search.search_options import SearchAim, SearchOptions
+from autopar.search.search_options import LATER, SearchAim, SearchOptions
+from autopar.values.gigabytes import gigabytes
 from autopar.values.search_report import SolvedGraph
 from autopar.values.stage_plan import StagePlan
 
-GB = 1e9
 TRIAL_GAP = 1e-2
 """How exactly the plan without a limit is found that tells whether memory binds."""
 EXACT = "ilp"
 """The method, and where its plans come from."""
-LATER = 4
-"""Part of the time, one in so many, that is left at least for a search after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +142,7 @@ class _Search:
         cutoff, prices = self.asked.cutoff, self.asked.prices
         bound = least_within(graph, cutoff=cutoff, seconds=self.options.seconds, prices=prices)
         if bound == math.inf:
-            raise InfeasibleError(f"no plan on mesh {self.pricer.mesh} fits in {self.limit / GB:.3g} GB a device")
+            raise InfeasibleError(f"no plan on mesh {self.pricer.mesh} fits in {gigabytes(self.limit)} GB a device")
         if bound >= cutoff:
             raise CutoffError(bound)
 
@@ -206,12 +205,8 @@ class _Search:
         except InfeasibleError as error:
             if error.least_nbytes is None:
                 raise
-            raise InfeasibleError(
-                f"no plan on mesh {self.pricer.mesh} fits in {self.limit / GB:.3g} GB a device: the least that would "
-                f"do is {error.least_nbytes / GB:.3g} GB; use more devices, a smaller global batch, lower precision or "
-                "devices with more memory",
-                least_nbytes=error.least_nbytes,
-            ) from error
+            said = does_not_fit(f"on mesh {self.pricer.mesh}", self.limit, error.least_nbytes)
+            raise InfeasibleError(said, least_nbytes=error.least_nbytes) from error
         except SearchTimeoutError as error:
             if not is_plain:
                 raise

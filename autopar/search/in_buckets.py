@@ -20,6 +20,7 @@ in time (`joint.quick_plans`).
 import itertools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, SearchTimeoutError
@@ -56,6 +57,7 @@ def best_in_buckets(
     beside: bool = True,
     spent: float = 0.0,
     most: float | None = None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> StagePlan:
     """The cheapest in buckets of `plan`, which was searched for buckets and has some, and of others on its mesh with
     as many micro-batches; with `plan`'s bound. The search report says what each takes.
@@ -64,6 +66,7 @@ def best_in_buckets(
     options: `seconds` of each search; `with_baselines`: price them in any case; else only where there is time.
     beside: search for what runs beside compute, which may add up to more.
     spent: CPU seconds of planning so far, of which a part may be spent here; or `most`, if it is said.
+    is_late: whether the time of the whole search is over.
     Of a plan that came from here baselines are asked, and what runs beside compute.
     """
     pricer, found, gap = pricer.alone, {"the search": plan}, options.relative_gap
@@ -88,7 +91,7 @@ def best_in_buckets(
         return plan.mesh.size == 1 or plan.estimate.bound >= least * (1 - gap)
 
     def is_over() -> bool:
-        return time.process_time() + needed > end
+        return is_late() or time.process_time() + needed > end
 
     for axes in _parts(program, pricer, best()):
         least = _least_work(program, pricer, axes)

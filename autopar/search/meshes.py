@@ -12,6 +12,7 @@ from itertools import product
 
 from autopar.search.recursion.ways import SEARCHED_AXES
 from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
 from autopar.values.mesh import Mesh, make_mesh
 
 
@@ -59,11 +60,6 @@ def arrangements(cluster: Cluster, pipelines: tuple[int, ...] = (1,)) -> tuple[A
         if number in pipelines
         for mesh in meshes(part)
     )
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """From small to large."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:

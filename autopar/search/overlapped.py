@@ -18,12 +18,12 @@ from autopar.passes.split_stages import split_stages
 from autopar.search.costs.pricing import make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.explanation.next_best import SECONDS, next_best
-from autopar.search.meshes import divisors
 from autopar.search.pipeline_parts import part_of
 from autopar.search.search_options import Tell, silent
 from autopar.search.timeline.plan_timeline import plan_timeline
 from autopar.search.timeline.weave import Overlap
 from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
 from autopar.values.search_report import RankedPlan, TimelineRanking

@@ -18,7 +18,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import CutoffError
-from autopar.search.find_exactly import EXACT, LATER, Exact, find_exactly
+from autopar.search.find_exactly import EXACT, Exact, find_exactly
 from autopar.search.fitting import fitting
 from autopar.search.graph.moments import Share
 from autopar.search.known.baselines import BASELINES, baseline_plan, memory_limit
@@ -27,17 +27,16 @@ from autopar.search.mixing import mixed_within
 from autopar.search.recursion.double_recursion import double_recursion
 from autopar.search.recursion.to_plan import plan_of
 from autopar.search.recursion.ways import SEARCHED_AXES
-from autopar.search.search_options import SOLVERS, SearchAim, SearchOptions
+from autopar.search.search_options import LATER, SOLVERS, SearchAim, SearchOptions
 from autopar.search.timeline.buckets import bucketed
 from autopar.search.timeline.named_in_buckets import named_in_buckets
 from autopar.values.cluster import Cluster
+from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.graph import CapturedModel, called_name
 from autopar.values.mesh import Mesh
 from autopar.values.search_report import Recomputed, SearchReport, SolvedGraph
 from autopar.values.stage_plan import StagePlan
 from autopar.values.train_config import TrainConfig
-
-GB = 1e9
 
 Found = tuple[StagePlan, float, SolvedGraph]
 """A plan, a lower bound in seconds, and the strategy graph of which it is a choice."""
@@ -117,9 +116,9 @@ class _Search:
 
     def run(self) -> StagePlan:
         """The plan, in buckets if prices are, with its bound and what there is to say of the search."""
-        limit = memory_limit(self.pricer.cluster, self.pricer.config)
+        limit, where = memory_limit(self.pricer.cluster, self.pricer.config), f"on mesh {self.pricer.mesh}"
         try:
-            plan, _, solved = fitting(partial(self._found, fold=self.options.fold), _peak_nbytes, limit)
+            plan, _, solved = fitting(partial(self._found, fold=self.options.fold), _peak_nbytes, limit, where)
         except (CutoffError, InfeasibleError, SearchTimeoutError) as error:
             if not self.bounds or (self.asked.says_least and isinstance(error, InfeasibleError)):
                 raise
@@ -128,7 +127,7 @@ class _Search:
         bound = self.bounds[0]  # what was searched again has less memory: its bound is none of the limit's
         folded_seconds = None
         if not self.options.fold and solved.method == EXACT:
-            folded, _, _ = fitting(partial(self._found, fold=True), _peak_nbytes, limit)
+            folded, _, _ = fitting(partial(self._found, fold=True), _peak_nbytes, limit, where)
             folded_seconds = folded.estimate.step_seconds
             if folded_seconds < plan.estimate.step_seconds:
                 plan = folded
@@ -279,7 +278,7 @@ def _baseline(name: str, program: Program, pricer: Pricer, options: SearchOption
     except InfeasibleError as error:
         if error.least_nbytes is None:
             return str(error)
-        return f"does not fit: needs {error.least_nbytes / GB:.1f} GB of {limit / GB:.1f} GB a device"
+        return f"does not fit: needs {least_gigabytes(error.least_nbytes)} GB of {gigabytes(limit)} GB a device"
 
 
 def _whole_seconds(program: Program, pricer: Pricer) -> dict[str, float]:

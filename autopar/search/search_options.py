@@ -1,6 +1,7 @@
 """How is a search done, whatever it searches? One value that every search is given."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,29 @@ Tell = Callable[[str], None]
 
 def silent(_: str) -> None:
     """Tell nobody."""
+
+
+LATER = 4
+"""Part of the time, one in so many, that is left at least for a search after the first: one that is given none finds
+nothing. With twice as many what begins late is given up sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeGiven:
+    """So many `seconds` for all searches of one question together, from now on; None for as many as they take."""
+
+    seconds: float | None
+    began: float = field(default_factory=time.monotonic)
+
+    def left(self) -> float | None:
+        """For the next search."""
+        if self.seconds is None:
+            return None
+        return max(self.began + self.seconds - time.monotonic(), self.seconds / LATER)
+
+    def is_over(self) -> bool:
+        """Whether no further search is to begin that another answer can do without."""
+        return self.seconds is not None and time.monotonic() >= self.began + self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ArgumentError, BatchError, PlanFileError
+from autopar.values.divisors import divisors
 from autopar.values.inputs import flatten_inputs
 from autopar.values.precision import dtype_named, in_dtype
 
@@ -50,9 +51,12 @@ class Call:
                 f"global batch {num_samples} was asked of inputs whose dim 0 differs ({shapes}); give example inputs "
                 "with the batch first in every tensor, or of the global batch's own shapes"
             )
-        return self.mapped(
-            lambda t: torch.empty((num_samples, *t.shape[1:]) if t.dim() else (), dtype=t.dtype, device="meta")
-        )
+        try:
+            return self.mapped(
+                lambda t: torch.empty((num_samples, *t.shape[1:]) if t.dim() else (), dtype=t.dtype, device="meta")
+            )
+        except RuntimeError as error:  # more bytes than torch counts
+            raise BatchError(f"global batch {num_samples} is too large for tensors: {error}; give a smaller") from error
 
     def microbatch(self, count: int) -> "Call":
         """One of `count` equal parts of the batch.
@@ -63,7 +67,7 @@ class Call:
         batch = self.batch()
         if count < 1 or (count > 1 and (batch is None or batch % count)):
             size = "the inputs have no batch in common" if batch is None else f"the global batch has {batch} samples"
-            fits = [str(n) for n in range(1, (batch or 1) + 1) if not (batch or 1) % n]
+            fits = [str(n) for n in divisors(batch or 1)]
             raise BatchError(
                 f"{count} micro-batches were asked, but {size}; choose one of {', '.join(fits[:8])} micro-batches"
             )

@@ -22,6 +22,7 @@ from typing import Any
 from autopar.errors import ClusterError, MeshError
 from autopar.values.cluster_tables import ClusterTable, DeviceTable, figure_line, figures, quote, sourced
 from autopar.values.device import Device
+from autopar.values.domains import MOST_DEVICES
 from autopar.values.link import LinkLevel
 from autopar.values.link_file import level_toml, preset_networks, read_level
 from autopar.values.schema import checked, file_text
@@ -49,7 +50,9 @@ size = 8
 
 _SHOULD = f"it should look like this:\n{TOML_FORM}"
 
-PRESET = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<per_node>\d+)x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?")
+PRESET = re.compile(
+    r"(?:(?P<nodes>\d{1,18})x)?(?P<per_node>\d{1,18})x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?"
+)
 
 LIBRARIES = ("nccl", "gloo", "mpi", "any")
 
@@ -68,6 +71,10 @@ class Cluster:
             raise ClusterError(f"cluster {self.name}: library {self.library!r} is none of {', '.join(LIBRARIES)}")
         if not self.levels:
             raise ClusterError(f"cluster {self.name} has no link level; one device is one level of size 1")
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(
+                f"cluster {self.name[:60]} has {self.num_devices} devices; at most {MOST_DEVICES} can be planned for"
+            )
 
     def __hash__(self) -> int:
         # A search looks clusters up by the hundred thousand; those of one search differ in sizes.
@@ -124,7 +131,7 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
         ClusterError: if the text is no preset and no file, or the file is not valid.
     """
     name = str(text_or_path)
-    if isinstance(text_or_path, Path) or name.endswith(".toml") or Path(name).is_file():
+    if isinstance(text_or_path, Path) or name.endswith(".toml") or _is_file(name):
         return _from_file(Path(text_or_path))
     return load_preset(name)
 
@@ -144,6 +151,13 @@ def load_preset(name: str) -> Cluster:
             f"a TOML file looks like this:\n{TOML_FORM}"
         )
     return _from_preset(name.strip().lower(), match)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long for a path
+        return False
 
 
 def _from_preset(name: str, match: re.Match[str]) -> Cluster:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from autopar.errors import MeshError
+from autopar.values.domains import POSITIVE
 
 DEFAULT_NAMES = {
     1: ("data",),
@@ -25,7 +26,7 @@ class Mesh:
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.shape or any(n < 1 for n in self.shape):
+        if not self.shape or not all(POSITIVE.holds(n) for n in self.shape):
             raise MeshError(f"mesh {self.shape}: every axis needs at least one rank; write it as 2x2 or data=2,model=2")
         if len(self.names) != len(self.shape) or len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh {self.shape} with names {self.names}: give each axis one name of its own")
@@ -72,4 +73,6 @@ def parse_mesh(text: str) -> Mesh:
             return Mesh(shape=tuple(int(n) for _, n in pairs), names=tuple(name.strip() for name, _ in pairs))
         return make_mesh(tuple(int(n) for n in text.lower().split("x")))
     except (ValueError, MeshError) as error:
-        raise MeshError(f"mesh {text!r} is not of the form 2x2 or data=2,model=2 with whole numbers from 1") from error
+        raise MeshError(
+            f"mesh {text[:60]!r} is not of the form 2x2 or data=2,model=2 with whole numbers from 1"
+        ) from error

@@ -109,8 +109,13 @@ class Plan:
 
     @property
     def single(self) -> StagePlan:
-        """The one stage of a plan of one, with the estimate, as the search of a mesh knows it."""
-        assert self.num_stages == 1, f"{self.num_stages} stages have no single one"
+        """The one stage of a plan of one, with the estimate, as the search of a mesh knows it.
+
+        Raises:
+            ArgumentError: if there are several.
+        """
+        if self.num_stages != 1:
+            raise ArgumentError(f"a plan of {self.num_stages} stages has no single one; use plan.stages")
         return self.stages[0].with_estimate(self.estimate)
 
     def to_json(self) -> str:

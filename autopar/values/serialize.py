@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PassError
 from autopar.values.custom_ops import defining_module
 from autopar.values.graph import CapturedModel
 
@@ -84,7 +84,8 @@ def load(data: bytes) -> CapturedModel:
         args, kwargs = _resolve((args, kwargs), made)
         target = find(target) if isinstance(target, _Op) else target
         node = graph.create_node(op, target, tuple(args), kwargs, name=name)
-        assert node.name == name, f"node {name} came back as {node.name}"
+        if node.name != name:
+            raise PassError(f"node {name} came back as {node.name}")
         if shapes is not None:
             node.meta["val"] = meta(shapes) if isinstance(shapes, _Shape) else tuple(map(meta, shapes))
             node.meta["requires_grad"] = requires_grad

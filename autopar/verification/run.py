@@ -25,6 +25,7 @@ from autopar.errors import ArgumentError, MeshError, RankError
 from autopar.oracle import TrainedStep
 from autopar.runtime import init
 from autopar.runtime.launch import environment, meeting_place, new_processes
+from autopar.values.domains import MOST_PROCESSES
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan
 from autopar.values.plan_file import plan_from_json
@@ -67,7 +68,9 @@ def verify_plans(
     if device == "cuda" and not torch.cuda.is_available():
         raise MeshError("plans are to be verified on cuda, and torch sees no GPU on this machine; leave device out")
     sizes = {plan.world for plan in plans.values()}
-    assert len(sizes) == 1, f"plans for one number of ranks at a time, got {sizes}"
+    if len(sizes) != 1 or max(sizes) > MOST_PROCESSES:
+        said = " and ".join(map(str, sorted(sizes))) or "no"
+        raise ArgumentError(f"plans for {said} ranks: give plans for one number of ranks, at most {MOST_PROCESSES}")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         folder = Path(name)
         (folder / "captured").write_bytes(dump(captured))

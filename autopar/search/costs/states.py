@@ -10,6 +10,7 @@ from autopar.cost_models.memory import optimizer_state_nbytes
 from autopar.errors import InfeasibleError
 from autopar.lower.program import Program
 from autopar.values.cluster import Cluster
+from autopar.values.gigabytes import gigabytes
 from autopar.values.train_config import TrainConfig
 
 GIGA = 1e9
@@ -21,9 +22,8 @@ def states_nbytes(program: Program, optimizer: str) -> float:
     for name, tensor in program.tensors.items():
         if tensor.kind == "parameter":
             size = tensor.stored_size
-            if tensor.requires_grad:
-                has_gradient = any(program.ops[position].has_backward for position, _ in program.readers[name])
-                size += optimizer_state_nbytes(optimizer, tensor.stored_size) + tensor.stored_size * has_gradient
+            if name in program.updated:
+                size += optimizer_state_nbytes(optimizer, tensor.stored_size) + tensor.stored_size
             total += size * math.prod(tensor.shape)
     return total
 
@@ -36,7 +36,7 @@ def check_states(program: Program, cluster: Cluster, config: TrainConfig, num_de
     raise InfeasibleError(
         f"parameters, gradients and {config.optimizer}'s states take {total / GIGA:.6g} GB: on each of the "
         f"{num_devices} devices of {cluster} {total / num_devices / GIGA:.6g} GB, however they are split, and "
-        f"{limit / GIGA:.6g} GB are there; use {math.ceil(total / limit)} devices or more, lower precision, or an "
+        f"{gigabytes(limit)} GB are there; use {math.ceil(total / limit)} devices or more, lower precision, or an "
         "optimizer with fewer states",
         least_nbytes=total / num_devices,
     )

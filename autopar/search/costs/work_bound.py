@@ -27,8 +27,8 @@ def work_bound(program: Program, pricer: Pricer) -> float:
 def work_seconds(program: Program, pricer: Pricer) -> tuple[float, float]:
     """Seconds of all micro-batches, and of the optimizer."""
     update = 0.0
-    for tensor in program.tensors.values():
-        if tensor.kind == "parameter" and tensor.requires_grad:
+    for name, tensor in program.tensors.items():
+        if name in program.updated:
             update += pricer.update_seconds(tensor, math.prod(tensor.shape) / pricer.mesh.size)
     return float(ops_work(program, pricer).sum()) * program.microbatches, update
 

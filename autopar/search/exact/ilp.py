@@ -28,6 +28,7 @@ from autopar.search.exact.relaxation import floor, incompatible, relax
 from autopar.search.exact.steiner import Metric, metric
 from autopar.search.exact.under_limit import UnderLimit
 from autopar.search.graph.strategy_graph import Floats, Ints, Solution, StrategyGraph, evaluate, usage
+from autopar.values.gigabytes import gigabytes, least_gigabytes
 
 GIGA = 1e9
 TOLERANCE = 1e-7
@@ -379,10 +380,10 @@ class _Run:
 def _infeasible(graph: StrategyGraph, run: _Run, say_least: bool) -> InfeasibleError:
     memory = graph.memory
     assert memory is not None
-    asked = f"no choice fits the memory limit of {memory.limit / GIGA:.6g} GB"
+    asked = f"no choice fits the memory limit of {gigabytes(memory.limit)} GB"
     if not say_least:
         return InfeasibleError(asked)
     least = least_peak(graph, seconds=run.left())
     if least is None:
         return InfeasibleError(f"{asked}; the time ended before the least that would do was found; allow more memory")
-    return InfeasibleError(f"{asked}; the least that would do is {least / GIGA:.6g} GB", least_nbytes=least)
+    return InfeasibleError(f"{asked}; the least that would do is {least_gigabytes(least)} GB", least_nbytes=least)

@@ -28,6 +28,7 @@ from autopar.search.graph.options import Restriction
 from autopar.search.graph.problem import Problem
 from autopar.search.timeline.buckets import bucketed
 from autopar.values.explanation import Alternative
+from autopar.values.gigabytes import least_gigabytes
 from autopar.values.placement import Layout, Placement, Shard
 from autopar.values.stage_plan import StagePlan
 
@@ -196,8 +197,9 @@ class Space:
             problem = make()
             solution = solve(problem.graph, relative_gap=self.relative_gap, seconds=seconds)
         except InfeasibleError as error:
-            needs = f"does not fit: needs {error.least_nbytes / 1e9:.3g} GB a device" if error.least_nbytes else ""
-            return Alternative(without=without, why_not=needs or str(error))
+            least = error.least_nbytes
+            needs = f"does not fit: needs {least_gigabytes(least)} GB a device" if least else str(error)
+            return Alternative(without=without, why_not=needs)
         except SearchTimeoutError:
             return Alternative(without=without, why_not=f"no plan found in {seconds:.0f} s")
         plan = extract(problem, solution, self.pricer.cluster, self.pricer.config, "ilp")

@@ -162,8 +162,8 @@ class Builder:
         if number == SINK:
             whole = INVARIANT if names[0] == self.program.loss else REPLICATE
             layout = Layout((whole,) * self.pricer.mesh.num_axes)
-            is_loss = names[0] == self.program.loss
-            return Reader(node=self.output, wants=(layout,), savers=0, in_backward=is_loss, positions={})
+            is_loss, nobody = names[0] == self.program.loss, dict[str, tuple[int, ...]].fromkeys(names, ())
+            return Reader(node=self.output, wants=(layout,), savers=0, in_backward=is_loss, positions=nobody)
         node, member = self.place[number]
         cluster = self.problem.clusters[node]
         wants = tuple(o.wants[member][slot] for o in self.problem.options[node])

@@ -113,10 +113,10 @@ def _parameter_space(used: Used, lattices: Lattices, restriction: Restriction) -
     if not limited and once in lifetimes:
         lifetimes = (once,)  # a copy kept longest is made least often
     costs = _Storages(
-        updates=np.array([pricer.optimizer_seconds(tensor, s) if tensor.requires_grad else 0.0 for s in stored]),
+        updates=np.array([pricer.optimizer_seconds(tensor, s) if trained else 0.0 for s in stored]),
         sizes=np.array([pricer.target.stored_nbytes(tensor, s) for s in stored]),
         casts=np.array([pricer.target.cast_nbytes(tensor, s) for s in stored]),
-        states=np.array([pricer.target.state_nbytes(tensor, s) if tensor.requires_grad else 0 for s in stored]),
+        states=np.array([pricer.target.state_nbytes(tensor, s) if trained else 0 for s in stored]),
     )
     if not uses:  # nothing reads it: an output layer that the loss has no part of
         lifetime = once if once in lifetimes else lifetimes[0]

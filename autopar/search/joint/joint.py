@@ -52,7 +52,8 @@ from autopar.search.joint.shared_bounds import SharedBounds
 from autopar.search.joint.solving import Solver
 from autopar.search.joint.step_bounds import StepBounds
 from autopar.search.joint.workers import Workers
-from autopar.search.meshes import Arrangement, divisors
+from autopar.search.meshes import Arrangement
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from autopar.capture.rebatch import Batches
-from autopar.errors import ArgumentError, InfeasibleError, MeshError
+from autopar.errors import ArgumentError, InfeasibleError, MeshError, SearchTimeoutError
 from autopar.lower.program import Program
 from autopar.passes.accumulate_gradients import accumulate_gradients
 from autopar.search.costs.pricing import Pricer
@@ -25,12 +25,13 @@ from autopar.search.joint.joint import MANY, Joint
 from autopar.search.joint.questions import Setup
 from autopar.search.joint.workers import Workers, spare_workers
 from autopar.search.known.baselines import memory_limit
-from autopar.search.meshes import divisors, parts
+from autopar.search.meshes import parts
 from autopar.search.microbatches import with_reason
 from autopar.search.planner import compare, plan_program
-from autopar.search.search_options import SearchOptions, silent
+from autopar.search.search_options import LATER, SearchOptions, silent
 from autopar.search.staged.stages import block_starts, written_text
 from autopar.values.cluster import Cluster
+from autopar.values.divisors import divisors
 from autopar.values.graph import CapturedModel
 from autopar.values.plan import Plan, one_stage
 from autopar.values.schedules import check_microbatches
@@ -143,7 +144,7 @@ def search_meshes(
             check_states(joint.program(min(counts)), cluster, config, max(map(num_devices, asked)), limit)
             outcome = best_first(joint, asked, relative_gap=options.relative_gap, seconds=left, tell=options.tell)
             if outcome.answer is None or outcome.key is None:
-                raise _nothing_fits(joint, outcome, why)
+                _take_smallest(joint, outcome, why)
             best = _worth_finishing(outcome)
             begin(best[-1][0].microbatches)
             finished: list[Plan] = []
@@ -228,14 +229,18 @@ def _searched(
     )
 
 
-def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: str | None) -> InfeasibleError:
-    """Says what the candidate of fewest samples at a time needs, of fewest axes, for that is seen soonest.
+def _take_smallest(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: str | None) -> None:
+    """Where no candidate fits as memory is counted: the plan of the one of fewest samples at a time, of fewest axes,
+    for that is seen soonest, if it fits as it runs.
+
+    Raises:
+        InfeasibleError: else; says what that candidate needs.
 
     why: a step is one micro-batch.
     """
     given_up = ", ".join(str(key) for key, bound in outcome.excluded.items() if bound < math.inf)
     if not outcome.failures:
-        return InfeasibleError(
+        raise InfeasibleError(
             f"no plan was found that fits, though none is proved not to: {given_up}; use more devices"
         )
     said = "nothing fits on any mesh"
@@ -245,13 +250,20 @@ def _nothing_fits(joint: Joint, outcome: SearchOutcome[Candidate, Plan], why: st
     failure = outcome.failures[key]
     if not key.schedule:  # else it is of a rank, which has a part of the model
         try:
-            options = replace(joint.setup.options, seconds=None, with_baselines=False)
-            plan_program(joint.program(key.microbatches), joint.pricer(key), options)
-        except InfeasibleError as error:
-            failure = error
+            seconds = joint.setup.options.seconds
+            options = replace(
+                joint.setup.options, with_baselines=False, seconds=None if seconds is None else seconds / LATER
+            )
+            plan = plan_program(joint.program(key.microbatches), joint.pricer(key), options)
+        except (InfeasibleError, SearchTimeoutError) as error:
+            failure = error if isinstance(error, InfeasibleError) else failure
+        else:
+            outcome.take(key, one_stage(plan), plan.estimate.in_turn_seconds)
+            outcome.bound = min(plan.estimate.bound, *outcome.excluded.values(), math.inf)
+            return
     least = None if key.schedule else failure.least_nbytes
     whole = f"; the batch is not split into micro-batches, for {why}" if why is not None else ""
-    return InfeasibleError(f"{said}; on {key}: {failure}{whole}", least_nbytes=least)
+    raise InfeasibleError(f"{said}; on {key}: {failure}{whole}", least_nbytes=least)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -36,6 +36,7 @@ from autopar.search.known.named_configuration import KINDS, NamedConfiguration, 
 from autopar.search.known.sample_factors import SampleFactors, check_samples, sample_factors, splits_samples
 from autopar.values.blocks import block_of
 from autopar.values.cluster import Cluster
+from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.placement import Layout, Placement, Shard
@@ -91,8 +92,8 @@ def baseline_plan(text: str, program: Program, pricer: Pricer, limit: float | No
         if plan.estimate.peak_nbytes <= limit:
             return plan
         raise InfeasibleError(
-            f"{configuration} does not fit: it needs {error.least_nbytes / 1e9:.3g} GB of {limit / 1e9:.3g} GB a "
-            "device; use more devices, a smaller (micro-)batch, another ZeRO stage or recompute=full",
+            f"{configuration} does not fit: it needs {least_gigabytes(error.least_nbytes)} GB of {gigabytes(limit)} GB "
+            "a device; use more devices, a smaller (micro-)batch, another ZeRO stage or recompute=full",
             least_nbytes=error.least_nbytes,
         ) from error
 

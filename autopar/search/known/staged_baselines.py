@@ -15,6 +15,7 @@ from autopar.search.known.named_configuration import NamedConfiguration, parse_c
 from autopar.search.pipeline_parts import part_of
 from autopar.search.staged.stages import choose_cuts, priced, staged
 from autopar.values.cluster import Cluster
+from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, one_stage
@@ -61,8 +62,8 @@ def staged_baseline(said: NamedConfiguration, program: Program, pricer: Pricer, 
         least = min(least, peak)
         room *= LESS * limit / peak
     raise InfeasibleError(
-        f"{said} does not fit: its fullest rank needs {least / 1e9:.3g} GB of {limit / 1e9:.3g} GB a device; use more "
-        "devices, a smaller micro-batch, another ZeRO stage, another schedule or recompute=full",
+        f"{said} does not fit: its fullest rank needs {least_gigabytes(least)} GB of {gigabytes(limit)} GB a device; "
+        "use more devices, a smaller micro-batch, another ZeRO stage, another schedule or recompute=full",
         least_nbytes=least,
     )
 

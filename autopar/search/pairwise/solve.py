@@ -16,7 +16,7 @@ from time import monotonic, sleep
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, SearchTimeoutError
+from autopar.errors import InfeasibleError, PassError, SearchTimeoutError
 from autopar.search.exact.array_worker import Worker
 from autopar.search.exact.highs_log import Progress
 from autopar.search.graph.strategy_graph import Solution
@@ -152,7 +152,8 @@ def _search_and_prove(
 
 def _solution(problem: Pairwise, choice: Ints, bound: float, status: str, phases: dict[str, float]) -> Solution:
     cost = evaluate(problem, choice)
-    assert fits(problem, choice), "a lifted choice is over the limit"
+    if not fits(problem, choice):
+        raise PassError("a lifted choice is over the limit")
     return Solution(choice=choice, arcs=(), seconds=cost, bound=min(bound, cost), status=status, phases=phases)
 
 

@@ -25,6 +25,7 @@ from autopar.search.recursion.ledger import DecisionLedger, Key, make_ledger
 from autopar.search.recursion.neighbours import Neighbours, find_neighbours
 from autopar.search.recursion.ways import SEARCHED_AXES, Ways
 from autopar.values.cluster import Cluster
+from autopar.values.gigabytes import gigabytes, least_gigabytes
 from autopar.values.mesh import Mesh
 
 PRICE_ROUNDS = 6
@@ -32,7 +33,6 @@ PRICE_ROUNDS = 6
 MOST_ROUNDS = 14
 """How many are tried at all: the last ones let little but bytes count."""
 PRICE_STEP = 8.0
-GB = 1e9
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,9 +141,9 @@ def double_recursion(
         assert limit is not None
         least = min(s.least for s in searches)
         raise InfeasibleError(
-            f"the double recursion found no plan on mesh {pricer.mesh} within {limit / GB:.3g} GB a device, the least "
-            f"that it found takes {least / GB:.3g} GB; allow as much, use more devices, or let the solver ilp look for "
-            "plans that take less"
+            f"the double recursion found no plan on mesh {pricer.mesh} within {gigabytes(limit)} GB a device, the "
+            f"least that it found takes {least_gigabytes(least)} GB; allow as much, use more devices, or let "
+            "the solver ilp look for plans that take less"
         )
     return found.best
 

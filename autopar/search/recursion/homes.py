@@ -83,7 +83,7 @@ class Homes:
 
     def _price(self, travel: Travel, storage: Layout, wanted: tuple[Layout | None, ...], lifetime: str) -> Priced:
         pricer, tensor = self.pricer, travel.tensor
-        trained = tensor.requires_grad
+        trained = travel.backward
         uses = dict.fromkeys(w for w in wanted if w is not None)
         seconds = self.ways.seconds(storage, uses, tensor, travel.backward)
         seconds = seconds / self.microbatches if lifetime == "step" else seconds
@@ -95,7 +95,7 @@ class Homes:
                     seconds += use.savers * self.ways.fare(storage, layout, tensor).gathers
         stored = pricer.target.stored_nbytes(tensor, storage)
         copies = sum(pricer.target.local_nbytes(tensor, w) for w in uses if _is_copy(storage, w))
-        if lifetime == "step" and trained and travel.backward:
+        if lifetime == "step" and trained:
             copies += sum(pricer.target.stored_nbytes(tensor, w) for w in uses)
         return seconds * len(travel.names), {
             "stored": stored

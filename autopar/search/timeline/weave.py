@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.pipeline import COMPUTE, Segment, Woven
-from autopar.errors import ArgumentError
 from autopar.lower.events import Fact
 from autopar.search.costs.runs import Task
+from autopar.values.domains import NOT_NEGATIVE, Domain, checked_number
+
+BUCKET = Domain(whole=False, least=0, most=2.0**63, instead="give 0 for none")
+"""Bytes of a bucket."""
 
 Price = Callable[[str, tuple[int, ...], int], float]
 """Seconds of a collective along mesh axes that sends so many bytes of parameters or their gradients."""
@@ -36,10 +39,8 @@ class Overlap:
     ahead: int = 2
 
     def __post_init__(self) -> None:
-        if not self.bucket_nbytes >= 0 or self.ahead < 0:
-            raise ArgumentError(
-                f"buckets of {self.bucket_nbytes} bytes, {self.ahead} ahead: neither can be negative; give 0 for none"
-            )
+        checked_number("bucket_nbytes", self.bucket_nbytes, BUCKET)
+        checked_number("ahead", self.ahead, NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,123 @@
+"""How does a command end? With one answer on standard output, and one exit code.
+
+    0    done
+    1    beyond tolerance (verify, calibrate --check)
+    2    bad input, said in one message
+    3    a fault of autopar itself, whose traceback is on standard error
+    130  interrupted
+    141  whoever read standard output has gone
+
+With `--json` standard output holds one JSON object and nothing else, an error included: `{"error": ..., "kind": ...}`.
+"""
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any
+
+from rich.console import Console
+
+from autopar.errors import AutoparError
+
+BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 2, 3, 130, 141
+
+
+class NoReaderError(Exception):
+    """Standard output is a pipe that nobody reads any more."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise NoReaderError
+
+
+def console_of(as_json: bool) -> Console:
+    """Where words go: to standard output, unless that is for JSON alone."""
+    if as_json:
+        return Console(stderr=True, quiet=True)
+    return _Console() if sys.stdout.isatty() else _Console(width=120)
+
+
+@contextmanager
+def one_answer(as_json: bool) -> Iterator[dict[str, Any]]:
+    """With `--json`, whatever libraries print goes to standard error, and the answer is printed at the end."""
+    answer: dict[str, Any] = {}
+    if not as_json:
+        yield answer
+        return
+    with redirect_stdout(sys.stderr):
+        yield answer
+    print_json(answer)
+
+
+def print_json(answer: dict[str, Any]) -> None:
+    """One object, null for what is no number (JSON has no NaN).
+
+    Raises:
+        NoReaderError: if nobody reads it.
+    """
+    try:
+        print(json.dumps(_finite(answer), indent=1), flush=True)
+    except BrokenPipeError as error:
+        raise NoReaderError from error
+
+
+def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
+    """The exit code of a command, its error said."""
+    as_json = "--json" in given
+    try:
+        code = command(list(given), prog_name="autopar", standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (NoReaderError, BrokenPipeError):
+        return _without_reader()
+    except BaseException as error:
+        try:
+            return _said(error, as_json)
+        except NoReaderError:
+            return _without_reader()
+
+
+def _said(error: BaseException, as_json: bool) -> int:
+    """Say what is wrong, once. Usage errors are click's; where click lives depends on the version of typer."""
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt | EOFError):
+        return _fail("interrupted", "KeyboardInterrupt", as_json, INTERRUPTED)
+    if isinstance(error, AutoparError):
+        return _fail(str(error), type(error).__name__, as_json)
+    if isinstance(error, SystemExit):
+        return _fail(f"code that the command ran ended it: exit code {error.code}", "SystemExit", as_json)
+    if (format_message := getattr(error, "format_message", None)) is not None:
+        usage = format_message() or "name a command: plan, export, verify, explain or diff"
+        return _fail(usage, "ArgumentError", as_json)
+    traceback.print_exception(error)
+    said = f"a fault of autopar, please report it with the traceback above: {type(error).__name__}: {error}"
+    return _fail(said, type(error).__name__, as_json, FAULT)
+
+
+def _fail(message: str, kind: str, as_json: bool, code: int = BAD_INPUT) -> int:
+    if as_json:
+        print_json({"error": message, "kind": kind})
+    else:
+        print(f"autopar: {message}", file=sys.stderr)
+    return code
+
+
+def _without_reader() -> int:
+    """Let nothing more be written, the interpreter's last flush included."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return NO_READER
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
