@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from autopar.ops.random import Draws
 from autopar.runtime.data import LocalBatch, arguments_of
 from autopar.runtime.parts import Buffers, take_form
 from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.roll_call import RollCall
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
 from autopar.runtime.variants import Captor, Make, Variants
@@ -75,7 +76,7 @@ class Trainable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._outputs, self._variants = GATHERED, None
+        self._outputs, self._variants, self._roll_call = GATHERED, None, RollCall()
         self.uninitialized = set()
         self.num_calls = self.num_evaluated = 0
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
@@ -137,6 +138,7 @@ class Trainable(nn.Module):
 
         Raises:
             ArgumentError: if the model does not take them, or a parameter has a hook that would never run.
+            RankError: if a rank died to which the plan sends nothing.
         """
         for state in self.states:
             for name, held in state.parameters.items():
@@ -145,6 +147,8 @@ class Trainable(nn.Module):
                         f"a hook on {state.specs[name].names[0]}, a distributed parameter, would never run; "
                         "register it on the model before planning, or change .grad after backward()"
                     )
+        if torch.is_grad_enabled():
+            self._roll_call.next_step(cast(Any, self).plan)
         return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
 
     def train(self, mode: bool = True) -> "Trainable":
