@@ -24,8 +24,14 @@ from tests import word_pipelines
 from tests.shared_graphs import SHARED
 
 DROPOUT = 0.1
-STAGES, ALIKE = "2 stages of 2 ranks", "no collectives"
-KINDS = {"ddp": (2, "ddp"), "fsdp": (2, "fsdp:recompute=full"), STAGES: (4, ""), ALIKE: (2, "ddp")}
+STAGES, WIDE_STAGES, ALIKE = "2 stages", "2 stages of 2 ranks", "no collectives"
+KINDS = {
+    "ddp": (2, "ddp"),
+    "fsdp": (2, "fsdp:recompute=full"),
+    STAGES: (2, ""),
+    WIDE_STAGES: (4, ""),
+    ALIKE: (2, "ddp"),
+}
 """Plans: ranks, and the named configuration where there are no stages."""
 
 POINTS: Mapping[str, Mapping[str, Point]] = {
@@ -35,12 +41,13 @@ POINTS: Mapping[str, Mapping[str, Point]] = {
     | fault_points.FORWARD_COLLECTIVES
     | fault_points.REPLAYS,
     STAGES: fault_points.STAGED,
+    WIDE_STAGES: fault_points.STAGED | fault_points.INSIDE_STAGES,
     ALIKE: fault_points.SINGLE,
 }
 """Points of a step, by plan."""
 
 SAVE_POINTS = fault_saves.EVERY_RANK | fault_saves.FIRST_RANK | fault_saves.BESIDE
-STRUCK_STEP, STRUCK_SAVE = 5, 4
+STEPS, STRUCK_STEP, STRUCK_SAVE = 5, 3, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +85,7 @@ class Job:
     resumes: bool = False
     asynchronous: bool = False
     slow: bool = False
-    timeout_seconds: float = 5.0
+    timeout_seconds: float = 10.0
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "Job":
@@ -90,8 +97,12 @@ class Job:
         return KINDS[self.kind][0]
 
     @property
+    def is_staged(self) -> bool:
+        return not KINDS[self.kind][1]
+
+    @property
     def saved_steps(self) -> tuple[int, ...]:
-        return (2, 4, 5) if self.slow else (2, 4, 6)
+        return (1, 2, 3) if self.slow else (1, 2, 4)
 
     def output(self, rank: int) -> str:
         return f"{self.folder}/{self.name}-{rank}.txt"
@@ -108,7 +119,7 @@ def make_cases() -> None:
     """Capture and plan, once for all processes; a process that has planned has threads, and is not copied."""
     cases.captured(DROPOUT, word_pipelines.MICROBATCHES)
     for kind, (world, named) in KINDS.items():
-        if kind == STAGES:
+        if not named:
             plan = word_pipelines.plan_of("1f1b", (world // 2,), 2, dropout=DROPOUT, seed=1)
         else:
             captured, mesh = cases.captured(DROPOUT), make_mesh((world,))
@@ -132,13 +143,15 @@ def plan_of(kind: str) -> Plan:
 
 
 def _plan_file(kind: str) -> Path:
-    return Path(os.environ[SHARED]) / f"{kind}.json"
+    return Path(os.environ[SHARED]) / f"faults-{kind}.json"
 
 
 def without_collectives(plan: StagePlan) -> StagePlan:
     """Every rank computes everything."""
     layouts = {name: Layout(tuple(map(_whole, own.axes))) for name, own in plan.layouts.items()}
-    return replace(plan, layouts=layouts, choices=dict.fromkeys(plan.choices, ("invariant",)), buckets=())
+    whole = ("invariant",) * len(plan.mesh.shape)
+    lifetimes = dict.fromkeys(plan.lifetimes, "always")
+    return replace(plan, layouts=layouts, choices=dict.fromkeys(plan.choices, whole), lifetimes=lifetimes, buckets=())
 
 
 def _whole(placement: Placement) -> Placement:

@@ -60,7 +60,6 @@ STAGED = {
     "before the step": Point("forward", ENTERED),
     "in a stage's first pass forward": Point("stage forward", "op"),
     "in the middle of passes forward": Point("stage forward", "op", "middle"),
-    "at the first collective of a stage": Point("stage forward", "collective"),
     "at the first message to another stage": Point("forward", "message"),
     "at the middle message to another stage": Point("forward", "message", "middle"),
     "at the last message to another stage": Point("forward", "message", "last"),
@@ -74,6 +73,7 @@ STAGED = {
     "in the middle of the optimizer": Point("optimizer", "op", "middle"),
     "between steps": Point("data", ENTERED),
 }
+INSIDE_STAGES = {"at the first collective of a stage": Point("stage forward", "collective")}
 
 
 class Watch(TorchDispatchMode):

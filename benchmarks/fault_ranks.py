@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.fault_cases import Job, load_cases
 from benchmarks.fault_training import train
 
+ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0
 """After which a rank that has not ended is killed, and the row says so."""
 
@@ -43,13 +44,18 @@ class Ended:
         found = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
         return found[-1] if found else ""
 
+    @property
+    def kind(self) -> str:
+        """The error's class."""
+        return self.error.split(":")[0].split(".")[-1]
+
 
 class Ranks:
     """The process that starts ranks."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fault_ranks"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def run(self, job: Job) -> list[Ended]:
         """Train in new processes until all of them ended."""
@@ -59,8 +65,9 @@ class Ranks:
         return [Ended(**one) for one in json.loads(self.process.stdout.readline())]
 
     def close(self) -> None:
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
+        self.process.stdout.close()
         self.process.wait()
 
 

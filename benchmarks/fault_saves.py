@@ -5,13 +5,14 @@ Events of a save are those of `runtime.saving`: meetings are known by what ranks
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem
 
-from autopar.runtime import checkpoint, checkpoint_group, saving
+from autopar.runtime import checkpoint, checkpoint_group, checkpoint_root, saving
 from benchmarks.fault_points import Point, Watch
 
 SAVE = "save"
@@ -44,10 +45,10 @@ EVERY_RANK = {
 
 FIRST_RANK = {
     "manifest written, not in place": Point(SAVE, "replace", "last"),
-    "manifest in place, folder not named": Point(SAVE, "rename"),
-    "folder named, names not flushed": Point(SAVE, "renamed"),
-    "when an old checkpoint loses its name": Point(SAVE, "rename", "last"),
-    "in the middle of deleting an old one": Point(SAVE, "unlink", "middle"),
+    "manifest in place, folder not named": Point(SAVE, "naming"),
+    "folder named, name not flushed": Point(SAVE, "renamed", "last"),
+    "an old one has lost its name": Point(SAVE, "deleting"),
+    "an old one is deleted in part": Point(SAVE, "unlinked"),
 }
 """Points of rank 0, which alone does these things."""
 
@@ -90,5 +91,7 @@ def watch_saves(watch: Watch, begin: Callable[[int], None], *, slow: bool) -> No
     watch.watch(saving, "write_tensors", "tensors")
     watch.watch(filesystem, "_write_item", "tensor")
     watch.watch(os, "replace", "replace")
+    watch.watch(checkpoint_root, "rename", "naming")
     watch.watch(os, "rename", "rename", "renamed")
-    watch.watch(os, "unlink", "unlink")
+    watch.watch(shutil, "rmtree", "deleting")
+    watch.watch(os, "unlink", "unlink", "unlinked")

@@ -1,7 +1,7 @@
 """What does a rank train while faults strike? A small float64 model with dropout, batch statistics and tied weights.
 
-It saves after steps 2 and 4 (and 5, where a save is to meet another), and faults strike in step 5 or in the save after
-step 4. After every step it notes a digest of all that training goes on from, so that two runs are compared exactly.
+It saves after steps 1, 2 and 4 (3, where a save is to meet another), and faults strike in step 3 or in the save after
+step 2. After every step it notes a digest of all that training goes on from, so that two runs are compared exactly.
 """
 
 import hashlib
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 import tests.runtime_cases as cases
 from autopar.runtime import finish_saving, init, load, save
 from autopar.runtime.private_torch import local_tensor
-from benchmarks.fault_cases import DROPOUT, STAGES, Fault, Job, plan_of
+from benchmarks.fault_cases import DROPOUT, STEPS, Fault, Job, plan_of
 from benchmarks.fault_points import Watch
 from benchmarks.fault_saves import watch_saves
 from tests import word_pipelines
 
-STEPS = 7
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -34,7 +33,7 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         plan = plan_of(job.kind)
-        self.job, self.is_staged = job, job.kind == STAGES
+        self.job, self.is_staged = job, job.is_staged
         make: Any = word_pipelines.pipelined if self.is_staged else cases.distributed
         self.module = make(plan if self.is_staged else plan.single, DROPOUT, seed=5)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -80,6 +79,7 @@ class Training:
             self.job.root,
             step=step,
             scheduler=self.scheduler,
+            keep=1,
             asynchronous=self.job.asynchronous,
         )
 
