@@ -55,7 +55,9 @@ class Ranks:
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fault_ranks"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        )
 
     def run(self, job: Job) -> list[Ended]:
         """Train in new processes until all of them ended."""
