@@ -70,7 +70,7 @@ class Fault:
     @property
     def step(self) -> int:
         """The step in which it strikes, or after which it strikes in the save."""
-        return STRUCK_STEP if not self.in_save or self.point in fault_saves.BESIDE else STRUCK_SAVE
+        return STRUCK_SAVE if self.in_save else STRUCK_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

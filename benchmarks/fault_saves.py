@@ -55,7 +55,7 @@ FIRST_RANK = {
 BESIDE = {
     "a save waits for one that is being written": Point(SAVE, "waiting"),
 }
-"""Points of a second asynchronous save."""
+"""Points of a second asynchronous save, which begin when the first has copied."""
 
 
 def watch_saves(watch: Watch, begin: Callable[[int], None], *, slow: bool) -> None:
