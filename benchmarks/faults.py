@@ -200,7 +200,8 @@ def page(outcomes: Mapping[Run, Outcome]) -> str:
     lines = [
         "# Ranks that die, stop, or cannot write",
         "",
-        f"Written by `python -m benchmarks.faults --write docs/results/faults.md` with torch {torch.__version__}. "
+        "Written by `python -m benchmarks.faults --write docs/results/faults.md` with torch "
+        f"{torch.__version__} on {os.cpu_count()} cores. "
         f"{len(outcomes)} runs, {good} survived; the last of the other ranks ended {slowest:.1f} s after the fault "
         "at most.",
         "",
