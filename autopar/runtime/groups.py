@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import MeshError
 from autopar.ops.groups import Groups
 from autopar.runtime.launch import collective_timeout
+from autopar.runtime.lost_ranks import among_ranks
 from autopar.values.mesh import Mesh
 
 _Key = tuple[int, Mesh, tuple[str, ...]]
@@ -113,9 +114,10 @@ def _own_group(sets: list[list[int]]) -> dist.ProcessGroup | None:
     """The group of the set that has this rank, if one has; all are made, by all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = None
-    for ranks in sets:
-        group = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks, timeout=_timeout())
-        own = group if rank in ranks else own
+    with among_ranks("making process groups"):
+        for ranks in sets:
+            group = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks, timeout=_timeout())
+            own = group if rank in ranks else own
     return own
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import MeshError
 from autopar.runtime.allocator import keep_freed_memory
+from autopar.runtime.lost_ranks import among_ranks
 from autopar.values.domains import TIMEOUT, checked_number
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
@@ -29,6 +30,7 @@ def init(
     timeout_seconds: a collective or a missing rank that takes longer is an error on the ranks that wait for it.
 
     Raises:
+        RankError: if the others do not come in time.
         MeshError: if no launcher set RANK, WORLD_SIZE and MASTER_ADDR, or GPUs are to be shared and there is none.
     """
     global _timeout_seconds, _shares_gpu
@@ -53,12 +55,14 @@ def init(
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
         own = torch.device("cuda", local_rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
+        with among_ranks("joining the other processes"):
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
     else:
         _shares_gpu = share_gpus
         if share_gpus:
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        dist.init_process_group(backend, timeout=timeout)
+        with among_ranks("joining the other processes"):
+            dist.init_process_group(backend, timeout=timeout)
     return _ready()
 
 

@@ -27,6 +27,7 @@ from autopar.runtime.data import LocalBatch, arguments_of, split_batch
 from autopar.runtime.groups import build_groups, flattened_axes, group_across
 from autopar.runtime.launch import device as own_device
 from autopar.runtime.launch import init
+from autopar.runtime.lost_ranks import among_ranks
 from autopar.runtime.optimizers import install_check
 from autopar.runtime.parameters import check_names
 from autopar.runtime.parts import refuse_uncalled_hooks
@@ -271,8 +272,10 @@ class PipelinedModule(Trainable):
             counted = self.plan.stage_rank(self._owners[placeholder][0]) == self.pipeline_rank
             if gradient is not None and counted:
                 norm = torch.linalg.vector_norm(gradient)
-                squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
-        dist.all_reduce(squares, group=self.pipeline_group)
+                with among_ranks(f"summing the norm of {placeholder}"):
+                    squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+        with among_ranks("summing the norms of stages"):
+            dist.all_reduce(squares, group=self.pipeline_group)
         total = squares.sqrt()
         dtype = max((p.dtype for p in self.parameters()), key=lambda d: d.itemsize, default=total.dtype)
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total.to(dtype))
@@ -297,7 +300,8 @@ class PipelinedModule(Trainable):
         if self.pipeline_rank == source:
             told[0] = total_loss(accumulation, last.losses, last.counts)
             told[1] = 1.0 if (scale := gradient_scale(accumulation, last.counts)) is None else scale
-        dist.broadcast(told, group=self.pipeline_group, group_src=source)
+        with among_ranks("telling all stages the loss"):
+            dist.broadcast(told, group=self.pipeline_group, group_src=source)
         loss, scale = told.unbind()
         return loss.to(self._model.loss_dtype), None if accumulation.count is None else scale
 
@@ -313,7 +317,8 @@ class PipelinedModule(Trainable):
                 own = found.get(placeholder)
                 total = torch.zeros_like(leaf, requires_grad=False) if own is None else own.contiguous()
                 self.groups.count("all_reduce", PIPELINE, total.numel() * total.element_size())
-                dist.all_reduce(total, group=group)
+                with among_ranks(f"summing gradients of {placeholder}, which stages share,"):
+                    dist.all_reduce(total, group=group)
                 found[placeholder] = total
         return found
 
@@ -369,5 +374,6 @@ def _facts(captured: CapturedModel, plan: Plan) -> dict[str, str]:
 def _everyones(axes: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """Axes that collectives of any stage use together."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, sorted(axes))
+    with among_ranks("telling all stages which axes are joined"):
+        dist.all_gather_object(gathered, sorted(axes))
     return {names for own in gathered for names in own}

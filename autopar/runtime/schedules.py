@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from autopar.errors import ArgumentError, AutoparError, RankError
+from autopar.errors import ArgumentError, AutoparError
+from autopar.runtime.lost_ranks import BETWEEN_STAGES, among_ranks
 from autopar.runtime.private_torch import RELEASE, greet_others
 from autopar.runtime.stage import Stage, sent_dtype
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad, shape_of
@@ -176,7 +177,5 @@ def _explained() -> Iterator[None]:
             raise cause from None
         if error.__cause__ is not None:
             raise
-        raise RankError(
-            f"rank {dist.get_rank()}: sending or receiving between stages failed: {error}; a rank of this pipeline "
-            "died or hangs, its own output says why"
-        ) from error
+        with among_ranks(BETWEEN_STAGES):
+            raise

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops.random import Draws
+from autopar.runtime.lost_ranks import BETWEEN_STAGES, among_ranks
 from autopar.runtime.stage import sent_dtype
 from autopar.runtime.state import State
 from autopar.runtime.variant import Part, ends_of, given_back
@@ -61,7 +62,8 @@ class StagedVariant:
     def _send(self, values: Any, number: int) -> None:
         for value in values:
             plain = value.detach().contiguous()
-            dist.send(plain.view(sent_dtype(plain.dtype)), group=self.group, group_dst=self.plan.stage_rank(number))
+            with among_ranks(BETWEEN_STAGES):
+                dist.send(plain.view(sent_dtype(plain.dtype)), group=self.group, group_dst=self.plan.stage_rank(number))
 
     def _receive(self, local: LocalModel, number: int) -> dict[str, Tensor]:
         captured, plan, found = local.captured, local.plan, {}
@@ -70,7 +72,8 @@ class StagedVariant:
             shape = local_shape(tuple(value.shape), plan.layouts[name], plan.mesh)
             found[name] = self._buffer(shape, value.dtype)
             wire = found[name].view(sent_dtype(value.dtype))
-            dist.recv(wire, group=self.group, group_src=self.plan.stage_rank(number))
+            with among_ranks(BETWEEN_STAGES):
+                dist.recv(wire, group=self.group, group_src=self.plan.stage_rank(number))
         return found
 
     def _everywhere(self, made: Mapping[str, Tensor], outputs: str) -> list[Tensor]:
@@ -85,7 +88,8 @@ class StagedVariant:
                     value = self._buffer(local_shape(shape, layout, local.plan.mesh), dtype)
                 value = value.detach().contiguous()
                 wire = value.view(sent_dtype(dtype))
-                dist.broadcast(wire, group=self.group, group_src=self.plan.stage_rank(number))
+                with among_ranks("telling all stages what the call returns"):
+                    dist.broadcast(wire, group=self.group, group_src=self.plan.stage_rank(number))
                 found[name] = given_back(value, end, self.state, outputs)
         return [found[name] for name in self.outputs]
 

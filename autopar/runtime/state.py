@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ArgumentError
 from autopar.lower.legality import check_storage
 from autopar.runtime.changes import FollowedParameter, check_buffer, keeps_watch, refuse_hooks
+from autopar.runtime.lost_ranks import among_ranks
 from autopar.runtime.parameters import (
     MARK,
     STAGE,
@@ -315,8 +316,10 @@ def first_ranks_value(value: Tensor, device: torch.device) -> Tensor:
         return value
     if value.layout is not torch.strided:
         held = [value]
-        dist.broadcast_object_list(held, src=0)
+        with among_ranks("taking rank 0's values"):
+            dist.broadcast_object_list(held, src=0)
         return held[0].to(device)
     copy = own_copy(value, device)
-    dist.broadcast(copy.view(torch.uint8) if copy.dtype == torch.bool else copy, src=0)
+    with among_ranks("taking rank 0's values"):
+        dist.broadcast(copy.view(torch.uint8) if copy.dtype == torch.bool else copy, src=0)
     return copy

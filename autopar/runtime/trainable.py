@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from autopar.runtime.parts import (
     take_form,
 )
 from autopar.runtime.private_torch import local_tensor
+from autopar.runtime.roll_call import RollCall
 from autopar.runtime.state import State
 from autopar.runtime.variant import GATHERED
 from autopar.runtime.variants import Captor, Make, Variants
@@ -85,7 +86,7 @@ class Trainable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._comparison = RankComparison()
+        self._comparison, self._roll_call = RankComparison(), RollCall()
         self._outputs, self._variants = GATHERED, None
         self.uninitialized, self._empty = set(), {}
         self.num_calls = self.num_evaluated = 0
@@ -152,10 +153,13 @@ class Trainable(nn.Module):
         Raises:
             ArgumentError: if the model does not take them, something has no value, or what was done to a parameter
                 since the last call cannot be followed.
+            RankError: if a rank died to which the plan sends nothing.
         """
         self.check_initialized()
         for state in self.states:
             state.follow(self)
+        if torch.is_grad_enabled():
+            self._roll_call.next_step(cast(Any, self).plan)
         return (args, dict(kwargs)) if self._variants is None else self._variants.captor.bound(args, kwargs)
 
     def compare_every(self, num_steps: int | None) -> None:
