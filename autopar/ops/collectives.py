@@ -81,8 +81,8 @@ def send(
         call(groups.group(axis))
     except RuntimeError as error:
         raise RankError(
-            f"rank {dist.get_rank()}: {kind} over axis {','.join(names_of(axis))} (ranks {groups.members(axis)}) failed: "
-            f"{error}; a rank of this group died or hangs, its own output says why"
+            f"rank {dist.get_rank()}: {kind} over axis {','.join(names_of(axis))} (ranks {groups.members(axis)}) "
+            f"failed: {error}; a rank of this group died or hangs, its own output says why"
         ) from error
 
 
