@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
@@ -94,7 +94,7 @@ def checked(
         AutoparError: of the type given.
     """
     try:
-        found: Value = _adapter(kind).validate_json(json.dumps(value))
+        found: Value = _adapter(cast(Any, kind)).validate_json(json.dumps(value))
     except ValidationError as wrong:
         raise error(f"{where}: {_said(wrong, value)}; {remedy}") from wrong
     except (RecursionError, TypeError, ValueError) as wrong:  # of TOML, whose dates no table has
@@ -124,7 +124,7 @@ def _missing(found: Any, value: Any, path: str) -> Iterator[str]:
 
 def json_schema(kind: type[Any], *, partial: bool = False) -> dict[str, Any]:
     """The JSON schema of a file of that kind; partial: as of `checked`."""
-    return _adapter(kind).json_schema(mode="validation" if partial else "serialization")
+    return _adapter(cast(Any, kind)).json_schema(mode="validation" if partial else "serialization")
 
 
 @cache
