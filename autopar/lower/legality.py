@@ -22,7 +22,8 @@ AGAIN = "plan again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A tensor that ranks hold when a step begins. kind: parameter, buffer, constant or input."""
+    """A tensor that ranks hold when a step begins. kind: parameter, buffer, constant or input, or received, of the stage
+    before, which sends it in any layout."""
 
     name: str
     kind: str
@@ -34,7 +35,9 @@ def check_legal(program: Program, plan: StagePlan) -> None:
     """Raises PlanMismatchError if the plan is for another model, chooses what rules do not offer, or lays a tensor out
     as no rank can have it."""
     own = [tensor for tensor in program.tensors.values() if tensor.producer is None]
-    check_held([Held(name=t.name, kind=t.kind, shape=t.shape, requires_grad=t.requires_grad) for t in own], plan)
+    received = program.captured.received
+    kinds = {tensor.name: "received" if tensor.name in received else tensor.kind for tensor in own}
+    check_held([Held(name=t.name, kind=kinds[t.name], shape=t.shape, requires_grad=t.requires_grad) for t in own], plan)
     _check_names("choices", plan.choices, {op.name for op in program.ops})
     _check_choices(program, plan)
     _check_paths(program, plan)
@@ -50,7 +53,7 @@ def check_held(held: Sequence[Held], plan: StagePlan) -> None:
         _check_layout(tensor.name, shape, layout, mesh)
         if tensor.kind == "parameter":
             check_storage(tensor.name, shape, layout, mesh, tensor.requires_grad)
-        elif PARTIAL in layout.axes or not is_even(shape, layout, mesh):
+        elif tensor.kind != "received" and (PARTIAL in layout.axes or not is_even(shape, layout, mesh)):
             raise PlanMismatchError(
                 f"the plan holds {tensor.kind} {tensor.name} {shape} as {layout} on mesh {mesh}: each rank has the "
                 f"whole of it, or an equal slice; {AGAIN}"

@@ -113,7 +113,7 @@ def _tensors(captured: CapturedModel) -> Iterator[Held]:
     trained = {spec.placeholder for spec in captured.parameters if spec.trainable}
     kinds = {spec.placeholder: "parameter" for spec in captured.parameters}
     kinds |= {spec.placeholder: "buffer" for spec in captured.buffers}
-    kinds |= {spec.placeholder: "input" for spec in captured.inputs}
+    kinds |= {spec.placeholder: "input" for spec in captured.inputs} | dict.fromkeys(captured.received, "received")
     for name, node in captured.nodes.items():
         if node.op == "placeholder":
             shape, kind = tuple(node.meta["val"].shape), kinds.get(name, "constant")
