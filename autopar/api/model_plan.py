@@ -101,8 +101,24 @@ class ModelPlan(Plan):
                     "this plan was saved without the inputs of a call; give distribute(..., example_inputs=...)"
                 )
             captured, call = captured_for(self, model, call, loss_fn)
-        self.check(captured)
-        return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values_of(captured, model))
+        values = values_of(captured, model)
+        return replace(self, captured=captured, call=call, loss_fn=loss_fn, values=values).legal()
+
+    def legal(self) -> "ModelPlan":
+        """The plan itself, which was read from a file and is one of its graph.
+
+        Raises:
+            PlanMismatchError: if it is for another model, or says of this one what cannot be.
+        """
+        from autopar.lower.legality import check_legal, check_shared
+        from autopar.lower.program import make_program
+
+        self.check(self.graph)
+        check_shared(self.parts, self.stages)
+        for part, stage in zip(self.parts, self.stages, strict=True):
+            stage.check(part)
+            check_legal(make_program(part), stage)
+        return self
 
     def export(self, folder: str | Path) -> None:
         """Write plan.json, the code of each stage, specs.json, state.pt (if needed) and train.py into `folder`.

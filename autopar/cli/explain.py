@@ -104,8 +104,7 @@ def compared(first: Path, second: Path, given: Given, tell: Callable[[str], None
     left = reloaded(first, given, "meta")
     right = load_plan(second)
     if (right.fingerprint, right.microbatches) == (left.fingerprint, left.microbatches):
-        right.check(left.graph)
-        right = replace(right, captured=left.captured)
+        right = replace(right, captured=left.captured).legal()
     else:
         tell(f"capturing the model of {second}")
         right = reloaded(second, given, "meta")

@@ -328,7 +328,7 @@ def call_text(node: fx.Node, write: Write) -> Text:
 def _again(node: fx.Node, write: Write) -> Text:
     """`again(F.linear, x, w)`, or with a lambda where the call is no plain one: `again(lambda a, b: a + b, x, y)`."""
     sources = tuple(dict.fromkeys(operands(node)))
-    letters = dict(zip(sources, ascii_lowercase, strict=False))
+    letters = {source: ascii_lowercase[i] if i < 26 else f"x{i}" for i, source in enumerate(sources)}
     given = ", ".join(write(source).source for source in sources)
 
     def lettered(value: Any) -> Text:

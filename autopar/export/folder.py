@@ -1,6 +1,8 @@
 """An exported plan as a folder that stands alone: plan.json, specs.json, state.pt (if needed), train.py, and the code:
 model.py of one stage, stage_0.py, ... of several."""
 
+import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,7 @@ from autopar.runtime.exported import SPECS, STATE
 from autopar.runtime.groups import flattened_axes
 from autopar.values.graph import CapturedModel, dtype_of, requires_grad
 from autopar.values.local_model import LocalModel
-from autopar.values.plan import Plan
+from autopar.values.plan import Plan, decided
 from autopar.values.specs_file import model_table, specs_text
 from autopar.values.whole_file import whole_file, write_whole
 
@@ -38,7 +40,10 @@ def export_folder(
     Raises:
         ArgumentError: if the folder cannot be written.
     """
+    state = state_bytes(captured, values)
     body = {
+        "plan": decided(plan),
+        "state": hashlib.sha256(state).hexdigest() if state else None,
         "whole": model_table({**specs_of(captured), "constants": []}),
         "loss_dtype": str(dtype_of(captured.nodes[captured.loss])).removeprefix("torch."),
         "stages": [model_table({**specs(local), **_boundary(local.captured)}) for local in locals_],
@@ -47,7 +52,7 @@ def export_folder(
     names = file_names(plan)
     files |= {f"{name}.py": generate(local) for name, local in zip(names, locals_, strict=True)}
     files["train.py"] = training_script(captured, plan, names)
-    write_folder(folder, files, captured, values)
+    write_folder(folder, files, state)
 
 
 def file_names(plan: Plan) -> tuple[str, ...]:
@@ -64,15 +69,23 @@ def _boundary(stage: CapturedModel) -> dict[str, Any]:
     }
 
 
-def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel, values: Mapping[str, Tensor]) -> None:
-    """Write texts by file name, and constants and buffers where there are any.
+def state_bytes(captured: CapturedModel, values: Mapping[str, Tensor]) -> bytes:
+    """Constants and buffers that have values, as torch saves them; empty if there are none."""
+    state = dict(captured.constants)
+    state |= {b.placeholder: values[b.placeholder] for b in captured.buffers if b.placeholder in values}
+    state = {name: value.detach().cpu().contiguous() for name, value in state.items() if not value.is_meta}
+    written = io.BytesIO()
+    if state:
+        torch.save(state, written)
+    return written.getvalue()
+
+
+def write_folder(folder: Path, files: Mapping[str, str], state: bytes) -> None:
+    """Write texts by file name, and state.pt where there is any state.
 
     Raises:
         ArgumentError: if the folder cannot be written.
     """
-    state = dict(captured.constants)
-    state |= {b.placeholder: values[b.placeholder] for b in captured.buffers if b.placeholder in values}
-    state = {name: value.detach().cpu().contiguous() for name, value in state.items() if not value.is_meta}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -80,7 +93,7 @@ def write_folder(folder: Path, files: Mapping[str, str], captured: CapturedModel
         (folder / STATE).unlink(missing_ok=True)
         if state:
             with whole_file(folder / STATE) as part:
-                torch.save(state, part)
+                part.write_bytes(state)
     except OSError as error:
         raise ArgumentError(
             f"cannot export to {folder}: {error.strerror}; choose a folder that can be written"

@@ -3,16 +3,20 @@
 import builtins
 import keyword
 import re
+import unicodedata
 from collections.abc import Iterable
 
-RESERVED = {"F", "torch", "aten", "w", "i", "block", "forward", "sites", *keyword.kwlist, *dir(builtins)}
+USED = {"F", "torch", "aten", "w", "i", "block", "forward", "sites", *keyword.kwlist}
+"""Names that generated code has a use for."""
+RESERVED = USED | set(dir(builtins))
 PREFIX = {"weight": "w_", "bias": "b_"}
 
 
 def identifier(text: str) -> str:
-    """`text` as a Python name."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "x"
-    return f"_{name}" if name[0].isdigit() else name
+    """`text` as a Python name, in the one form (NFKC) in which Python reads it."""
+    text = unicodedata.normalize("NFKC", text)
+    name = re.sub("\0+", "_", "".join(c if f"a{c}".isidentifier() else "\0" for c in text)).strip("_") or "x"
+    return name if name.isidentifier() else f"_{name}"
 
 
 def quoted(text: str) -> str:

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.export.body import WIDTH, Body, assigned, returned
 from autopar.export.expressions import Text
-from autopar.export.naming import SourceNames, identifier, in_words, parameter_names, quoted
+from autopar.export.naming import USED, SourceNames, identifier, in_words, parameter_names, quoted
 from autopar.lower.regions import Region, Sections, sections, state_names
 from autopar.ops.own_gradient import is_own
 from autopar.values.blocks import title
@@ -175,10 +175,12 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
     captured = local.captured
     placeholders = {node.name: node for node in local.graph.nodes if node.op == "placeholder"}
     inputs = [spec.placeholder for spec in captured.inputs]
-    names = SourceNames(
-        [*inputs, *_own_functions(local), *(f.name for f in functions.values()), *(f.table for f in functions.values())]
-    )
-    known = {placeholders[name]: Text(name) for name in inputs}
+    ours = {*_own_functions(local), *(f.name for f in functions.values()), *(f.table for f in functions.values())}
+    taken = SourceNames([*inputs, *ours])
+    # Inputs keep their names, builtins' too, unless the code has another use for one.
+    called = {name: taken.take(name) if name in ours | USED else name for name in inputs}
+    names = SourceNames([*inputs, *called.values(), *ours])
+    known = {placeholders[name]: Text(called[name]) for name in inputs}
     for placeholder, known_as in state_names(local).items():
         known[placeholders[placeholder]] = Text(f"w[{quoted(known_as[0])}]")
     for name in captured.constants:
@@ -201,7 +203,7 @@ def _forward(local: LocalModel, found: Sections, functions: dict[str, Function])
     result = ", ".join(results) + ("," if len(results) == 1 else "")
     made = "The loss" if captured.loss else "What the next stage takes"
     return [
-        *_signature("def forward", ["w", *inputs]),
+        *_signature("def forward", ["w", *called.values()]),
         f'{INDENT}"""{made}, and new values of buffers that change."""',
         *(INDENT + line for line in body.lines),
         *(INDENT + line for line in returned(result)),

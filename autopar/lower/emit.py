@@ -24,9 +24,8 @@ from autopar.lower.redistributions import wanted_by_output
 from autopar.lower.target import Target
 from autopar.ops.collectives import pad_dim
 from autopar.passes.collective_call import collective_call
-from autopar.passes.recompute import check_recompute, is_pure_view
+from autopar.passes.recompute import is_pure_view
 from autopar.passes.verify import verify_local
-from autopar.passes.weave_copies import check_copies
 from autopar.rules.registry import rule_of
 from autopar.values.graph import CapturedModel, operands, requires_grad
 from autopar.values.local_model import LocalModel
@@ -55,8 +54,6 @@ def emit(
         PlanMismatchError: if the plan is for another model or names a choice that the rules do not offer.
     """
     plan.check(captured)
-    check_recompute(captured, plan)
-    check_copies(plan.copies, captured)
     program = make_program(captured)
     check_legal(program, plan)
     host = not torch.cuda.is_available() if on_host is None else on_host

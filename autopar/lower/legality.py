@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.program import Program
+from autopar.passes.recompute import check_recompute
+from autopar.passes.weave_copies import check_copies
 from autopar.rules.rule import is_splittable
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
@@ -22,10 +24,14 @@ AGAIN = "plan again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A tensor that ranks hold when a step begins. kind: parameter, buffer, constant or input, or received, of the stage
-    before, which sends it in any layout."""
+    """A tensor that ranks hold when a step begins.
+
+    label: what its user calls it. kind: parameter, buffer, constant or input, or received, of the stage before, which
+    sends it in any layout.
+    """
 
     name: str
+    label: str
     kind: str
     shape: tuple[int, ...]
     requires_grad: bool
@@ -36,9 +42,21 @@ def check_legal(program: Program, plan: StagePlan) -> None:
     as no rank can have it."""
     own = [tensor for tensor in program.tensors.values() if tensor.producer is None]
     received = program.captured.received
-    kinds = {tensor.name: "received" if tensor.name in received else tensor.kind for tensor in own}
-    check_held([Held(name=t.name, kind=kinds[t.name], shape=t.shape, requires_grad=t.requires_grad) for t in own], plan)
+    labels = {spec.placeholder: spec.names[0] for spec in program.captured.parameters}
+    held = [
+        Held(
+            name=tensor.name,
+            label=labels.get(tensor.name, tensor.name),
+            kind="received" if tensor.name in received else tensor.kind,
+            shape=tensor.shape,
+            requires_grad=tensor.requires_grad,
+        )
+        for tensor in own
+    ]
+    check_held(held, plan)
     _check_names("choices", plan.choices, {op.name for op in program.ops})
+    check_recompute(program.captured, plan)
+    check_copies(plan.copies, program.captured)
     _check_choices(program, plan)
     _check_paths(program, plan)
 
@@ -52,7 +70,7 @@ def check_held(held: Sequence[Held], plan: StagePlan) -> None:
         layout, mesh, shape = plan.layouts[tensor.name], plan.mesh, tensor.shape
         _check_layout(tensor.name, shape, layout, mesh)
         if tensor.kind == "parameter":
-            check_storage(tensor.name, shape, layout, mesh, tensor.requires_grad)
+            check_storage(tensor.label, shape, layout, mesh, tensor.requires_grad)
         elif tensor.kind != "received" and (PARTIAL in layout.axes or not is_even(shape, layout, mesh)):
             raise PlanMismatchError(
                 f"the plan holds {tensor.kind} {tensor.name} {shape} as {layout} on mesh {mesh}: each rank has the "

@@ -1,14 +1,16 @@
 """Which transformers model does a config.json describe, and what does one call of it look like?"""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import ArgumentError, ModelSpecError
+from autopar.errors import ArgumentError, AutoparError, ModelSpecError
 from autopar.models.overrides import apply_override, near
 from autopar.values.precision import model_in_dtype
 from autopar.values.schema import file_text, json_value
@@ -41,7 +43,26 @@ def load_hf(
         ModelSpecError: if there is no such config, or transformers has no model for it.
         ArgumentError: if an override or the sequence length does not fit the config.
     """
-    config = load_config(path, overrides)
+    with _offline():
+        return _built(load_config(path, overrides), path, batch, seq, dtype, device)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Inside, transformers fetches nothing that a config names."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        yield
+        return
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
+        yield
+
+
+def _built(
+    config: Any, path: Path, batch: int | None, seq: int | None, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, dict[str, Any], str]:
+    """As `load_hf`."""
     cls = model_class(config, path)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # so that a model may keep chosen buffers in float32, as transformers does
@@ -55,7 +76,12 @@ def load_hf(
         torch.set_default_dtype(default)
     if dtype is torch.float64:
         model = model_in_dtype(model, dtype)
-    return model.train(), example_inputs(model, config, batch, seq, dtype, device), cls.__name__
+    try:
+        return model.train(), example_inputs(model, config, batch, seq, dtype, device), cls.__name__
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise ModelSpecError(f"{path}: no inputs can be made for {cls.__name__} of this config: {error}") from error
 
 
 def load_config(path: Path, overrides: Mapping[str, str]) -> Any:
@@ -68,13 +94,18 @@ def load_config(path: Path, overrides: Mapping[str, str]) -> Any:
     if not file.is_file():
         raise ModelSpecError(f"there is no {file}; give the path of a transformers config.json or of its folder")
     remedy = "give the path of a transformers config.json"
-    raw = json_value(file_text(file, ModelSpecError, remedy), ModelSpecError, f"{file}: {remedy}")
+    raw = json_value(file_text(file, ModelSpecError, remedy), str(file), ModelSpecError, remedy)
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ModelSpecError(
             f"{file} has model_type {kind!r}, which transformers {transformers.__version__} does not know"
             f"{near(str(kind), transformers.CONFIG_MAPPING)}"
         )
+    for key in ("attn_implementation", "_attn_implementation"):
+        if raw.get(key) not in (None, "eager", "sdpa"):
+            raise ModelSpecError(
+                f"{file}: {key} {raw[key]!r:.60} would be fetched from a hub and run; write eager or sdpa"
+            )
     cls = transformers.CONFIG_MAPPING[kind]
     try:
         known = cls(**raw).to_dict()
@@ -92,7 +123,8 @@ def model_class(config: Any, path: Path) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    for name in config.architectures or ():
+    names = config.architectures or ()
+    for name in names if isinstance(names, list | tuple) else (names,):
         named = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named

@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: saving it never ended, or it is no checkpoint")
     try:
-        manifest = manifest_from(file_text(path, CheckpointError, REMEDY))
+        manifest = manifest_from(file_text(path, CheckpointError, REMEDY, 1 << 28))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     name = _COMPLETE.fullmatch(folder.name)

@@ -7,6 +7,7 @@ stage) and values that no one can make up (state.pt: constants, and buffers that
 
 import hashlib
 import inspect
+import io
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from autopar.runtime.trainable import Trainable
 from autopar.values.graph import BufferSpec, CapturedModel, InputSpec, ParameterSpec
 from autopar.values.local_model import LocalModel
 from autopar.values.placement import Layout, local_shape
+from autopar.values.plan import decided
 from autopar.values.plan_file import load_plan
 from autopar.values.specs_file import Specs, load_specs
 from autopar.values.stage_plan import StagePlan
@@ -62,7 +64,11 @@ def load_exported(
             f"{root} has a plan of {plan.num_stages} stages and specs of {len(parts)}, {len(forwards)} forwards were "
             "given; give one of each file of code, or export the model again"
         )
-    held = _held(root)
+    if decided(plan) != specs.plan:
+        raise PlanFileError(
+            f"{root / 'plan.json'} is not the plan that the code beside it was written for; export the plan again"
+        )
+    held = _held(root, specs.state)
     stages = [
         captured_from(part, _constants(part, held, root), source_hash(forward))
         for part, forward in zip(parts, forwards, strict=True)
@@ -89,13 +95,18 @@ def _written(local: LocalModel, training: bool) -> fx.Graph:
     return traced if training else evaluation_graph(traced)
 
 
-def _held(root: Path) -> dict[str, Tensor]:
-    """The values of state.pt, which holds tensors by name and nothing else."""
+def _held(root: Path, digest: str | None) -> dict[str, Tensor]:
+    """The values of state.pt, which holds tensors by name and nothing else; digest: of its bytes, None of no file."""
     path = root / STATE
-    if not path.exists():
+    if digest is None and not path.exists():
         return {}
     try:
-        held = torch.load(path, weights_only=True)
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise PlanFileError(f"{path} is missing, or not as it was written: its digest is another; export again")
+        held = torch.load(io.BytesIO(content), weights_only=True)
+    except PlanFileError:
+        raise
     except Exception as error:  # torch says what it found in several types
         raise PlanFileError(f"{path} cannot be read ({error}); export the model again") from error
     if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
@@ -110,6 +121,7 @@ def _constants(part: Specs, held: Mapping[str, Tensor], root: Path) -> dict[str,
 
 
 def _tensors(captured: CapturedModel) -> Iterator[Held]:
+    labels = {spec.placeholder: spec.names[0] for spec in captured.parameters}
     trained = {spec.placeholder for spec in captured.parameters if spec.trainable}
     kinds = {spec.placeholder: "parameter" for spec in captured.parameters}
     kinds |= {spec.placeholder: "buffer" for spec in captured.buffers}
@@ -117,7 +129,7 @@ def _tensors(captured: CapturedModel) -> Iterator[Held]:
     for name, node in captured.nodes.items():
         if node.op == "placeholder":
             shape, kind = tuple(node.meta["val"].shape), kinds.get(name, "constant")
-            yield Held(name=name, kind=kind, shape=shape, requires_grad=name in trained)
+            yield Held(name=name, label=labels.get(name, name), kind=kind, shape=shape, requires_grad=name in trained)
 
 
 class ExportedModule(DistributedModule):

@@ -73,7 +73,7 @@ def manifest_from(text: str) -> Manifest:
     Raises:
         CheckpointError: if the text is anything else.
     """
-    found = checked(Manifest, json_value(text, CheckpointError, REMEDY), MANIFEST, CheckpointError, REMEDY)
+    found = checked(Manifest, json_value(text, MANIFEST, CheckpointError, REMEDY), MANIFEST, CheckpointError, REMEDY)
     if MANIFEST in found.files:
         raise CheckpointError(f"{MANIFEST}: files: it lists itself; {REMEDY}")
     if found.world > len(found.files):

@@ -98,7 +98,7 @@ def index_from(text: str, files: Mapping[str, StoredFile]) -> Metadata:
     Raises:
         CheckpointError: if the text is no index, a piece lies outside of its file, or a tensor lacks a part.
     """
-    index = checked(TensorIndex, json_value(text, CheckpointError, REMEDY), INDEX, CheckpointError, REMEDY)
+    index = checked(TensorIndex, json_value(text, INDEX, CheckpointError, REMEDY), INDEX, CheckpointError, REMEDY)
     if both := index.tensors.keys() & index.values.keys():
         raise _wrong(min(both), "is a tensor and a value")
     stored: dict[str, Any] = {name: BytesStorageMetadata() for name in index.values}

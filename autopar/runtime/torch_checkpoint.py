@@ -81,7 +81,7 @@ def read_index(folder: Path, files: Mapping[str, StoredFile]) -> Metadata:
     if INDEX not in files:
         raise CheckpointError(f"{folder} lists no {INDEX}")
     try:
-        return index_from(file_text(folder / INDEX, CheckpointError, REMEDY), files)
+        return index_from(file_text(folder / INDEX, CheckpointError, REMEDY, 1 << 30), files)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

@@ -131,7 +131,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"torch": str(value).removeprefix("torch.")}
     if type(value) is dict:
-        return {"dict": {str(key): _encode(item) for key, item in value.items()}}
+        if not all(isinstance(key, str) and key.isprintable() for key in value):
+            raise TypeError("keys are printable texts")
+        return {"dict": {key: _encode(item) for key, item in value.items()}}
     if type(value) is tuple:
         return {"tuple": [_encode(item) for item in value]}
     if type(value) is list:

@@ -25,7 +25,7 @@ from autopar.values.device import Device
 from autopar.values.domains import MOST_DEVICES
 from autopar.values.link import LinkLevel
 from autopar.values.link_file import level_toml, preset_networks, read_level
-from autopar.values.schema import checked, file_text
+from autopar.values.schema import check_texts, checked, file_text
 
 CALIBRATED = {
     "attention": 1.0, "attention_per_head": 0.0, "attention_per_key": 0.0, "launch_in_step": 1.0, "bytes_in_step": 1.0,
@@ -49,6 +49,9 @@ size = 8
 """
 
 _SHOULD = f"it should look like this:\n{TOML_FORM}"
+
+MAX_TOML = 1 << 17
+"""The longest cluster file that is read: ten times a calibrated one; TOML takes its reader long."""
 
 PRESET = re.compile(
     r"(?:(?P<nodes>\d{1,18})x)?(?P<per_node>\d{1,18})x(?P<device>[a-z][a-z0-9-]*)(?:@(?P<network>[a-z0-9-]+))?"
@@ -195,8 +198,11 @@ def _from_preset(name: str, match: re.Match[str]) -> Cluster:
 def _from_file(path: Path) -> Cluster:
     where = f"cluster file {path}"
     try:
-        document = tomllib.loads(file_text(path, ClusterError, "presets are 8xh100, 64x8xh100, ..."))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        document = tomllib.loads(file_text(path, ClusterError, "presets are 8xh100, 64x8xh100, ...", MAX_TOML))
+        check_texts(document)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ClusterError):
+            raise
         raise ClusterError(f"{where} is not TOML: {error}. It should look like this:\n{TOML_FORM}") from error
     table = checked(ClusterTable, document, where, ClusterError, _SHOULD, partial=True)
     device, library = table.device, table.library

@@ -1,12 +1,13 @@
 """Which tensors does a call hand to a model, and under which path? `input_ids`, `0`, `batch.pixel_values`."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import BatchError
+from autopar.errors import ArgumentError, BatchError
 from autopar.values.graph import InputSpec
 
 Rebuild = Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -16,6 +17,9 @@ def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list
     """Every leaf of a call with its path, and the function that makes `(args, kwargs)` of as many other leaves.
 
     Positions come first, then keywords by name (their order is the caller's taste).
+
+    Raises:
+        ArgumentError: if two leaves have one path, as those of `{"a.b": x, "a": {"b": y}}` have.
     """
     ordered = {key: kwargs[key] for key in sorted(kwargs)}
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
@@ -24,7 +28,11 @@ def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list
         args, kwargs = pytree.tree_unflatten(values, spec)
         return args, kwargs
 
-    return [(path_name(path), leaf) for path, leaf in leaves], rebuild
+    named = [(path_name(path), leaf) for path, leaf in leaves]
+    if len({path for path, _ in named}) < len(named):
+        twice = Counter(path for path, _ in named).most_common(1)[0][0]
+        raise ArgumentError(f"two inputs of the call are both called {twice!r}; give one of them another key")
+    return named, rebuild
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ which is where `torch.distributed.pipelining` looks for it. One stage on one ran
 forward, then backward. Saved as JSON (schema `VERSION`), a plan is refused for another model or mesh (`plan_file`).
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -143,6 +144,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.to_json())
+
+
+def decided(plan: Plan) -> str:
+    """A hash of what a plan decides: not of what it is estimated to take, nor of where its model was found."""
+    body = json.loads(plan.to_json())
+    for said in ("estimate", "origin", "cluster", "torch", "call", "source", "checked"):
+        del body[said]
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def one_stage(stage: StagePlan) -> Plan:

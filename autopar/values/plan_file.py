@@ -130,7 +130,7 @@ def load_saved(path: str | Path) -> SavedPlan:
 
 def saved_from(text: str, where: str = "plan") -> SavedPlan:
     """The inverse of `to_json`; where: what messages call the text. Raises as `load_saved` does."""
-    body = json_value(text, PlanFileError, REMEDY)
+    body = json_value(text, where, PlanFileError, REMEDY)
     if not isinstance(body, dict) or "schema" not in body:
         raise PlanFileError(f"{where} is not a plan that autopar saved: no object with a schema version; {REMEDY}")
     if body["schema"] != VERSION:
@@ -138,8 +138,14 @@ def saved_from(text: str, where: str = "plan") -> SavedPlan:
             f"{where} has schema version {body['schema']!r:.60}, this autopar reads {VERSION}; plan again"
         )
     file = checked(PlanFile, body, where, PlanFileError, REMEDY)
-    if not in_range(*file.torch):
-        low, high = file.torch
+    low, high = file.torch
+    try:
+        fits = in_range(low, high)
+    except ValueError as error:
+        raise PlanFileError(
+            f"{where}: torch: expected two versions, found {low!r:.20} and {high!r:.20}; {REMEDY}"
+        ) from error
+    if not fits:
         raise PlanMismatchError(f"the plan is for torch >= {low}, < {high}; install such a torch or plan again")
     try:
         call = None if file.call is None else call_from_json(file.call)

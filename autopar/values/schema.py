@@ -6,7 +6,8 @@ file names is imported or called. `json_schema` is the same types, for other pro
 """
 
 import json
-import re
+import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -24,27 +25,30 @@ of_file = with_config(
 )
 """Marks a dataclass as a table of a file: it has these keys, of these types, and no others."""
 
-MAX_NBYTES = 1 << 28
-"""The longest file that is read: a hundred times the plan of a model of 100 layers in 64 stages."""
+MAX_NBYTES = 1 << 25
+"""The longest file that is read where its reader does not say otherwise: ten times the plan of a model of 100 layers."""
+
+SHOWN = 100
+"""Faults of which the places are told apart; a file of more is wrong altogether."""
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Index = Annotated[int, Field(ge=0, le=1 << 40)]
 Word = Annotated[str, Field(max_length=1 << 12, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 """A short text on one line; what is printed of a file does not steer the terminal."""
 
-CONTROLS = re.compile(r"(?<!\\)\\u00(0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|[\x7f-\x9f]", re.IGNORECASE)
-"""Control characters as JSON writes them, but for ends of lines and tabs."""
 
-
-def file_text(path: str | Path, error: type[AutoparError], remedy: str) -> str:
-    """What a file says.
+def file_text(path: str | Path, error: type[AutoparError], remedy: str, most: int = MAX_NBYTES) -> str:
+    """What a file says. most: bytes that are read.
 
     Raises:
-        AutoparError: of the type given, if it cannot be read or is too long.
+        AutoparError: of the type given, if it is no file (but a pipe, a device), cannot be read or is too long.
     """
     try:
-        if Path(path).is_file() and (nbytes := Path(path).stat().st_size) > MAX_NBYTES:
-            raise error(f"{path} has {nbytes} bytes, more than the {MAX_NBYTES} that are read; {remedy}")
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path} cannot be read: it is no file; {remedy}")
+        if status.st_size > most:
+            raise error(f"{path} cannot be read: it has {status.st_size} bytes, more than {most}; {remedy}")
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as found:
         if isinstance(found, AutoparError):
@@ -52,19 +56,36 @@ def file_text(path: str | Path, error: type[AutoparError], remedy: str) -> str:
         raise error(f"{path} cannot be read ({found}); {remedy}") from found
 
 
-def json_value(text: str, error: type[AutoparError], remedy: str) -> Any:
-    """The value that a JSON text is.
+def json_value(text: str, where: str, error: type[AutoparError], remedy: str) -> Any:
+    """The value that a JSON text is; where: what is read.
 
     Raises:
         AutoparError: of the type given, if it is none: also where it says NaN, one key twice, or control characters.
     """
-    if (control := CONTROLS.search(text)) is not None:
-        raise error(f"this has a control character, {control[0]!r}, at position {control.start()}; {remedy}")
     try:
-        return json.loads(text, parse_constant=_not_finite, object_pairs_hook=_once)
+        value = json.loads(text, parse_constant=_not_finite, object_pairs_hook=_once)
+        check_texts(value)
+        return value
     except (ValueError, RecursionError) as found:
         what = "it is nested too deep" if isinstance(found, RecursionError) else str(found)
-        raise error(f"this is no JSON: {what}; {remedy}") from found
+        raise error(f"{where}: this is no JSON that is read here: {what}; {remedy}") from found
+
+
+def check_texts(value: Any) -> None:
+    """Raises ValueError if a key of a JSON or TOML value, or a text in it, would steer the terminal that it is printed
+    on: keys are printable, texts but for ends of lines and tabs."""
+    stack = [value]
+    while stack:
+        match stack.pop():
+            case str() as text if not text.isprintable():
+                if any(not (c.isprintable() or c in "\n\t") for c in text):
+                    raise ValueError(f"a text has control characters: {ascii(text)[:60]}")
+            case dict() as table:
+                if (key := next((key for key in table if not key.isprintable()), None)) is not None:
+                    raise ValueError(f"a key has control characters: {ascii(key)[:60]}")
+                stack.extend(table.values())
+            case list() as items:
+                stack.extend(items)
 
 
 def _not_finite(word: str) -> None:
@@ -74,9 +95,8 @@ def _not_finite(word: str) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {ascii(twice)[:60]} stands twice in one object")
     return found
 
 
@@ -136,10 +156,10 @@ def _said(wrong: ValidationError, whole: Any) -> str:
     """The first fault of a value: where, what is expected there, and what was found."""
     faults = [
         (_path(fault["loc"], whole, is_key=fault["type"] in _KEYS), fault)
-        for fault in wrong.errors(include_url=False, include_context=False)
+        for fault in wrong.errors(include_url=False, include_context=False)[:SHOWN]
     ]
     path, first = max((one for one in faults if one[0].startswith(faults[0][0])), key=lambda one: len(one[0]))
-    others = len({other for other, _ in faults}) - 1
+    others = max(len({other for other, _ in faults}), wrong.error_count() - SHOWN) - 1
     more = f" (and {others} more)" if others else ""
     if first["type"] in _KEYS:
         return f"{path}: {_KEYS[first['type']]}{more}"

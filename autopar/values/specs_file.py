@@ -7,6 +7,7 @@ Its `digest` is of all the rest: a name or a size that changed by accident would
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,9 +100,14 @@ class ModelTable:
 @of_file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecsFile:
-    """specs.json: the whole model, and each of its stages."""
+    """specs.json: the whole model, and each of its stages.
+
+    plan: digest of what the plan decides, for which the code is written. state: of state.pt, if there is one.
+    """
 
     digest: Word
+    plan: Word
+    state: Word | None
     whole: ModelTable
     loss_dtype: Word
     stages: tuple[ModelTable, ...]
@@ -119,11 +125,13 @@ class Specs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSpecs:
-    """Of the whole model and of its stages; the dtype of the loss."""
+    """Of the whole model and of its stages; the dtype of the loss; digests of the plan and of state.pt."""
 
     whole: Specs
     stages: tuple[Specs, ...]
     loss_dtype: torch.dtype
+    plan: str
+    state: str | None
 
 
 def load_specs(path: Path) -> SavedSpecs:
@@ -133,7 +141,7 @@ def load_specs(path: Path) -> SavedSpecs:
         PlanFileError: if it cannot be read, or says something else.
     """
     where = str(path)
-    body = json_value(file_text(path, PlanFileError, REMEDY), PlanFileError, REMEDY)
+    body = json_value(file_text(path, PlanFileError, REMEDY), where, PlanFileError, REMEDY)
     file = checked(SpecsFile, body, where, PlanFileError, REMEDY)
     if file.digest != _digest({key: value for key, value in body.items() if key != "digest"}):
         raise PlanFileError(f"{where} is not as it was written: its digest is another; {REMEDY}")
@@ -142,6 +150,8 @@ def load_specs(path: Path) -> SavedSpecs:
             whole=_specs(file.whole, "whole"),
             stages=tuple(_specs(stage, f"stages[{i}]") for i, stage in enumerate(file.stages)),
             loss_dtype=dtype_named(file.loss_dtype, "loss_dtype"),
+            plan=file.plan,
+            state=file.state,
         )
     except PlanFileError as error:
         raise PlanFileError(f"{where}: {error}; {REMEDY}") from error
@@ -166,7 +176,7 @@ def _specs(table: ModelTable, where: str) -> Specs:
     tables: list[ParameterTable | BufferTable | InputTable] = [*table.parameters, *table.buffers, *table.inputs]
     names = [*(one.placeholder for one in tables), *table.constants]
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(names).most_common(1)[0][0]
         raise PlanFileError(f"{where}: {twice!r} stands for two tensors")
     return Specs(
         table=table,

@@ -7,7 +7,8 @@ TORCH_RANGE = ("2.11", "3")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    """Major and minor number. Raises ValueError if it has none."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def in_range(low: str, high: str, version: str = torch.__version__) -> bool:
