@@ -82,7 +82,7 @@ def same_rows() -> None:
     rank = int(os.environ["RANK"])
     module = autopar.distribute(net(), plan("tensor"))
     own = module.local_batch(batch(int(rank == 3)))  # type: ignore[operator]
-    assert str(module.plan.layouts["y"]) == "R,S1"  # type: ignore[union-attr]
+    assert str(module.plan.layouts["y"]) == "R,S1"  # type: ignore[union-attr,index]
     with told("values of input y of ranks at model 1: "):
         module(own)
 

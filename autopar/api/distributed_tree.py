@@ -39,7 +39,7 @@ def become(model: nn.Module, module: Any) -> None:
     )
     hold(model, module)
     parts = [(nn.Module.get_submodule(model, name), part) for name, part in module.named_modules()]
-    pairs = [(own._parameters, part._parameters) for own, part in parts]
+    pairs: list[tuple[Any, Any]] = [(own._parameters, part._parameters) for own, part in parts]
     pairs += [(own._buffers, part._buffers) for own, part in parts]
     model.__dict__[_TABLES] = [(table, held, frozenset(table)) for table, held in pairs]
     _note_form(model)

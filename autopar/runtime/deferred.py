@@ -7,7 +7,7 @@ on every rank when one is read.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,12 +164,12 @@ class DeferredCall:
 _waiting: weakref.WeakValueDictionary[int, DeferredCall] = weakref.WeakValueDictionary()
 
 
-def finish_all() -> None:
-    """Run all calls that wait, in their order: what they read is about to change."""
-    waiting = list(_waiting.values())
-    _waiting.clear()
-    for call in waiting:
-        if not call.has_begun:
+def finish_readers(changing: Iterable[Tensor]) -> None:
+    """Run the calls that wait and read tensors that are about to change, in their order. (Those of a module that nobody
+    holds any more wait until they are collected, which ranks do at different times.)"""
+    known = {id(tensor) for tensor in changing}
+    for call in list(_waiting.values()):
+        if not call.has_begun and any(id(tensor) in known for tensor in call.given):
             call.finish()
 
 

@@ -88,7 +88,7 @@ def parameters_on_meta() -> Iterator[None]:
             value = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
         register(self, name, value)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import ArgumentError, OptimizerError
-from autopar.runtime.deferred import finish_all
+from autopar.runtime.deferred import finish_readers
 from autopar.runtime.parameters import MARK, STAGE
 from autopar.runtime.private_torch import before_clipping
 
@@ -60,7 +60,7 @@ def install_check() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    finish_all()  # calls that wait read the parameters as they were
+    finish_readers(p for group in optimizer.param_groups for p in group["params"])  # as the parameters were
     if any(group.get("fused") for group in optimizer.param_groups):  # which writes without a word
         own = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, MARK))
         increment_version([p for p in own if p.grad is not None])
