@@ -82,6 +82,7 @@ def save(
         OptimizerError: for an optimizer that cannot serve DTensor parameters.
     """
     own = distributed_in(module)
+    own.check_initialized()
     _check(step, keep)
     _check_scheduler(optimizer, scheduler)
     finish_saving()

@@ -26,7 +26,7 @@ of_file = with_config(
 """Marks a dataclass as a table of a file: it has these keys, of these types, and no others."""
 
 MAX_NBYTES = 1 << 25
-"""The longest file that is read where its reader does not say otherwise: ten times the plan of a model of 100 layers."""
+"""The longest file that is read where its reader says no other: ten times the plan of a model of 100 layers."""
 
 SHOWN = 100
 """Faults of which the places are told apart; a file of more is wrong altogether."""
