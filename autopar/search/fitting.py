@@ -16,6 +16,8 @@ from autopar.values.gigabytes import gigabytes, least_gigabytes
 
 Found = TypeVar("Found")
 TRIES = 6
+LEAST_TRIES = 3
+"""Searches for a plan that holds less than those before, once nothing fits as it is counted."""
 STEP = 0.01
 """Of the limit: how much less a try is given at least for every one before it that was no better aimed."""
 SLACK = 1e-6
@@ -61,13 +63,23 @@ def _at_least(
     where: str,
     error: InfeasibleError,
 ) -> Found:
-    """The plan of which `error` says that it would do, if it fits."""
-    least = error.least_nbytes or math.inf
+    """The plan of which `error` says that it would do, or one that holds less, if it fits. What is tried depends on the
+    error alone, so that it is the same under any limit."""
+    counted = error.least_nbytes or math.inf
+    aim, least = counted * (1 + SLACK), math.inf
     with suppress(InfeasibleError, SearchTimeoutError):
-        found = search(least * (1 + SLACK))
-        least = peak_nbytes(found)
-        if least <= limit:
-            return found
+        for _ in range(LEAST_TRIES):
+            found = search(aim)
+            peak = peak_nbytes(found)
+            if peak <= limit:
+                return found
+            if peak >= least:
+                break
+            least = peak
+            aim = peak * (1 - SLACK)
+            if aim <= counted:
+                break
+    least = counted if least == math.inf else least
     raise InfeasibleError(does_not_fit(where, limit, least), least_nbytes=least) from error
 
 

@@ -18,6 +18,7 @@ from autopar.search.costs.evaluate import evaluate_program
 from autopar.search.costs.pricing import Pricer, make_pricer
 from autopar.search.costs.work_bound import work_bound
 from autopar.search.exact.ilp import CutoffError
+from autopar.search.exact.least_peak import PEAK_SECONDS
 from autopar.search.find_exactly import EXACT, Exact, find_exactly
 from autopar.search.fitting import fitting
 from autopar.search.graph.moments import Share
@@ -159,7 +160,11 @@ class _Search:
         seconds = self.options.seconds
         left = None if seconds is None else max(seconds - (time.monotonic() - self.began), seconds / LATER)
         limit = memory_limit(self.pricer.cluster, self.pricer.config)
-        asked = replace(self.asked, is_below=self.asked.is_below and aim == limit)
+        asked = self.asked
+        if aim != limit:  # what is found of an aim is not to depend on what was asked before
+            asked = replace(asked, is_below=False, prices=dict[int, float]())
+        if aim > limit and left is None:  # to say how much would do
+            left = PEAK_SECONDS
         options = replace(self.options, fold=fold, seconds=left)
         exactly = partial(find_exactly, self.program, self.pricer, aim, options, asked)
         found = exactly(mixes=fold)
