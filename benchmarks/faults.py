@@ -186,11 +186,11 @@ def main() -> int:
     failed = [outcome for outcome in outcomes.values() if outcome.problems]
     print(f"{len(outcomes)} runs, {len(failed)} did not survive")
     if arguments.write:
-        arguments.write.write_text(page(outcomes))
+        arguments.write.write_text(page(outcomes, arguments.jobs))
     return 1 if failed else 0
 
 
-def page(outcomes: Mapping[Run, Outcome]) -> str:
+def page(outcomes: Mapping[Run, Outcome], jobs: int) -> str:
     """The table as Markdown."""
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for run, outcome in outcomes.items():
@@ -200,7 +200,7 @@ def page(outcomes: Mapping[Run, Outcome]) -> str:
     lines = [
         "# Ranks that die, stop, or cannot write",
         "",
-        "Written by `python -m benchmarks.faults --write docs/results/faults.md` with torch "
+        f"Written by `python -m benchmarks.faults --jobs {jobs} --write docs/results/faults.md` with torch "
         f"{torch.__version__} on {os.cpu_count()} cores. "
         f"{len(outcomes)} runs, {good} survived; the last of the other ranks ended {slowest:.1f} s after the fault "
         "at most.",
