@@ -175,6 +175,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="the page that the table is written to")
     arguments = parser.parse_args()
     runs = [run for run in all_runs() if arguments.only in run.label]
+    if not runs:
+        parser.error(f"no run has {arguments.only!r} in its label, as '{next(all_runs()).label}' has")
     with tempfile.TemporaryDirectory(prefix="autopar-faults-") as folder:
         os.environ[SHARED] = str(Path(folder) / "graphs")
         (Path(folder) / "graphs").mkdir()
