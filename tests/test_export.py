@@ -1,6 +1,7 @@
 """Exported code is the graph: same loss and gradients bit for bit, readable, standing alone."""
 
 import ast
+import io
 import json
 import os
 import random
@@ -123,7 +124,8 @@ def test_exported_code_computes_the_graph_bit_for_bit(family: str, kind: str) ->
 ODD = (
     ("class", "import", "def"), ("a b", "a-b", "a - b"), ("é", "ü ñ", "名前"), ('a"b', "a'b", "a\\b"), ("a\nb", "a\rb"),
     ('x"]; exec("raise SystemExit"); w["x',), ('"""', "\\"), ("{i}", "{0}"), ("0", "1", "2"), ("[", "(,", "),"),
-    ("forward_", "w", "torch", "F", "aten"), ("\u2028", "\x00", " "), ("#c",), ("a" * 300,),
+    ("forward_", "w", "torch", "F", "aten"), ("a", "ª"), ("a²", "b½", "a"), ("\u2028", "\x00", " "), ("#c",),
+    ("a" * 300,),
 )  # fmt: skip
 
 
@@ -309,11 +311,49 @@ def test_train_py_runs_from_its_folder(tmp_path: Path) -> None:
     assert printed("--resume") == lines[2:]
 
 
-def test_an_export_without_specs_says_so(tmp_path: Path) -> None:
-    export_of("vit", tmp_path, (2,))
-    (tmp_path / "specs.json").unlink()
-    with pytest.raises(PlanMismatchError, match=r"specs.json cannot be read .*; export the model again"):
-        load_exported(tmp_path, [lambda w: None], lambda *_: torch.zeros(()))
+def test_what_lies_beside_the_code_is_what_it_was_written_with(tmp_path: Path) -> None:
+    """Another plan, though legal, or other values would compute another model without a word."""
+    export_of("llama", tmp_path, (2,))
+    kept = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def refused(name: str, content: bytes | None, message: str) -> None:
+        (tmp_path / name).unlink()
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(PlanMismatchError, match=message):
+            load_exported(tmp_path, [lambda w: None], lambda *_: torch.zeros(()))
+        (tmp_path / name).write_bytes(kept[tmp_path / name])
+
+    refused("specs.json", None, r"specs.json cannot be read .*; export the model again")
+    refused("state.pt", None, "missing, or not as it was written")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = io.BytesIO()
+    torch.save({name: value + 1 for name, value in state.items()}, other)
+    refused("state.pt", other.getvalue(), "not as it was written")
+    plan = json.loads(kept[tmp_path / "plan.json"])
+    plan["mesh"]["names"] = ["other"]
+    refused("plan.json", json.dumps(plan).encode(), "not the plan that the code beside it was written for")
+
+
+class Called(nn.Module):
+    """Inputs named as what generated code has a use for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, w: Tensor, aten: Tensor, torch: Tensor, F: Tensor, input: Tensor, mean: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.up(w + aten) * torch, F + input * mean)
+
+
+def test_inputs_are_called_as_nothing_else_is_in_exported_code() -> None:
+    model, kwargs = Called(), {name: torch.randn(8, 4) for name in ("w", "aten", "torch", "F", "input", "mean")}
+    captured = capture(model, (), kwargs)
+    local = emit(captured, replace(random_plan(captured, make_mesh((2, 2)), random.Random(1)), mesh=make_mesh((1, 1))))
+    source = generate(local)
+    own, _ = outputs_and_gradients(local, model, kwargs, None)
+    exported, _ = outputs_and_gradients(local, model, kwargs, source)
+    assert torch.equal(own[0], exported[0])
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
