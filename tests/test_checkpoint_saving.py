@@ -170,7 +170,7 @@ TORN = {
     "no file": (lambda folder: (folder / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "cut": (cut, r"__1_0.distcp has \d+ bytes of \d+"),
     "changed": (flip, r"__1_0.distcp has SHA-256 \w{16}..., written was"),
-    "mixed": (of_other_step, r"__1_0.distcp has SHA-256"),
+    "mixed": (of_other_step, r"__1_0.distcp has (SHA-256|\d+ bytes of)"),
     "manifest of another": (renamed, "is of step 1, which its folder is not"),
 }
 

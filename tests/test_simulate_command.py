@@ -135,7 +135,7 @@ BAD = [
     ),
     (ROW.replace("full", "most"), "ArgumentError", "line 3: recompute 'most' is not one of none, selective, full"),
     (ROW.replace(",2,1,4", ",two,1,4"), "ArgumentError", "line 3: tp 'two' is not a whole number"),
-    (ROW.replace(",2,1,4", ",-2,1,4"), "ArgumentError", "line 3: tp -2 must be at least 1"),
+    (ROW.replace(",2,1,4", ",-2,1,4"), "ArgumentError", "line 3: tp -2 is not a whole number from 1"),
     (ROW.replace("llama-3-8b", "llama-9"), "ArgumentError", "line 3: model 'llama-9' is not one of gpt2"),
     (
         ROW.replace("llama-3-8b", "hf:none.json"),
@@ -163,7 +163,11 @@ def test_negative_bandwidth_is_refused_in_a_row_and_in_a_cluster_file(
 ) -> None:
     rows = table(tmp_path, HEADER + ",network_bandwidth", ROW + ",1e10", ROW + ",-1e10")
     code, out, _ = run(capsys, "simulate", "--csv", rows, "--json")
-    assert code == 2 and "line 3: link level" in json.loads(out)["error"] and "bandwidth" in json.loads(out)["error"]
+    assert (
+        code == 2
+        and "line 3: network_bandwidth" in json.loads(out)["error"]
+        and "bandwidth" in json.loads(out)["error"]
+    )
     (tmp_path / "c.toml").write_text(
         'name = "c"\ndevice = "h100"\n[[levels]]\nname = "l"\nsize = 8\nalpha = 1e-6\nbandwidth = -1.0\n'
     )

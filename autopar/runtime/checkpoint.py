@@ -10,7 +10,7 @@ Tensors and optimizer state are keyed by parameter name, so that ranks of a pipe
 write and read their own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +18,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autopar.errors import ArgumentError, RankError
 from autopar.runtime.agreement import compare
 from autopar.runtime.checkpoint_group import checkpoint_group, from_all, on_all
 from autopar.runtime.loading import STREAM, Chosen, choose, restore_data, restore_random, restore_scheduler
 from autopar.runtime.manifest import MAX_STEP
+from autopar.runtime.optimizer_state import OPTIONS, asked_state, kept_if_it_fails, written_state
 from autopar.runtime.optimizers import check_optimizer
 from autopar.runtime.private_torch import local_tensor, stored_like
 from autopar.runtime.run_state import (
@@ -42,8 +44,6 @@ from autopar.runtime.saving import PLAN, RunCopy, finish_saving, write_beside, w
 from autopar.runtime.torch_checkpoint import read_index, read_tensors
 from autopar.runtime.trainable import DECORATED, Trainable
 from autopar.values.plan import Plan, one_stage
-
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,23 +212,45 @@ def load(
     asked = {"optimizer": optimizer, "scheduler": scheduler, DATA: data}
     chosen = choose(Path(root), step, {name: value for name, value in asked.items() if value is not None}, group)
     index = on_all("reading the index", lambda: read_index(chosen.folder, chosen.manifest.files), group)
-    state = _tensors(own, optimizer)
-    read_tensors(state, chosen.folder, index, group)
-    on_all(f"restoring step {chosen.manifest.step}", lambda: _restore(own, optimizer, state, chosen), group)
+    with kept_if_it_fails(optimizer):
+        state, whole, without = _asked(own, optimizer, index)
+        read_tensors(state, chosen.folder, index, group)
+        whole |= state
+        on_all(
+            f"restoring step {chosen.manifest.step}", lambda: _restore(own, optimizer, whole, without, chosen), group
+        )
     return Loaded(step=chosen.manifest.step, folder=chosen.folder)
 
 
+def _asked(
+    module: Trainable, optimizer: torch.optim.Optimizer | None, index: Metadata
+) -> tuple[dict[str, Any], dict[str, Any], list[nn.Parameter]]:
+    """What is read, what besides is set, and parameters whose optimizer state is not kept: the checkpoint has none."""
+    module.flush()
+    if optimizer is None:
+        return _tensors(module, None), {}, []
+    check_optimizer(optimizer)
+    model, optim, whole, without = asked_state(module, optimizer, index)
+    return {"model": model, "optimizer": optim}, {"made up": whole}, without
+
+
 def _restore(
-    module: Trainable, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any], chosen: Chosen
+    module: Trainable,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    without: Sequence[nn.Parameter],
+    chosen: Chosen,
 ) -> None:
     optimizers = () if optimizer is None else (optimizer,)
     set_state_dict(
         module,
         optimizers,
         model_state_dict=state["model"],
-        optim_state_dict=state.get("optimizer", {}),
-        options=_OPTIONS,
+        optim_state_dict=state.get("made up", {}) | state.get("optimizer", {}),
+        options=OPTIONS,
     )
+    for parameter in without if optimizer is not None else ():
+        optimizer.state.pop(parameter, None)
     restore_scheduler(chosen)
     restore_data(chosen, module)
     module.seed, module.num_calls, module.num_evaluated = (chosen.run["stream"][name] for name in STREAM)
@@ -259,7 +281,7 @@ def plan_of(module: Trainable) -> Plan:
 def _tensors(module: Trainable, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     module.flush()
     if optimizer is None:
-        return {"model": get_state_dict(module, (), options=_OPTIONS)[0]}
+        return {"model": get_state_dict(module, (), options=OPTIONS)[0]}
     check_optimizer(optimizer)
-    model, optim = get_state_dict(module, optimizer, options=_OPTIONS)
+    model, optim = written_state(module, optimizer)
     return {"model": model, "optimizer": optim}

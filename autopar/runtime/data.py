@@ -180,7 +180,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Another order for another epoch, the same on every rank."""
         if epoch != self.epoch:
-            self.epoch, self._first = epoch, 0
+            self.epoch, self._taken, self._first = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch the next batch is."""

@@ -287,6 +287,8 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
             "a DTensor, as torch.zeros_like(parameter) is"
         )
     else:
+        if isinstance(parameter, DTensor) and held.placements != parameter.placements:  # of a penalty, as it came
+            parameter.grad = held = held.redistribute(placements=parameter.placements)
         local_tensor(held).add_(gradient)
 
 

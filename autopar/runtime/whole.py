@@ -31,6 +31,10 @@ class Whole(Tensor):
         result = as_plain_tensors(func, args, kwargs)
         return as_whole(result) if type(result) is Tensor else result
 
+    def __format__(self, spec: str) -> str:
+        # torch's own is for no subclass.
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
 
 def as_whole(value: Any) -> Any:
     """A differentiable tensor as a `Whole`; anything else as it is, so that what is saved is a plain tensor."""

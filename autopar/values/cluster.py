@@ -241,6 +241,8 @@ def _device_table(hardware: Mapping[str, Any], where: str) -> DeviceTable:
 
 def _device(table: DeviceTable) -> Device:
     values, sources = figures(table, ("memory_bytes", "memory_bandwidth", "launch_seconds", "efficiency", *CALIBRATED))
+    if not table.peak_flops:
+        raise ClusterError(f"device {table.name}: peak_flops must say flop/s of one dtype at least")
     peaks, peak_sources = sourced(table.peak_flops, None)
     return Device(
         name=table.name,

@@ -49,8 +49,6 @@ class Device:
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.peak_flops:
-            raise ClusterError(f"device {self.name}: peak_flops must say flop/s of one dtype at least")
         if not 0 < self.efficiency <= 1:
             raise ClusterError(f"device {self.name}: efficiency {self.efficiency} must be above 0 and at most 1")
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
