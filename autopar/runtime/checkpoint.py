@@ -249,8 +249,9 @@ def _restore(
         optim_state_dict=state.get("made up", {}) | state.get("optimizer", {}),
         options=OPTIONS,
     )
-    for parameter in without if optimizer is not None else ():
-        optimizer.state.pop(parameter, None)
+    if optimizer is not None:
+        for parameter in without:
+            optimizer.state.pop(parameter, None)
     restore_scheduler(chosen)
     restore_data(chosen, module)
     module.seed, module.num_calls, module.num_evaluated = (chosen.run["stream"][name] for name in STREAM)

@@ -287,8 +287,8 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
             "a DTensor, as torch.zeros_like(parameter) is"
         )
     else:
-        if isinstance(parameter, DTensor) and held.placements != parameter.placements:  # of a penalty, as it came
-            parameter.grad = held = held.redistribute(placements=parameter.placements)
+        if isinstance(parameter, DTensor) and isinstance(held, DTensor) and held.placements != parameter.placements:
+            parameter.grad = held = held.redistribute(placements=parameter.placements)  # of a penalty, as it came
         local_tensor(held).add_(gradient)
 
 

@@ -33,7 +33,7 @@ class Whole(Tensor):
 
     def __format__(self, spec: str) -> str:
         # torch's own is for no subclass.
-        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
 
 def as_whole(value: Any) -> Any:
