@@ -144,6 +144,13 @@ def penalty_on_parameters(run: Run) -> None:
 
 
 @on_a_loss
+def penalty_by_mean(run: Run) -> None:
+    """Its gradient is alike on all ranks, or a summand on each, where the parameter is split."""
+    loss = run.loss()
+    (loss + 0.1 * sum(own.mean().square() + own.sum().sin() for own in run.model.parameters())).backward()
+
+
+@on_a_loss
 def penalty_first(run: Run) -> None:
     penalty = sum(own.square().sum() for own in run.model.parameters())
     loss = penalty * 0.1 + run.loss()

@@ -67,6 +67,55 @@ def test_under_another_plan_and_number_of_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9, msg=name)
 
 
+def from_the_beginning(root: str, stale: bool) -> list[list[float]]:
+    """Losses of a run that is not saved, of one that is before its first step, and of one that goes on from there.
+
+    stale: the module that goes on has gradients and optimizer state of its own by then.
+    """
+
+    def trained(run: Run) -> list[float]:
+        run.seed(5)
+        return run.train(HALF)
+
+    plain, saved, other = Run(), Run(), Run()
+    save(saved.module, saved.optimizer, root, step=0, **saved.kept)
+    assert not saved.optimizer.state, "saving makes no step"
+    if stale:
+        other.train(1)
+        other.module(**cases.batch(9)).backward()
+    load(other.module, other.optimizer, root, **other.kept)
+    other.optimizer.zero_grad()
+    other.coming = None
+    return [trained(plain), trained(saved), trained(other)]
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
+def test_a_save_before_the_first_step_changes_nothing(stale: bool, tmp_path: Path) -> None:
+    for plain, saved, other in ranks(2).run(from_the_beginning, str(tmp_path), stale):
+        assert saved == plain and other == plain
+
+
+def with_frozen(root: str) -> tuple[list[str], list[str]]:
+    """Names of parameters that have optimizer state: where one was frozen when it was saved, and loaded thawed."""
+    run, other = Run(), Run()
+    first, *_ = run.module.parameters()
+    first.requires_grad_(False)
+    run.train(2)
+    save(run.module, run.optimizer, root, step=2, **run.kept)
+    load(other.module, other.optimizer, root, **other.kept)
+    found = []
+    for one in (run, other):
+        names = {parameter: name for name, parameter in one.module.named_parameters()}
+        found.append(sorted(names[parameter] for parameter, state in one.optimizer.state.items() if state))
+    other.train(1)
+    return found[0], found[1]
+
+
+def test_state_is_there_for_the_parameters_that_had_some(tmp_path: Path) -> None:
+    for saved, loaded in ranks(2).run(with_frozen, str(tmp_path)):
+        assert saved == loaded and len(saved) > 1
+
+
 class Position:
     """A loader of this rank's rows, whose place is its own."""
 

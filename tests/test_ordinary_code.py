@@ -94,7 +94,7 @@ SOME = {
     "microbatches": ["freeze_all_but_one", "accumulate", "forward_hooks", "clip_norm_infinite", "deepcopy"],
     "tensor": [
         *("freeze_all_but_one", "penalty_on_parameters", "gradients_of_inputs", "step_before_backward", "clip_norm"),
-        *("scale_gradients", "two_forwards", "load_assigning"),
+        *("penalty_by_mean", "scale_gradients", "two_forwards", "load_assigning"),
     ],
 }
 """Operations in which a kind of plan differs from others."""

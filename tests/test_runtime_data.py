@@ -99,3 +99,18 @@ def structures(plan: StagePlan) -> None:
 
 def test_a_batch_keeps_its_structure() -> None:
     ranks(2).run(structures, cases.data_parallel((2,)))
+
+
+def saved_between_epochs(plan: StagePlan) -> tuple[int, int]:
+    """Batches of an epoch, and of the one whose position was saved before it began."""
+    module = cases.distributed(plan)
+    sampler, other = (DistributedBatchSampler(Samples(20), module, seed=4) for _ in range(2))
+    batches = len(list(sampler))
+    sampler.set_epoch(1)
+    other.load_state_dict(sampler.state_dict())
+    return batches, len(list(other))
+
+
+def test_a_position_between_epochs_is_the_beginning_of_the_next() -> None:
+    for batches, after in ranks(2).run(saved_between_epochs, with_inputs("S0", (2,))):
+        assert after == batches == 2
