@@ -105,7 +105,7 @@ def with_frozen(root: str) -> tuple[list[str], list[str]]:
     load(other.module, other.optimizer, root, **other.kept)
     found = []
     for one in (run, other):
-        names = {parameter: name for name, parameter in one.module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in one.module.named_parameters()}
         found.append(sorted(names[parameter] for parameter, state in one.optimizer.state.items() if state))
     other.train(1)
     return found[0], found[1]
