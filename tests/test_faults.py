@@ -1,5 +1,5 @@
-"""Where a rank dies the others are told. `benchmarks.faults` kills real processes (docs/results/faults.md): how long they
-take to come together depends on what else the machine does."""
+"""Where a rank dies the others are told. `benchmarks.faults` kills real processes (docs/results/faults.md): how long
+they take to come together depends on what else the machine does."""
 
 import os
 import random
