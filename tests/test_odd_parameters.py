@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.model_plan import ModelPlan
 from autopar.errors import BatchError, CaptureError, NoLossError
+from autopar.ops.collectives import pad_dim
 
 
 class Odd(nn.Module):
@@ -54,6 +55,18 @@ def test_what_nothing_reads_is_planned_printed_and_exported(name: str, tmp_path:
     plan.export(tmp_path)
     for file in tmp_path.glob("*.py"):
         ast.parse(file.read_text())
+
+
+@pytest.mark.parametrize("name", ["head", "prime"])
+def test_ranks_pad_what_somebody_reads_alone(name: str) -> None:
+    """A part of what the ranks do not divide is padded for its readers: a copy, which a plan counts for them."""
+    padded = {
+        node.args[0].name
+        for local in planned(name, baseline="fsdp").locals
+        for node in local.graph.nodes
+        if node.target is pad_dim
+    }
+    assert padded == {"p_used_weight", "p_used_bias"}, "of 8 rows on 3 ranks"
 
 
 @pytest.mark.parametrize("name", ["head", "prime"])

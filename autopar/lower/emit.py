@@ -129,7 +129,7 @@ class _Emission:
         layout, shape = self.plan.layouts[node.name], tuple(node.meta["val"].shape)
         copy = self.graph.placeholder(node.name)
         self._describe(copy, node, (layout,), "")
-        if node.name in self.stored and not is_even(shape, layout, self.mesh):
+        if node.name in self.stored and node.users and not is_even(shape, layout, self.mesh):
             for dim, size in enumerate(local_shape(shape, layout, self.mesh)):
                 if layout.axes_of(dim):
                     copy = self.graph.call_function(pad_dim, (copy, dim, size))
