@@ -176,7 +176,7 @@ def page(tallies: dict[str, Tally], command: str) -> str:
         "",
         f"Written by `{command}` with torch {torch.__version__}.",
         "",
-        "A mutant is a valid file with one to three changes. It is refused by a typed error, or is right: a plan trains",
+        "A mutant is a valid file with 1 to 3 changes. It is refused by a typed error, or is right: a plan trains",
         "as one process does (float64: loss to 1e-10, gradients to 1e-8, bytes as predicted), a cluster is written and",
         "read again as the same value, specs and manifests say what they said, a config is built or refused. Anything",
         "else is a fault: an untyped error, another result, something that a file names run, or more than 10 s.",
