@@ -80,8 +80,9 @@ def send(
     try:
         call(groups.group(axis))
     except RuntimeError as error:
+        members = groups.members(axis)
         raise RankError(
-            f"rank {dist.get_rank()}: {kind} over axis {','.join(names_of(axis))} (ranks {groups.members(axis)}) "
+            f"rank {members[groups.index(axis)]}: {kind} over axis {','.join(names_of(axis))} (ranks {members}) "
             f"failed: {error}; a rank of this group died or hangs, its own output says why"
         ) from error
 
