@@ -60,9 +60,7 @@ def pad_dim(x: Tensor, dim: int, size: int) -> Tensor:
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
     """`x` with zeros appended along `dim` up to `size`."""
     missing = size - x.shape[dim]
-    if missing == 0:
-        return x
-    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+    return x if missing == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
 
 
 def send(
