@@ -1,7 +1,7 @@
 # Two commands for a newcomer, `make demo` and `make test`; two for a developer, `make check` and `make format`.
 # Each creates .venv on first use and needs nothing but make and Python >= 3.11 (PYTHON=/path/to/python chooses one).
 
-.PHONY: demo test check format clean
+.PHONY: demo test integrations check format clean
 .DEFAULT_GOAL := demo
 
 BIN := .venv/bin
@@ -14,6 +14,11 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal
+
+# Installs the frameworks, some hundred MB, and trains under each. CI does not run it.
+integrations: $(INSTALLED)
+	@$(PIP) install -c constraints.txt -e '.[integrations]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integrations
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -85,6 +85,10 @@ class OptimizerError(AutoparError):
     """An optimizer that cannot serve DTensor parameters."""
 
 
+class MissingPackageError(AutoparError, ImportError):
+    """A package that a part of autopar needs is not installed; says how to install it."""
+
+
 class RankError(AutoparError, RuntimeError):
     """Ranks that disagree, or a rank that died."""
 

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lower",),
     ("search", "runtime", "capture", "models", "oracle", "export", "report", "verification", "calibration"),
     ("api", "__init__"),
+    ("integrations",),
     ("cli",),
 )
 
