@@ -3,9 +3,11 @@
     0    done
     1    beyond tolerance (verify, calibrate --check)
     2    bad input, said in one message
-    3    a fault of autopar itself, whose traceback is on standard error
+    3    a fault of autopar itself; its message names the file that holds the traceback
     130  interrupted
     141  whoever read standard output has gone
+
+A traceback is printed where a person asks for it, with `--debug` or AUTOPAR_DEBUG=1.
 
 With `--json` standard output holds one JSON object and nothing else, an error included: `{"error": ..., "kind": ...}`.
 """
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -24,6 +27,10 @@ from rich.console import Console
 from autopar.errors import AutoparError
 
 BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 2, 3, 130, 141
+DEBUG = "--debug"
+DEBUG_VARIABLE = "AUTOPAR_DEBUG"
+LONGEST = 500
+"""Characters of a fault's first line that are said."""
 
 
 class NoReaderError(Exception):
@@ -69,8 +76,10 @@ def print_json(answer: dict[str, Any]) -> None:
 def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
     """The exit code of a command, its error said."""
     as_json = "--json" in given
+    is_debugged = DEBUG in given or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+    given = [word for word in given if word != DEBUG]  # wherever it stands
     try:
-        code = command(list(given), prog_name="autopar", standalone_mode=False)
+        code = command(given, prog_name="autopar", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         sys.stdout.flush()
@@ -78,6 +87,8 @@ def ended(command: Callable[..., Any], given: Sequence[str]) -> int:
     except (NoReaderError, BrokenPipeError):
         return _without_reader()
     except BaseException as error:
+        if is_debugged:
+            traceback.print_exception(error)
         try:
             return _said(error, as_json)
         except NoReaderError:
@@ -95,9 +106,19 @@ def _said(error: BaseException, as_json: bool) -> int:
     if (format_message := getattr(error, "format_message", None)) is not None:
         usage = format_message() or "name a command: plan, export, verify, explain or diff"
         return _fail(usage, "ArgumentError", as_json)
-    traceback.print_exception(error)
-    said = f"a fault of autopar, please report it with the traceback above: {type(error).__name__}: {error}"
+    first = str(error).strip().partition("\n")[0][:LONGEST]
+    said = f"a fault of autopar: {type(error).__name__}: {first}; please report it with its traceback, {_kept(error)}"
     return _fail(said, type(error).__name__, as_json, FAULT)
+
+
+def _kept(error: BaseException) -> str:
+    """Where the traceback of an error is: in a file of its own, for to run again may take long."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="autopar-fault-", suffix=".txt", delete=False) as file:
+            file.writelines(traceback.format_exception(error))
+        return f"which is in {file.name}"
+    except OSError:
+        return f"which {DEBUG} prints"
 
 
 def _fail(message: str, kind: str, as_json: bool, code: int = BAD_INPUT) -> int:

@@ -1,7 +1,7 @@
 """`autopar verify`: which plans, on which model, and a table that grows a row a plan."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -60,8 +60,8 @@ class VerifyRequest:
     overrides: dict[str, str] | None = None
 
 
-def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
-    """Verify, printing rows as plans finish; the result as JSON values, `passed` among them.
+def run(request: VerifyRequest, console: Console, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Verify, printing rows as plans finish; the result as JSON values, `passed` among them. `tell`: progress.
 
     Raises:
         AutoparError: for bad input; RankError if a process dies.
@@ -75,6 +75,7 @@ def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     saved = load_plan(request.plan) if request.plan is not None else None
     mesh = _mesh(request, saved)
     request = request if saved is None else _as_planned(request, saved)
+    tell("building the model")
     loaded = load_model(
         request.spec,
         batch=request.batch,
@@ -86,8 +87,10 @@ def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     call = Call(args=loaded.args, kwargs=loaded.kwargs)
     request = _as_configured(request, mesh, call)
     run_before(loaded.model, call)
+    tell("capturing the model")
     captured = _captured(request, loaded.model, call, request.microbatches or 1)
     reference = _captured(request, loaded.model, call, 1) if captured.microbatches > 1 else captured
+    tell("making the plans")
     found = _plans(request, captured, mesh, saved, loaded.model, console)
     plans = {label: _woven(plan) if request.weave else plan for label, plan in found}
     if len({plan.world for plan in plans.values()}) > 1:
@@ -98,13 +101,21 @@ def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     precision = PRECISIONS[request.precision]
     own = computed_copy(loaded.model, precision) if precision.is_mixed else loaded.model
     subject = Subject(model=own, captured=reference, args=call.args, kwargs=call.kwargs)
+    tell(f"running {STEPS} steps of the module and of its graph on one process")
     try:
         steps, is_exact = module_steps_checked(subject, request.precision, console)
     except FidelityError as error:
         console.print(f"NOT the module: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return {"model": request.spec, "passed": False, "difference": str(error), "plans": []}
     inputs = [bind_inputs(captured.inputs, args, kwargs) for args, kwargs in subject.calls(STEPS)]
-    checks = []
+    checks: list[PlanCheck] = []
+    labels, world = list(plans), next(iter(plans.values())).world
+
+    def tell_next() -> None:
+        if len(checks) < len(labels):
+            tell(f"plan {len(checks) + 1} of {len(labels)} ({labels[len(checks)]}) on {world} processes")
+
+    tell_next()
     console.print(HEAD, style="bold", highlight=False, soft_wrap=True)
     for check in verify_plans(
         captured,
@@ -117,6 +128,7 @@ def run(request: VerifyRequest, console: Console) -> dict[str, Any]:
     ):
         checks.append(check)
         _print_row(check, request.precision, console)
+        tell_next()
     return _result(request, mesh, checks, console)
 
 
@@ -226,10 +238,8 @@ def _plans(
             yield f"random {seed}", _random(request, captured, mesh, random.Random(seed))
     if saved is None and not request.baselines and not request.num_random:
         machine = load_cluster(f"{mesh.size}xcpu")
-        with console.status("planning"):
-            options = SearchOptions(relative_gap=0.01, with_baselines=False, buckets=True)
-            found = one_stage(make_plan(captured, machine, mesh, config, options))
-        yield "ilp", found
+        options = SearchOptions(relative_gap=0.01, with_baselines=False, buckets=True)
+        yield "ilp", one_stage(make_plan(captured, machine, mesh, config, options))
 
 
 def _woven(plan: Plan) -> Plan:

@@ -1,0 +1,51 @@
+"""`autopar explain` and `autopar diff`: a saved plan, looked at."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.ending import console_of, one_answer
+from autopar.cli.explain import Given, compared, explained
+from autopar.cli.options import check_options, overrides
+from autopar.cli.parameters import FILE, SEARCH, Json, ModelOf, PlanFile, Set, Trace, Trust, option
+from autopar.cli.progress import Progress
+
+
+def explain(
+    plan: PlanFile,
+    cluster: Annotated[str | None, option(FILE, help="the plan's cluster file, if it is no preset")] = None,
+    seconds: Annotated[float, option(SEARCH, help="ask no more after these seconds of solving")] = 60.0,
+    trace: Trace = None,
+    model: ModelOf = None,
+    trust: Trust = False,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
+    check_options(seconds=seconds)
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, Progress(console) as tell:
+        given = Given(spec=model, trust=trust, overrides=overrides(set_))
+        explanation = explained(plan, cluster, seconds, given, tell, trace)
+        answer.update(explanation.to_json())
+    if not as_json:
+        console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="a plan.json")],
+    second: Annotated[Path, typer.Argument(help="another of the same model")],
+    model: ModelOf = None,
+    trust: Trust = False,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Say what two plans of one model decide differently, and how seconds and bytes differ by kind."""
+    console = console_of(as_json)
+    with one_answer(as_json) as answer, Progress(console) as tell:
+        given = Given(spec=model, trust=trust, overrides=overrides(set_))
+        difference = compared(first, second, given, tell)
+        answer.update(difference.to_json())
+    if not as_json:
+        console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
