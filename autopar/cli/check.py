@@ -8,7 +8,7 @@ import typer
 from autopar.cli.ending import console_of, one_answer
 from autopar.cli.options import check_options, check_processes, overrides
 from autopar.cli.parameters import FILE, LAYOUT, MACHINE, PLANS, WHAT, Batch, Json, Model, Seq, Set, option
-from autopar.cli.progress import Progress
+from autopar.cli.progress import ProgressLine
 
 
 def verify(
@@ -62,7 +62,7 @@ def verify(
         trust=trust,
         overrides=overrides(set_),
     )
-    with one_answer(as_json) as answer, Progress(console) as tell:
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
         result = run(request, console, tell)
         answer.update(result)
     if not result["passed"]:

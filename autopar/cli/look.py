@@ -9,7 +9,7 @@ from autopar.cli.ending import console_of, one_answer
 from autopar.cli.explain import Given, compared, explained
 from autopar.cli.options import check_options, overrides
 from autopar.cli.parameters import FILE, SEARCH, Json, ModelOf, PlanFile, Set, Trace, Trust, option
-from autopar.cli.progress import Progress
+from autopar.cli.progress import ProgressLine
 
 
 def explain(
@@ -25,7 +25,7 @@ def explain(
     """Say what binds a plan, what more memory or faster links would buy, which plans were near, where all goes."""
     check_options(seconds=seconds)
     console = console_of(as_json)
-    with one_answer(as_json) as answer, Progress(console) as tell:
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         explanation = explained(plan, cluster, seconds, given, tell, trace)
         answer.update(explanation.to_json())
@@ -43,7 +43,7 @@ def diff(
 ) -> None:
     """Say what two plans of one model decide differently, and how seconds and bytes differ by kind."""
     console = console_of(as_json)
-    with one_answer(as_json) as answer, Progress(console) as tell:
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
         given = Given(spec=model, trust=trust, overrides=overrides(set_))
         difference = compared(first, second, given, tell)
         answer.update(difference.to_json())

@@ -42,7 +42,7 @@ from autopar.cli.parameters import (
     Trust,
     option,
 )
-from autopar.cli.progress import Progress
+from autopar.cli.progress import ProgressLine
 from autopar.cli.simulate import simulate
 from autopar.errors import ArgumentError
 
@@ -108,7 +108,7 @@ def plan(
     """Decide how to train MODEL on a cluster, and say how good that is."""
     check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb, gap=gap, seconds=seconds)
     console = console_of(as_json)
-    with one_answer(as_json) as answer, Progress(console) as tell:
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
         from autopar.cli.plan import planned, with_values
         from autopar.search.timeline.weave import Overlap
 
@@ -186,7 +186,7 @@ def export(
 
     check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb)
     console = console_of(as_json)
-    with one_answer(as_json) as answer, Progress(console) as tell:
+    with one_answer(as_json) as answer, ProgressLine(console) as tell:
         if model.endswith(".json") and not model.startswith("hf:"):
             made = reloaded(Path(model), Given(spec=model_of, trust=trust, overrides=overrides(set_)), "cpu")
         else:

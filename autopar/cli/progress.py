@@ -6,8 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 QUIET_SECONDS = 10.0
 """A command that ends sooner writes no line into a file. Half of it, and short commands' logs have lines that help
@@ -16,7 +15,7 @@ GROWTH = 1.5
 """Each line of a file comes after a pause longer by this: 20 lines in ten hours."""
 
 
-class Progress:
+class ProgressLine:
     """A context that is told what is being done: `progress("capturing the model")`.
 
     On a terminal the last that was told stands below what is printed, with a spinner and the time since the command
@@ -31,7 +30,7 @@ class Progress:
         self._text, self._began = "", time.monotonic()
         errors = Console(stderr=True)
         shown = next((c for c in (console, errors) if c.is_terminal), None)
-        self._bar: Bar | None = None
+        self._bar: Progress | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if console.quiet:
@@ -40,14 +39,14 @@ class Progress:
             self._thread = threading.Thread(target=self._lines, daemon=True)
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=shown, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self._bar = Progress(*columns, console=shown, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def __call__(self, text: str) -> None:
         self._text = text
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=text)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         if self._bar is not None:
             self._bar.add_task("", total=None)
             self._bar.start()
