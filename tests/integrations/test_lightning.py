@@ -1,0 +1,131 @@
+"""Lightning's loop over a planned model is Lightning's loop over the model."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import ArgumentError, OptimizerError
+from examples.integrations import tiny as cases
+from tests.process_group import run_apart
+
+pytest.importorskip("lightning", reason="lightning is not installed: pip install 'autopar[integrations]'")
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from autopar.integrations.lightning import AutoparStrategy
+
+ARGUMENTS = dict(
+    accelerator="cpu",
+    num_sanity_val_steps=0,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    enable_checkpointing=False,
+    max_epochs=1,
+)
+PLANS = {
+    "micro-batches": ("fsdp", 2, {"microbatches": 2}),
+    "stages": ("ddp:pp=2,mbs=2", 2, {}),
+    "local rows": ("ddp", 2, {}),
+    "outside": ("megatron:tp=2", 4, {}),
+}
+"""A named configuration, its ranks, and further keywords of `plan`."""
+
+
+class Lit(L.LightningModule):
+    """calls: how the loss is made: outside of the model, by a planned call, or by one of this rank's rows."""
+
+    def __init__(self, calls: str = "outside") -> None:
+        super().__init__()
+        self.model, self.calls = cases.tiny(), calls
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        tokens, labels = batch
+        if self.calls == "outside":
+            loss = cases.loss_of(self.model(tokens), labels)
+        elif self.calls == "local rows":
+            loss = self.model(autopar.LocalBatch((tokens, labels)))
+        else:
+            loss = self.model(tokens, labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def train_dataloader(self) -> Any:
+        data = cases.Words(4)
+        if self.calls == "local rows":
+            sampler = autopar.runtime.DistributedBatchSampler(data, self.model, shuffle=False)
+            return DataLoader(data, batch_sampler=sampler)
+        return DataLoader(data, batch_size=cases.GLOBAL_BATCH)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def fit(lit: Any, strategy: Any, devices: int, accumulate: int) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice
+        trainer = L.Trainer(
+            **ARGUMENTS,
+            strategy=strategy,
+            devices=devices,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=0.3,
+        )
+        trainer.fit(lit)
+    return [*lit.losses, float(trainer.callback_metrics["loss_epoch"])]
+
+
+def on_rank(tell: Any, plan: str, devices: int, kind: str, accumulate: int) -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    strategy = AutoparStrategy(autopar.load_plan(Path(plan)), loss_fn=cases.loss_fn)
+    lit = Lit(kind)
+    tell((fit(lit, strategy, devices, accumulate), sorted(name for name, _ in lit.named_parameters())))
+
+
+@pytest.mark.parametrize("kind", sorted(PLANS))
+def test_losses_clipping_and_accumulation_are_those_of_lightning_alone(kind: str, tmp_path: Path) -> None:
+    how, world, more = PLANS[kind]
+    accumulate = 1 if kind == "local rows" else 2
+    alone = fit(Lit(), "auto", 1, accumulate)
+    plan = autopar.plan(
+        cases.tiny(), cases.example_batch(), cluster=f"{world}xcpu", baseline=how, loss_fn=cases.loss_fn, **more
+    )
+    plan.save(tmp_path / "plan.json")
+    names = {name for name, _ in Lit().named_parameters()}
+    seen = set()
+    for code, told in run_apart(world, on_rank, str(tmp_path / "plan.json"), world, kind, accumulate):
+        assert code == 0
+        assert told[0] == pytest.approx(alone, abs=1e-6)
+        seen |= set(told[1])
+    assert seen == names
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_what_cannot_be_is_said() -> None:
+    plan = autopar.plan(cases.tiny(), cases.example_batch(), cluster="1xcpu", loss_fn=cases.loss_fn)
+    with pytest.raises(ArgumentError, match=r"MixedPrecision, which casts beside the plan; .* precision='bf16-mixed'"):
+        L.Trainer(**ARGUMENTS, strategy=AutoparStrategy(plan), devices=1, precision="bf16-mixed")
+    strategy = AutoparStrategy(plan, part="net")
+    strategy._lightning_module = Lit()
+    with pytest.raises(ArgumentError, match="has no part 'net' to distribute; its parts are: model"):
+        strategy._distribute()
+    with pytest.raises(ArgumentError, match="net is distributed when the trainer sets up the model"):
+        strategy.module.train()
+    outside = AutoparStrategy(plan)
+    outside._lightning_module = Lit()
+    outside._lightning_module.head = torch.nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match=r"parameters outside model: head.weight, head.bias"):
+        outside._distribute()
+    with pytest.raises(ArgumentError, match="a folder that all ranks write"):
+        outside._folder("s3://bucket/last.ckpt", None)
+    optimizers = [torch.optim.SGD(cases.tiny().parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(OptimizerError, match="2 optimizers"):
+        outside.check_optimizers(optimizers)
