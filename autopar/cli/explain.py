@@ -36,11 +36,15 @@ def source_of(saved: "ModelPlan", path: Path, given: Given) -> dict[str, Any]:
 
     Raises:
         PlanMismatchError: if neither names a model, or the file does and is not trusted.
+        ModelSpecError: if the file names a model's file that is not there.
     """
     said = dict(saved.source or {"batch": None, "seq": None, "overrides": {}, "precision": saved.config.precision})
     if given.trust and saved.source is not None:
-        named = said["overrides"] if given.spec in (None, said["spec"]) else {}
-        return {**said, "spec": given.spec or said["spec"], "overrides": {**named, **given.overrides}}
+        from autopar.models.places import found_beside, seen_from
+
+        own = given.spec is None or said["spec"] in (given.spec, seen_from(given.spec, path.parent))
+        spec = given.spec or found_beside(said["spec"], path)
+        return {**said, "spec": spec, "overrides": {**(said["overrides"] if own else {}), **given.overrides}}
     if given.spec is not None:
         return {**said, "spec": given.spec, "overrides": dict(given.overrides)}
     if saved.source is None:
@@ -66,8 +70,10 @@ def reloaded(path: Path, given: Given, device: str) -> "ModelPlan":
     from autopar.values.calls import Call
 
     saved = load_plan(path)
-    loaded = load_model(**source_of(saved, path, given), device=device)
-    return saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
+    source = source_of(saved, path, given)
+    loaded = load_model(**source, device=device)
+    bound = saved.bind(loaded.model, inputs=Call(args=loaded.args, kwargs=loaded.kwargs))
+    return replace(bound, source=source)
 
 
 def explained(

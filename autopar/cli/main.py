@@ -109,7 +109,7 @@ def plan(
     check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb, gap=gap, seconds=seconds)
     console = console_of(as_json)
     with one_answer(as_json) as answer, ProgressLine(console) as tell:
-        from autopar.cli.plan import planned, with_values
+        from autopar.cli.plan import planned, write_plan
         from autopar.search.timeline.weave import Overlap
 
         beside = Overlap() if overlap else None
@@ -144,10 +144,8 @@ def plan(
             check=not no_check,
             progress=tell,
         )
-        if out is not None and out.suffix == ".json":
-            made.save(out)
-        elif out is not None:
-            with_values(made, source).export(out)
+        if out is not None:
+            write_plan(made, out)
         if trace is not None:
             made.timeline(overlap=beside).save(trace)
         if as_json:
@@ -182,7 +180,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a plan as a folder that trains by itself: plan.json, model.py, train.py."""
-    from autopar.cli.plan import planned
+    from autopar.cli.plan import planned, write_plan
 
     check_options(global_batch=global_batch, seq=seq, memory_gb=memory_gb)
     console = console_of(as_json)
@@ -211,7 +209,7 @@ def export(
                 check=not no_check,
                 progress=tell,
             )
-        made.export(out)
+        write_plan(made, out)
         answer.update(
             model=made.model, out=str(out), files=sorted(file.name for file in out.iterdir() if file.is_file())
         )

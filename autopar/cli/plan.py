@@ -1,12 +1,15 @@
 """`autopar plan` and `autopar export`: from what a command line says of a model to its plan."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from autopar.api.checked import check_spec
 from autopar.api.planning import check_choice
 from autopar.api.planning import plan as make_plan
+from autopar.errors import ArgumentError
 from autopar.models import load_model
+from autopar.models.places import seen_from
 from autopar.search.asked_mesh import asked_mesh
 from autopar.search.joint.workers import started
 from autopar.values.cluster import load_cluster
@@ -29,6 +32,27 @@ def planned(source: dict[str, Any], *, device: str, check: bool, **arguments: An
         checked = check_spec(nbytes=nbytes, **source) if check and device == "meta" else ""
         made = make_plan(loaded.model, **called, **arguments, check=check and not checked)
         return replace(made, source=source, checked=checked or made.checked)
+
+
+def write_plan(made: Any, out: Path) -> None:
+    """Save a plan as `out`.json, or export it into the folder `out`; what it names stands relative to that place.
+
+    Raises:
+        ArgumentError: if it cannot be written.
+    """
+    is_file, source = out.suffix == ".json", made.source
+    folder = out.parent if is_file else out
+    own = replace(made, source={**source, "spec": seen_from(source["spec"], folder)})
+    if is_file:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.save(out)
+        except OSError as error:
+            raise ArgumentError(
+                f"the plan cannot be written to {out}: {error.strerror}; choose another --out"
+            ) from error
+    else:
+        with_values(own, source).export(out)
 
 
 def with_values(made: Any, source: dict[str, Any]) -> Any:
