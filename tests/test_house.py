@@ -61,6 +61,7 @@ SEARCH_ORDER = (
         "find_exactly",
         "mixing",
         "planner",
+        "one_device",
         "in_buckets",
         "woven",
         "joint",

@@ -88,7 +88,17 @@ def test_costs_bound_and_baselines_are_shown() -> None:
         baselines={"ddp": 3.0, "fsdp": "does not fit: needs 12.0 GB of 8.0 GB a device"},
     )
     text = str(replace(plan, estimate=estimate, stages=(replace(plan.single, buckets=()),)))
-    assert "step 1.50 s, in the space searched none takes less than 1.47 s (gap 2%); memory at the peak 4.00 GB" in text
+    said = " ".join(text.split())
+    assert "step 1.50 s, proved within 2% of the best in the space searched: none takes less than 1.47 s" in said
+    assert "memory 4.00 GB of 5.00 GB a device at the peak sent 500 ms of collectives" in said
+    hidden = " ".join(str(replace(plan, estimate=replace(estimate, hidden=0.1))).split())
+    assert "step 1.40 s as it runs, collectives beside compute for 100 ms" in hidden
+    assert "proof 1.50 s with nothing beside compute: within 2% of the best" in hidden, (
+        "one quantity, its bound, its gap"
+    )
+    assert "sent 500 ms of collectives, 400 ms of it exposed" in hidden
+    slow = " ".join(str(replace(plan, estimate=replace(estimate, baselines={"one device": 1.51}))).split())
+    assert "pays not: one device alone takes 1.51 s" in slow and " pays " not in hidden
     assert "all-reduce" in text and "33%" in text and "all-to-all" not in text.split("step time")[1]
     assert "2.00×" in text and "needs 12.0 GB of 8.0 GB" in text
 

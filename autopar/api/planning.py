@@ -17,6 +17,7 @@ from autopar.errors import ArgumentError, BatchError, InfeasibleError, SearchTim
 from autopar.models.overrides import near
 from autopar.values.calls import call_of
 from autopar.values.cluster import Cluster, load_cluster
+from autopar.values.estimate import ONE_DEVICE
 from autopar.values.graph import CapturedModel
 from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan, one_stage
@@ -272,6 +273,12 @@ def plan(
         )
         batch = call.batch() if microbatches == "auto" else None
         found, captured = best_overlapped(found, captured, machine, ranked, batch=batch, capture=captures.at)
+    if with_baselines and baseline is None and found.world > 1 and found.estimate.seconds:
+        from autopar.search.one_device import one_device
+
+        tell("pricing one device")
+        others = {**found.estimate.baselines, ONE_DEVICE: one_device(captured, machine, config)}
+        found = found.with_estimate(replace(found.estimate, baselines=others))
     values = values_of(captured, model)
     about = dict(captured=captured, call=call, machine=machine, loss_fn=loss_fn, values=values, checked=compared.words)
     return model_plan(found, **about)

@@ -18,20 +18,19 @@ from autopar.cost_models.compute import HOST
 from autopar.cost_models.links import axis_links
 from autopar.errors import ClusterError
 from autopar.lower.messages import messages_of
+from autopar.report.heading import heading
 from autopar.report.recompute_text import recompute_text
 from autopar.report.rows import PlanRow, Section, plan_sections
 from autopar.report.rules_text import rules_lines
-from autopar.report.search_text import one_microbatch_text, space_text, timeline_text
 from autopar.report.stages_table import stages_table
-from autopar.report.units import nbytes_text, percent_text, saving_text, seconds_text, share_text
+from autopar.report.units import nbytes_text, seconds_text, share_text
 from autopar.report.words import choice_words
 from autopar.values.cluster import Cluster, load_preset
 from autopar.values.estimate import Estimate
 from autopar.values.local_model import LocalModel
-from autopar.values.mesh import Mesh
 from autopar.values.plan import Plan
 from autopar.values.redistribution import Message
-from autopar.values.stage_plan import StagePlan, Way
+from autopar.values.stage_plan import StagePlan
 
 WIDTH = 120
 
@@ -50,7 +49,7 @@ def render(plan: Plan, locals_: Sequence[LocalModel], machine: Cluster | None = 
     Without them (a plan just loaded) the tables of operations are left out, and of several stages those of each are.
     """
     known = machine or _known(plan.cluster)
-    parts: list[RenderableType] = [heading(plan, known)]
+    parts: list[RenderableType] = [heading(plan, known, locals_)]
     if plan.num_stages > 1:
         parts.append(stages_table(plan, [local.captured for local in locals_]))
     elif locals_:
@@ -101,95 +100,6 @@ class Clock:
     def text(self, messages: Sequence[Message]) -> str:
         seconds = self.seconds(messages)
         return "" if seconds is None or not messages else seconds_text(seconds)
-
-
-def heading(plan: Plan, machine: Cluster | None) -> RenderableType:
-    """What the plan is for, and its result, in three lines."""
-    estimate, config = plan.estimate, plan.config
-    memory = config.memory_nbytes or (machine.device.memory_bytes if machine is not None else None)
-    limit = f" of {nbytes_text(memory)}" if memory else ""
-    call = getattr(plan, "call", None)
-    batch = f", global batch {call.batch()}" if call is not None and call.batch() else ""
-    batch += f" in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
-    schedule = f", {plan.schedule}" if plan.num_stages > 1 else ""
-    buckets = [names for stage in plan.stages for names in stage.buckets]
-    copies = max(stage.copies for stage in plan.stages)
-    lines = [
-        f"{plan.model} on {plan.cluster or 'no cluster'}, {plan.arrangement}{schedule}{batch}, {config.optimizer}, "
-        f"{config.dtypes} [{plan.origin}]"
-    ]
-    if others := estimate.search.microbatches:
-        prices = (seconds_text(v) if isinstance(v, float) else v for v in others.values())
-        lines.append("micro-batches: " + "; ".join(f"{n}: {said}" for n, said in zip(others, prices, strict=True)))
-    if why := estimate.search.one_microbatch:
-        lines.append(one_microbatch_text(why))
-    if space := estimate.search.space:
-        lines.append(space_text(space))
-    if estimate.seconds:
-        step = f"step {seconds_text(estimate.step_seconds)}"
-        if estimate.hidden:
-            step += f"; if nothing ran beside compute {seconds_text(estimate.in_turn_seconds)}"
-        bound, gap = seconds_text(estimate.bound), percent_text(estimate.gap)
-        then = " then" if estimate.hidden else ""  # the bound is one on what everything takes in turn
-        proved = f", in the space searched none{then} takes less than {bound} (gap {gap})" if estimate.bound else ""
-        alone = f"; with every collective alone it would take {seconds_text(estimate.alone_seconds)}"
-        alone = alone if buckets else ""
-        step += alone + proved if estimate.bounded_alone else proved + alone  # the bound is said of what stands before
-        fullest = " of the fullest rank" if plan.num_stages > 1 else ""
-        lines.append(f"{step}; memory at the peak{fullest} {nbytes_text(estimate.peak_nbytes)}{limit} a device")
-        if len(priced := estimate.search.in_buckets) > 1:
-            said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in priced.items())
-            lines.append(f"plans compared in buckets, by what found them: {said}")
-        if woven := estimate.search.copies:
-            said = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in woven.items())
-            lines.append(f"micro-batches compared: {said}")
-        if ranked := estimate.search.timeline:
-            lines.append(timeline_text(ranked))
-        folded, searched = estimate.search.folded_seconds, estimate.search.searched_seconds
-        if folded is not None and searched is not None:
-            more = share_text(folded - searched, searched)
-            lines.append(
-                f"every layer decided for itself; equal layers deciding alike, the step would take {more} more"
-            )
-    if copies > 1:
-        lines.append(
-            "two micro-batches run at once, one computing while the other communicates, which hides "
-            f"{seconds_text(estimate.hidden)}"
-        )
-    if buckets:
-        parameters = sum(len(names) for names in buckets)
-        beside = estimate.hidden > 0 and copies == 1
-        lines.append(
-            f"buckets: {parameters} parameters are gathered or reduced in {len(buckets)} "
-            f"bucket{'s' * (len(buckets) > 1)}, which {saving_text(estimate.saved)}"
-            + ("; gathers begin one bucket ahead" if any(stage.prefetch for stage in plan.stages) else "")
-            + (f"; collectives run beside compute for {seconds_text(estimate.hidden)}" if beside else "")
-        )
-    if ways := [way for stage in plan.stages for way in stage.ways.values()]:
-        lines.append(_ways_text(ways, plan.mesh, estimate))
-    if checked := getattr(plan, "checked", ""):
-        lines.append(f"graph: {checked}")
-    if plan.num_stages == 1:
-        lines.append(
-            f"placements, one for each of ({', '.join(plan.mesh.names)}): S0 = split along dim 0, P = a summand, R, I "
-            "= whole (gradients of R are summands)"
-        )
-        lines.append("parameters, as stored: gathered for use = again for backward; gathered and kept = until backward")
-    return Text("\n".join(lines) + "\n")
-
-
-def _ways_text(ways: Sequence[Way], mesh: Mesh, estimate: Estimate) -> str:
-    """How many parameters travel otherwise than the search said, how, and what that saves."""
-    words: dict[str, int] = {}
-    for way in ways:
-        joined = any(len(step.axes) > 1 for step in way.steps(mesh))
-        several = len({axis for step in way.steps(mesh) for axis in step.axes}) > 1
-        word = "as one" if joined else "axis by axis" if several else "over one axis"
-        word = f"in levels, {', '.join(way.inside)} first" if way.inside else word
-        words[word] = words.get(word, 0) + 1
-    said = ", ".join(f"{count} {word}" for word, count in words.items())
-    saved = saving_text(estimate.saved_by_ways)
-    return f"in buckets otherwise than alone: {said}, which {saved} (counted above)"
 
 
 def _section_table(section: Section, clock: Clock) -> Table:

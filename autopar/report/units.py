@@ -22,6 +22,14 @@ def nbytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def count_text(count: float) -> str:
+    """`814 k`, `3.2 M`: three digits of a count."""
+    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= scale:
+            return f"{_three(count / scale)}{unit}"
+    return _three(count)
+
+
 def percent_text(share: float) -> str:
     return f"{share * 100:.2g}%" if share < 0.1 else f"{share * 100:.0f}%"
 

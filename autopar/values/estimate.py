@@ -7,6 +7,8 @@ from autopar.values.schema import of_file
 from autopar.values.search_report import SearchReport
 
 ROUNDING = 1e-9
+ONE_DEVICE = "one device"
+"""Among baselines: the same step on one device, which computes alone."""
 
 
 @of_file
@@ -24,7 +26,7 @@ class Estimate:
     bound: a proved lower bound on the step seconds, everything in turn, over the space searched: of plans in buckets
         where it was searched for those, else of every collective alone. 0 if none is proved.
     bounded_alone: the bound is one on `alone_seconds`, and buckets were chosen afterwards.
-    baselines: named baselines, in buckets if the plan may be: seconds, or why they do not apply.
+    baselines: named baselines, in buckets if the plan may be, and one device: seconds, or why they do not apply.
     search: what there is to say of how the plan was found.
     """
 
@@ -52,6 +54,11 @@ class Estimate:
     def alone_seconds(self) -> float:
         """The step if every collective went alone and nothing beside it."""
         return sum(self.seconds.values()) + self.saved
+
+    @property
+    def named_baselines(self) -> Mapping[str, float | str]:
+        """The recipes among the baselines."""
+        return {name: result for name, result in self.baselines.items() if name != ONE_DEVICE}
 
     @property
     def peak_nbytes(self) -> float:

@@ -98,7 +98,7 @@ class _Asker:
             ledger=ledger(plan, self.program, self.pricer),
             offers=tuple(offers),
             alternatives=tuple(alternatives),
-            baselines=plan.estimate.baselines or self._baselines(limit),
+            baselines=plan.estimate.named_baselines or self._baselines(limit),
             unanswered=tuple(self.questions.unanswered),
             odd_rows=odd_rows(plan, self.program, self.pricer),
             is_in_buckets=self.is_in_buckets,

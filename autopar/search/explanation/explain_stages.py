@@ -233,8 +233,8 @@ class _Asker:
     def _baselines(self, pricer: Pricer) -> dict[str, float | str]:
         """Named kinds in as many stages, on the same mesh and schedule."""
         plan, out = self.plan, dict[str, float | str]()
-        if plan.estimate.baselines:
-            return dict(plan.estimate.baselines)
+        if plan.estimate.named_baselines:
+            return dict(plan.estimate.named_baselines)
         chunks, program = plan.num_stages // plan.pipeline, make_program(self.captured)
         for kind in BASELINES:
             text = f"{kind}:pp={plan.pipeline},vpp={chunks},schedule={plan.schedule}"
