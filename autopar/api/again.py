@@ -145,9 +145,9 @@ class Again:
     def _following(self, captured: CapturedModel, number: int) -> StagePlan:
         from autopar.search.following import following_plan
 
-        return following_plan(captured, self.plans[number], self.planned[number], self._cluster())
+        return following_plan(captured, self.plans[number], self.planned[number], self.cluster())
 
-    def _cluster(self) -> Cluster:
+    def cluster(self) -> Cluster:
         """The plan's, or where only its name is left any of as many devices: for what is cheapest, not for whether."""
         plan, machine = self.plans[0], self.machine
         if machine is None:

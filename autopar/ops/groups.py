@@ -119,6 +119,24 @@ def active_groups() -> Groups:
     return groups
 
 
+_functional: ContextVar[bool] = ContextVar("autopar_functional", default=False)
+
+
+def is_functional() -> bool:
+    """Whether collectives are to be torch's functional ones (`autopar.ops.functional`)."""
+    return _functional.get()
+
+
+@contextmanager
+def use_functional() -> Iterator[None]:
+    """Inside, collectives are those that any tracer can follow."""
+    token = _functional.set(True)
+    try:
+        yield
+    finally:
+        _functional.reset(token)
+
+
 @contextmanager
 def use_groups(groups: Groups) -> Iterator[None]:
     """Bind axis names to process groups for the calls inside."""

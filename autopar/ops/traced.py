@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.ops.groups import BOUND, KNOWN, Axis, names_of
+from autopar.ops.functional import exchanged
+from autopar.ops.groups import BOUND, KNOWN, Axis, active_groups, is_functional, names_of
 from autopar.values.placement import chunk_size
 
 LOCALS: dict[str, Callable[..., Tensor]] = {}
@@ -50,7 +51,11 @@ def traceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(x: Tensor, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            return function(x, **keywords)
+            if not is_functional():
+                return function(x, **keywords)
+            keywords.pop("regather", None)  # what is kept for backward is for whoever traces to say
+            axes_ = (*names_of(keywords.pop("axis")), *names_of(keywords.get("inside", ())))
+            return exchanged(x, *row(x, **keywords), axes_, active_groups(), LOCALS)
         regather = keywords.pop("regather", False)
         axes = ",".join((*names_of(keywords.pop("axis")), *names_of(keywords.get("inside", ()))))
         there, back = row(x, **keywords)
