@@ -92,6 +92,7 @@ PRIVATE_TORCH: dict[str, tuple[str, ...]] = {
     "torch._ops": ("*",),
     "torch._dynamo": ("autopar/runtime/backends.py",),
     "torch._inductor": ("autopar/runtime/inductor.py", "autopar/capture/decompose.py"),
+    "torch.ops._c10d_functional": ("autopar/ops/functional.py",),
     "torch._library": ("autopar/values/custom_ops.py",),
     "torch._subclasses": ("autopar/capture/fake_twin.py",),
     "torch.export._trace": ("autopar/capture/quiet.py",),

@@ -80,7 +80,8 @@ def placed_graphs(plan: ModelPlan, model: nn.Module, num_rows: int) -> tuple[Pla
     captured, returned = replace(captor, loss_fn=None).captured(own, captor.modes(), buffers, gradients=True)
     _check(captured)
     if plan.num_stages == 1:
-        stages, numbers = (captured,), (0,)
+        stages: tuple[CapturedModel, ...] = (captured,)
+        numbers: tuple[int, ...] = (0,)
     else:
         owners: dict[str, list[int]] = {}
         for number, part in enumerate(plan.parts):
@@ -249,7 +250,7 @@ class PlacedModule(nn.Module):
         Raises:
             ArgumentError: if the model has no `init_weights`.
         """
-        model = self._model[0]
+        model: Any = self._model[0]
         if not callable(getattr(model, "init_weights", None)):
             raise ArgumentError(f"{type(model).__name__} has no init_weights(); load a checkpoint instead")
         model.to_empty(device="cpu")
@@ -272,5 +273,5 @@ class PlacedModule(nn.Module):
 
 def _local(value: Tensor) -> Tensor:
     """This rank's part, through which gradients go back."""
-    out: Tensor = value.to_local() if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]
+    out: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return out
